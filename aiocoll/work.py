@@ -1,4 +1,4 @@
-"""`Work`: the user's handle of one started operation, awaitable any number of times by any number of tasks."""
+"""`Work`: the handle of one started operation, awaitable any number of times by any number of tasks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ _done, _result, _exception = _Base.done, _Base.result, _Base.exception
 
 
 class Work(_Base, Generic[T_co]):
-    """A started operation. Await it for its result, any number of times, from any task of the group's loop.
+    """A started operation. Any task of the group's event loop can await it for its result, any number of times.
 
     Cancelling an await stops only the waiting. The operation continues, unless `abort` ends it. The exception is a
     receive without a matching message, which is withdrawn when its last awaiter is cancelled.
@@ -116,12 +116,12 @@ class Work(_Base, Generic[T_co]):
 
     @property
     def op(self) -> str:
-        """Name of the operation in capitals."""
+        """The operation's name in capitals."""
         return self._completion.op
 
     @property
     def seq(self) -> int | None:
-        """Sequence number of the call in its group, or the count of its key; None for point-to-point."""
+        """The call's sequence number in its group, or the count of its key; None for point-to-point messages."""
         return self._completion.seq
 
     @property
@@ -131,7 +131,7 @@ class Work(_Base, Generic[T_co]):
 
     @property
     def group(self) -> Any:
-        """The `ProcessGroup`; None for internal works of the library."""
+        """The `ProcessGroup` of the operation; None for internal works of the library."""
         owner = self._completion.owner
         return None if owner is None else owner.group
 
@@ -155,7 +155,7 @@ class Work(_Base, Generic[T_co]):
         return done
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, like `done`.
+        """Return whether the operation has ended, successfully or not, like `done`.
 
         Returns:
             The value of `done`.
@@ -171,7 +171,7 @@ class Work(_Base, Generic[T_co]):
         return self.done() and self._completion.exception is None
 
     def result(self) -> T_co:
-        """Return the result of an operation that has ended.
+        """Return the result of an operation that has ended, or raise its error.
 
         Returns:
             The same value as awaiting the work.
@@ -196,7 +196,7 @@ class Work(_Base, Generic[T_co]):
         return error
 
     def source_rank(self) -> int:
-        """Return the sender's rank of a completed receive.
+        """Return the sender's rank of a receive that has completed.
 
         Returns:
             The sender's rank in the group.
@@ -210,7 +210,7 @@ class Work(_Base, Generic[T_co]):
         return source
 
     def cancelled(self) -> bool:
-        """Return whether a receive was withdrawn because its last awaiter was cancelled.
+        """Return whether a receive was withdrawn, because the last task that awaited it was cancelled.
 
         Returns:
             True if awaiting the work raises `asyncio.CancelledError`.
@@ -248,7 +248,7 @@ class Work(_Base, Generic[T_co]):
             completion.add_callback(fn, self, contextvars.copy_context() if context is None else context)
 
     def remove_done_callback(self, fn: Callable[[Work[T_co]], object]) -> int:
-        """Remove a callback that has not been called.
+        """Remove a callback that has not been called yet.
 
         Args:
             fn: the argument of `add_done_callback`. All equal callbacks are removed.
@@ -259,7 +259,7 @@ class Work(_Base, Generic[T_co]):
         return self._completion.remove_callbacks(fn)
 
     def get_future(self) -> asyncio.Future[T_co]:
-        """Return a future with the same outcome, for libraries that only accept futures.
+        """Return an asyncio future with the same outcome, for libraries that only accept futures.
 
         Returns:
             A new future of the group's loop. Cancelling it has the effect of cancelling an await.
@@ -294,7 +294,7 @@ class Work(_Base, Generic[T_co]):
         return future
 
     def join(self) -> Coroutine[Any, Any, T_co]:
-        """Await the work: a coroutine for `asyncio.create_task` and `asyncio.TaskGroup`.
+        """Await the work. This coroutine is for `asyncio.create_task` and `asyncio.TaskGroup`.
 
         Returns:
             The result.
@@ -302,7 +302,7 @@ class Work(_Base, Generic[T_co]):
         Raises:
             GroupError: the operation fails, see `ProcessGroup`.
         """
-        self._completion.note_await()  # recorded here, since the task may be cancelled before its first step
+        self._completion.note_await()  # noted here, because the task may be cancelled before its first step
         return self._joined()
 
     async def _joined(self) -> T_co:
@@ -335,7 +335,7 @@ class Work(_Base, Generic[T_co]):
         return result
 
     def wait(self, timeout: float | timedelta | None = None) -> T_co:
-        """Block a thread other than the event loop's until the operation has ended.
+        """Block a thread that runs no event loop until the operation has ended.
 
         Any number of threads may wait. They keep waiting if the event loop has stopped, since a thread may run the loop
         again.
@@ -355,13 +355,13 @@ class Work(_Base, Generic[T_co]):
         progress = self._completion.progress
         if asyncio._get_running_loop() is progress.loop:
             raise RuntimeError("Work.wait() would block the event loop that completes it: use `await work`")
-        with contextlib.suppress(RuntimeError):  # raised if the loop is closed
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed
             progress.loop.call_soon_threadsafe(self._completion.start_if_held)
         wait_in_thread(self, progress.loop, progress.runtime, timeout)
         return self.result()
 
     def abort(self) -> None:
-        """Revoke the group: this work and all its other pending works fail on all ranks.
+        """Revoke the group, so that this work and all other pending works of the group fail on all ranks.
 
         Raises:
             RuntimeError: called in another process, thread or event loop than the group's.
@@ -371,7 +371,7 @@ class Work(_Base, Generic[T_co]):
 
 
 def completion_of(work: Work[Any]) -> Completion:
-    """Return the completion behind `work`."""
+    """Return the completion to which `work` refers."""
     return work._completion
 
 

@@ -1,4 +1,4 @@
-"""Algorithms of collectives as pure data: each rank's sends, receives and reductions, in order.
+"""Algorithms of collectives as plain data: the sends, receives and reductions of each rank, in order.
 
 This package has no I/O, no clock and no arrays. `choose` returns the name of an algorithm, `build` creates one rank's
 `Program` for it, and the engine carries out the program.

@@ -1,4 +1,4 @@
-"""Builder of programs, which numbers messages, omits empty ones and returns dependencies.
+"""Builder of programs: it numbers messages, leaves out empty ones, and returns dependencies.
 
 Every method returns the indices of the actions that it has added, as a tuple. The tuple is empty for an empty region,
 so results can be concatenated and passed as `after` or `follow` without a special case for empty chunks. Both ends of a
@@ -14,19 +14,19 @@ from aiocoll.algorithms.program import Action, ActionKind, Program, Region
 __all__ = ["Builder", "Deps", "chunks", "single_rank_reduction"]
 
 Deps: TypeAlias = tuple[int, ...]
-"""Indices of actions."""
+"""Indices of the actions in a program on which another action depends."""
 
 _EMPTY = Region(0, 0, 0)
 
 
 def chunks(count: int, parts: int, buffer: int = 0) -> list[Region]:
-    """Cut `count` elements of a buffer into `parts` consecutive regions whose lengths differ by at most one."""
+    """Divide `count` elements of a buffer into `parts` consecutive regions whose lengths differ by at most 1."""
     bounds = [part * count // parts for part in range(parts + 1)]
     return [Region(buffer, bounds[part], bounds[part + 1]) for part in range(parts)]
 
 
 class Builder:
-    """The program of one rank during its construction.
+    """The program of one rank while it is being built.
 
     Args:
         buffers: number of the user's buffers. Scratch buffers get the following numbers.
@@ -42,19 +42,19 @@ class Builder:
         self._received: dict[int, int] = {}
 
     def scratch(self, count: int) -> int:
-        """Reserve a scratch buffer of `count` elements and return its number."""
+        """Add a scratch buffer of `count` elements to the program; return its number."""
         self._scratch.append(count)
         return self._buffers + len(self._scratch) - 1
 
     def send(self, peer: int, region: Region, after: Deps = (), follow: Deps = ()) -> Deps:
-        """Send `region` to `peer`."""
+        """Add an action that sends `region` to `peer`."""
         if region.count == 0:
             return ()
         step = _next(self._sent, peer)
         return self._add(Action(ActionKind.SEND, region, peer, step, (), True, False, after, follow))
 
     def recv(self, peer: int, region: Region, after: Deps = ()) -> Deps:
-        """Receive from `peer` into `region`."""
+        """Add an action that receives data from `peer` into `region`."""
         if region.count == 0:
             return ()
         step = _next(self._received, peer)
@@ -70,31 +70,31 @@ class Builder:
         final: bool = False,
         after: Deps = (),
     ) -> Deps:
-        """Receive from `peer`, reduce with `source` on arrival, and write the result to `region`."""
+        """Add an action that reduces data arriving from `peer` with `source` and writes the result to `region`."""
         if region.count == 0:
             return ()
         step = _next(self._received, peer)
         return self._add(Action(ActionKind.COMBINE, region, peer, step, (source,), incoming_first, final, after))
 
     def fold(self, region: Region, sources: tuple[Region, ...], after: Deps = (), follow: Deps = ()) -> Deps:
-        """Reduce `sources` into `region`, in the given order."""
+        """Add an action that reduces `sources`, in the given order, and writes the result to `region`."""
         if region.count == 0:
             return ()
         return self._add(Action(ActionKind.FOLD, region, -1, 0, sources, True, True, after, follow))
 
     def copy(self, region: Region, source: Region, after: Deps = (), follow: Deps = ()) -> Deps:
-        """Copy `source` to `region`."""
+        """Add an action that copies `source` to `region`."""
         if region.count == 0:
             return ()
         return self._add(Action(ActionKind.COPY, region, -1, 0, (source,), True, False, after, follow))
 
     def signal(self, peer: int, after: Deps = ()) -> Deps:
-        """Send a message without elements."""
+        """Add an action that sends `peer` a message without elements."""
         step = _next(self._sent, peer)
         return self._add(Action(ActionKind.SEND, _EMPTY, peer, step, (), True, False, after))
 
     def await_signal(self, peer: int) -> Deps:
-        """Receive a message without elements."""
+        """Add an action that waits for a message without elements from `peer`."""
         return self._add(Action(ActionKind.RECV, _EMPTY, peer, _next(self._received, peer)))
 
     def program(self, algorithm: str) -> Program:
@@ -107,7 +107,7 @@ class Builder:
 
 
 def single_rank_reduction(region: Region, source: Region, buffers: int = 1) -> Program:
-    """Return the program of a reduction over one rank: its own input, finalized by the op."""
+    """Return the program of a reduction with only one rank: its input, with the op's final step applied."""
     build = Builder(buffers)
     build.fold(region, (source,))
     return build.program("local")

@@ -1,4 +1,4 @@
-"""Cost of algorithms: the load of the busiest rank, and its predicted time on a given machine.
+"""Costs of algorithms: the load of the busiest rank, and the predicted time on a given machine.
 
 The counts equal those in the module docstrings of the schedules. Predictions serve to choose between algorithms. They
 ignore other load on the machine, and cores shared by several ranks.
@@ -16,7 +16,7 @@ from aiocoll.algorithms.spec import spec_of
 
 __all__ = ["cost", "predict"]
 
-#: By kind, the program that sends the same messages as "relay", the ring of chunk queues.
+#: For each kind of collective, the program that sends the same messages as "relay", the ring of chunk queues.
 _RELAYED: Mapping[str, str] = MappingProxyType(
     {
         "allreduce": "ring",
@@ -34,7 +34,7 @@ _RELAYED: Mapping[str, str] = MappingProxyType(
 
 
 def cost(algorithm: str, kind: str, nbytes: int, world_size: int) -> Load:
-    """Return the load of a collective.
+    """Return the load of a collective on its busiest rank: messages, steps and bytes.
 
     Args:
         algorithm: name of the algorithm.
@@ -76,10 +76,10 @@ def predict(algorithm: str, kind: str, nbytes: int, world_size: int, machine: Ma
     _, _, beta, gamma = machine
     seconds = seconds_of(load, machine)
     if algorithm == "exchange":
-        # The reduction overwrites the data that is being sent, so it waits for the send, except for eager data.
+        # The reduction overwrites data that is being sent, so it waits for the send to end, except for eager data.
         seconds += max(nbytes - PIECE, 0) * beta
     if algorithm == "chain":
-        # Each inner rank forwards the first piece before the last rank receives it. From then on all ranks work in
+        # Each inner rank forwards the first piece before the last rank receives it. From then on, all ranks work in
         # parallel.
         piece, inner = min(nbytes, PIECE), max(load.steps - 1, 0)
         seconds += inner * piece * (beta + (gamma if load.worked else 0.0))

@@ -1,4 +1,4 @@
-"""Load of algorithms as formulas of bytes and ranks, and its predicted time on a machine.
+"""Loads of algorithms as formulas of bytes and ranks, and the time of a load on a machine.
 
 `algorithms.select` names the formula of each schedule. A test compares the formulas with the programs.
 """
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Load(NamedTuple):
-    """The load of a collective.
+    """The load of the busiest rank in a collective.
 
     Attributes:
         steps: messages on the longest path of messages that depend on each other.
@@ -64,16 +64,16 @@ Formula: TypeAlias = Callable[[int, int], Load]
 
 
 def seconds_of(load: Load, machine: Machine) -> float:
-    """Return the approximate duration of `load` in seconds, if each step begins after the end of the one before."""
+    """Return the approximate duration of `load` in seconds, if each step starts when the previous step has ended."""
     alpha, overhead, beta, gamma = machine
     crowd = max(load.sends - load.steps, 0) + max(load.receives - load.steps, 0)
     return load.worked * gamma + load.steps * alpha + max(crowd * overhead, max(load.sent, load.received) * beta)
 
 
 def streaming_seconds_of(load: Load, machine: Machine) -> float:
-    """Return the approximate duration of `load` in seconds, if each step forwards data while it arrives."""
+    """Return the approximate duration of `load` in seconds, if ranks forward data while it arrives."""
     alpha, _, beta, gamma = machine
-    # A step ends when its chunk has been forwarded. The next step begins with the first piece of the chunk.
+    # A step ends when its chunk has been forwarded. The next step begins with the first piece of that chunk.
     chunk = max(load.sent, load.received) / load.steps if load.steps else 0.0
     return load.worked * gamma + load.steps * max(alpha + min(chunk, PIECE) * beta, chunk * beta)
 
@@ -89,7 +89,7 @@ def ring_steps(world_size: int) -> int:
 
 
 def log2(world_size: int) -> int:
-    """Return the number of steps of a doubling algorithm: log2, rounded up."""
+    """Return the number of steps of an algorithm that doubles its reach in each step: log2, rounded up."""
     return (world_size - 1).bit_length()
 
 
@@ -98,13 +98,13 @@ def _share(nbytes: int, world_size: int) -> int:
 
 
 def all_to_all_fold(nbytes: int, world_size: int) -> Load:
-    """Return the load of "oneround": every rank sends its tensor to all ranks, and reduces all tensors."""
+    """Return the load of "oneround": each rank sends its tensor to all ranks and reduces all tensors."""
     others = world_size - 1
     return Load(1, others, others, nbytes * others, nbytes * others, nbytes * others)
 
 
 def scan_fold(nbytes: int, world_size: int) -> Load:
-    """Return the load of "fold" for scan: rank r receives r tensors and sends p-1-r.
+    """Return the load of scan's "fold": rank r receives r tensors and sends its tensor p-1-r times.
 
     The last rank folds all tensors.
     """
@@ -112,31 +112,31 @@ def scan_fold(nbytes: int, world_size: int) -> Load:
 
 
 def exscan_fold(nbytes: int, world_size: int) -> Load:
-    """Return the load of "fold" for exscan: the same as for scan, except that rank 1 only copies."""
+    """Return the load of exscan's "fold": the same as for scan, but rank 1 only copies."""
     return scan_fold(nbytes, world_size)._replace(worked=nbytes * max(world_size - 2, 1))
 
 
 def bruck(nbytes: int, world_size: int) -> Load:
-    """Return the load of "bruck": rounds with twice as many tensors each, then all ranks fold all tensors."""
+    """Return the load of "bruck": each round sends twice as many tensors; then each rank reduces all of them."""
     steps, moved = log2(world_size), nbytes * (world_size - 1)
     return Load(steps, steps, steps, moved, moved, moved + nbytes)
 
 
 def circulant_allreduce(nbytes: int, world_size: int) -> Load:
-    """Return the load of "circulant": a reduce-scatter and an allgather, in the minimal number of steps."""
+    """Return the load of "circulant": a reduce-scatter and an allgather, each in the fewest possible steps."""
     share, steps = _share(nbytes, world_size), 2 * log2(world_size)
-    messages = steps + world_size.bit_length() - 2  # runs of blocks that wrap around the end take two messages
+    messages = steps + world_size.bit_length() - 2  # a run of blocks that wraps around the end takes two messages
     return Load(steps, messages, messages, 2 * share, 2 * share, share)
 
 
 def ring_allreduce(nbytes: int, world_size: int) -> Load:
-    """Return the load of "ring": each chunk travels around the ring twice, first reduced, then copied."""
+    """Return the load of "ring": each chunk travels around the ring twice, first to be reduced, then to be copied."""
     share, steps = _share(nbytes, world_size), 2 * (world_size - 1)
     return Load(steps, steps, steps, 2 * share, 2 * share, share)
 
 
 def pairwise_allreduce(nbytes: int, world_size: int) -> Load:
-    """Return the load of "pairwise": the same bytes as in a ring, sent directly to their receivers."""
+    """Return the load of "pairwise": as many bytes as in a ring, but sent directly to their receivers."""
     return ring_allreduce(nbytes, world_size)._replace(steps=2)
 
 
@@ -153,19 +153,19 @@ def central(nbytes: int, world_size: int) -> Load:
 
 
 def fan_in(nbytes: int, world_size: int) -> Load:
-    """Return the load of "linear" for reduce: all ranks send their tensors to the root."""
+    """Return the load of reduce's "linear": all ranks send their tensors to the root."""
     others = world_size - 1
     return Load(1, 0, others, nbytes, nbytes * others, nbytes * others)
 
 
 def binomial(nbytes: int, world_size: int) -> Load:
-    """Return the load of a binomial tree towards the root, which has the most branches."""
+    """Return the load of a binomial tree towards the root, which receives the most messages."""
     branches = log2(world_size)
     return Load(world_size.bit_length() - 1, 0, branches, nbytes, nbytes * branches, nbytes * branches)
 
 
 def pairwise_reduce(nbytes: int, world_size: int) -> Load:
-    """Return the load of "pairwise" for reduce: every rank reduces one chunk and sends it to the root."""
+    """Return the load of reduce's "pairwise": each rank reduces one chunk and sends it to the root."""
     share = _share(nbytes, world_size)
     return Load(2, world_size - 1, 2 * (world_size - 1), nbytes, 2 * share, share)
 
@@ -173,7 +173,7 @@ def pairwise_reduce(nbytes: int, world_size: int) -> Load:
 def shares(
     steps: Callable[[int], int], *, reduced: bool = False, all_copied: bool = False, own_copied: bool = False
 ) -> Formula:
-    """Return a formula in which each rank sends and receives p-1 of p parts of the vector, in `steps` steps.
+    """Return a load formula: each rank sends and receives p-1 of p parts of the vector, in `steps` steps.
 
     A rank sends at least one message in each step.
     """
@@ -188,7 +188,7 @@ def shares(
 
 
 def chain(worked: Callable[[int], int]) -> Formula:
-    """Return the formula of a chain, in which the tensor passes through p-2 inner ranks."""
+    """Return the load formula of a chain in which p-2 inner ranks receive and forward the tensor."""
 
     def formula(nbytes: int, world_size: int) -> Load:
         return Load(world_size - 1, 1, min(world_size - 2, 1), nbytes, nbytes, nbytes * worked(world_size))
@@ -197,9 +197,9 @@ def chain(worked: Callable[[int], int]) -> Formula:
 
 
 def knomial(nbytes: int, world_size: int) -> Load:
-    """Return the load of a tree with fan-out `RADIX`, from the root."""
+    """Return the load of a broadcast tree in which each rank forwards to `RADIX` - 1 ranks per level."""
     steps, deepest = 0, 1
-    while deepest < world_size:  # in base RADIX, the first node of each depth is 1, 11, 111, ...
+    while deepest < world_size:  # the first node of each level is 1, 11, 111, ... in base RADIX
         steps += 1
         deepest = deepest * RADIX + 1
     branches = sum(1 for _ in children(0, world_size, RADIX))
@@ -207,26 +207,26 @@ def knomial(nbytes: int, world_size: int) -> Load:
 
 
 def linear_broadcast(nbytes: int, world_size: int) -> Load:
-    """Return the load of "linear" for broadcast: the root sends its tensor to all ranks."""
+    """Return the load of broadcast's "linear": the root sends its tensor to all ranks."""
     return Load(1, world_size - 1, 0, nbytes * (world_size - 1), nbytes, 0)
 
 
 def gather(nbytes: int, world_size: int) -> Load:
-    """Return the load of a gather: blocks go to the root, which copies its own block."""
+    """Return the load of a gather: all blocks go to the root, which copies its own block."""
     return Load(1, 0, world_size - 1, nbytes // world_size, _share(nbytes, world_size), nbytes // world_size)
 
 
 def scatter(nbytes: int, world_size: int) -> Load:
-    """Return the load of a scatter: blocks come from the root, which copies its own block."""
+    """Return the load of a scatter: all blocks come from the root, which copies its own block."""
     return Load(1, world_size - 1, 0, _share(nbytes, world_size), nbytes // world_size, nbytes // world_size)
 
 
 def dissemination(nbytes: int, world_size: int) -> Load:
-    """Return the load of "dissemination": messages without data, whose distance doubles in each step."""
+    """Return the load of "dissemination": messages without data, to ranks at twice the distance in each step."""
     steps = log2(world_size)
     return Load(steps, steps, steps, 0, 0, 0)
 
 
 def report(nbytes: int, world_size: int) -> Load:
-    """Return the load of "linear" for a barrier: each rank reports to rank 0, which replies."""
+    """Return the load of a barrier's "linear": each rank reports to rank 0, which replies."""
     return Load(2, world_size - 1, world_size - 1, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Machine model with four numbers per medium, from which `select` and `cost` derive limits and predictions.
+"""Machine model: four numbers per medium, from which `select` and `cost` compute limits and predictions.
 
 The numbers are those of LogGP. A message of any length takes `alpha` from one rank to the next. Each further message
 that a rank has in flight at the same time costs its processor `overhead`. Each byte costs `beta` on a link, and `gamma`
@@ -25,7 +25,7 @@ PIECE = 256 * 1024
 
 
 class Machine(NamedTuple):
-    """The cost of messages over one medium.
+    """The costs of sending messages over one medium.
 
     Attributes:
         alpha: seconds from the send of a message of a few bytes to its receipt, including wake-ups.
@@ -41,17 +41,17 @@ class Machine(NamedTuple):
 
     @property
     def n_half(self) -> float:
-        """Number of bytes whose transfer takes `alpha` seconds."""
+        """The number of bytes whose transfer takes `alpha` seconds."""
         return self.alpha / self.beta
 
     @property
     def fan(self) -> float:
-        """Number of messages that a rank sends or receives in `alpha` seconds."""
+        """The number of messages that a rank can send or receive in `alpha` seconds."""
         return self.alpha / self.overhead
 
 
 class SingleCopy(NamedTuple):
-    """Size limits for reading in place between processes of one host, in bytes of a message.
+    """Message sizes in bytes from which processes of one host read each other's memory in place.
 
     At or above a limit, the receiver reads the message in the sender's memory. The kernel does that page by page, at
     half the speed at which a core copies from memory that both processes map. But for mapped memory, the sender has to
@@ -69,14 +69,14 @@ class SingleCopy(NamedTuple):
     reduced: float = math.inf
 
     def limit(self, kind: str, size: int, *, reduces: bool) -> float:
-        """Return the limit for the messages of a collective among `size` ranks."""
+        """Return the size limit for the messages of a collective among `size` ranks."""
         if reduces:
             return self.reduced
         return self.moved if size == 2 and kind in ("gather", "broadcast") else self.spread
 
 
 class Tuning(NamedTuple):
-    """The numbers of the machine for `choose`; the same on all ranks of a group.
+    """The machine's costs for `choose`, the same on all ranks of a group.
 
     The defaults are measurements of two cores of 2024 under Python, rounded so that n_half is 64 KiB over sockets. That
     is twenty times more than under MPI, so the limits are ten to thirty times those in the MPI literature.
@@ -98,11 +98,11 @@ class Tuning(NamedTuple):
 
     @property
     def machine(self) -> Machine:
-        """The numbers of the group's medium, scaled by `crowd`."""
+        """The costs of the group's medium, scaled by `crowd`."""
         alone: Machine = getattr(self, self.medium)
         alpha, overhead, beta, gamma = alone
         return Machine(alpha, overhead * self.crowd, beta * self.crowd, gamma * self.crowd)
 
     def over(self, medium: Medium) -> Tuning:
-        """Return the same numbers for a group whose messages use `medium`."""
+        """Return a copy of these costs for a group whose messages use `medium`."""
         return self._replace(medium=medium)

@@ -19,7 +19,7 @@ __all__ = ["Action", "ActionKind", "Program", "Region"]
 
 
 class ActionKind(IntEnum):
-    """The kinds of actions."""
+    """The kinds of actions in a program."""
 
     SEND = 0
     """Send `region` to `peer`."""
@@ -37,7 +37,7 @@ class ActionKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements `start` to `stop` of buffer number `buffer`."""
+    """The elements `start` to `stop` of the buffer with the number `buffer`."""
 
     buffer: int
     start: int
@@ -45,12 +45,12 @@ class Region:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
+        """The number of elements in the region."""
         return self.stop - self.start
 
 
 class Action(NamedTuple):
-    """A node of the graph.
+    """An action of a program: a node in the graph of its dependencies.
 
     Attributes:
         verb: kind of the action.

@@ -1,4 +1,4 @@
-"""Scaling of this rank's inputs before any other action: the first half of PREMUL_SUM, for any program.
+"""PREMUL_SUM for any program: this rank's inputs are scaled before all other actions.
 
 Cost: no steps, no bytes, and one pass over the input.
 """
@@ -14,7 +14,7 @@ __all__ = ["scaled"]
 
 
 def scaled(program: Program, inputs: Mapping[int, int], users: int, in_place: bool) -> Program:
-    """Return `program` reading scaled copies of its inputs.
+    """Return a copy of `program` that reads scaled copies of its inputs.
 
     Args:
         program: any reduction of one rank.

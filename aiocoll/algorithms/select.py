@@ -1,4 +1,4 @@
-"""Selection of algorithms: a table of rules, read from the top, and the schedule functions behind the names.
+"""Selection of algorithms: a table of rules, read from the top, and the functions that build the programs.
 
 The rules use only values that are equal on all ranks: the collective, the bytes of the whole vector, the number of
 ranks, properties of the reduce op, and the machine's numbers, which rank 0 has sent to all ranks. So all ranks choose
@@ -29,7 +29,7 @@ __all__ = ["ALGORITHMS", "IN_SLOTS", "RULES", "Algorithm", "Lanes", "Rule", "bui
 
 
 class Rule(NamedTuple):
-    """A line of the table. Its algorithm is used if no limit (all inclusive) is exceeded.
+    """A rule of the selection table. Its algorithm is used if no limit is exceeded.
 
     Attributes:
         algorithm: name, which together with the kind is a key of `ALGORITHMS`.
@@ -57,7 +57,7 @@ class Rule(NamedTuple):
     max_fan: float = inf
 
     def admits(self, nbytes: int, world_size: int, machine: Machine) -> bool:
-        """Return whether no limit is exceeded."""
+        """Return whether a call exceeds no limit of this rule."""
         n_half = machine.n_half
         return (
             self.min_world <= world_size <= self.max_world
@@ -71,80 +71,82 @@ class Rule(NamedTuple):
 
 
 _SCANS = (
-    # One step. Above the limit, the p-1 tensors for the last rank take longer than the p-1 wake-ups of a chain.
+    # One step. Above the limit, sending p-1 tensors to the last rank takes longer than the p-1 wake-ups of a chain.
     Rule("fold", max_volume=8),
-    # The least traffic, and all steps stream.
+    # The fewest bytes, and all steps overlap.
     Rule("chain"),
-    # Ordered ops, since a chain would round at each rank.
+    # For ops that need rank order, because a chain would round at each rank.
     Rule("fold"),
 )
 
 RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "allreduce": (
-            # Two ranks exchange their tensors in one step. Above the limit, reductions wait for the end of the send.
+            # Two ranks exchange their tensors in one step. Above the limit, reductions wait until the send has ended.
             Rule("exchange", max_world=2, min_world=2, max_stages=0.42),
             Rule("oneround", max_world=2, max_nbytes=4),
-            # Each rank reduces one half, streaming in both directions.
+            # Each of two ranks reduces one half, while data flows in both directions.
             Rule("ring", max_world=2),
-            # One step. Above the limits, a rank's messages or bytes take longer than the saved steps.
+            # One step. Above the limits, the messages or bytes of a rank take longer than the steps that are saved.
             Rule("oneround", max_volume=4, max_fan=0.6),
-            # Half the steps of "circulant". Above the limit, the allgather's bytes take longer than the saved steps.
+            # Half the steps of "circulant". Above the limit, the bytes of the allgather take longer than the steps that
+            # are saved.
             Rule("bruck", max_volume=4),
-            # Ops whose results depend on the position of an element: each chunk is folded on one rank, in two steps.
+            # For ops whose results depend on the position of an element: one rank reduces each chunk, in two steps.
             Rule("pairwise", max_volume=4, max_fan=0.25),
-            # The fewest bytes in few steps. Above the limit, streaming hides the ring's additional steps.
+            # The fewest bytes in few steps. Above the limit, the overlap of steps hides the additional steps of a ring.
             Rule("circulant", max_chunk=15),
             Rule("ring"),
-            # Ordered ops. Above the limit, "pairwise" is faster despite 4(p-2) more messages.
+            # For ops that need rank order. Above the limit, "pairwise" is faster despite 4(p-2) more messages.
             Rule("bruck", max_gaps=2),
-            # Ordered ops of any size, with the fewest bytes.
+            # For ops that need rank order, at any size, with the fewest bytes.
             Rule("pairwise"),
         ),
         "reduce": (
-            # All tensors go to the root in one step. Above the limits, this takes longer than the steps of a tree.
+            # All tensors go to the root in one step. Above the limits, that takes longer than the steps of a tree.
             Rule("linear", max_volume=2.5, max_fan=0.75),
-            # log2(p) sends of whole tensors. Above the limit, filling a chain takes less time.
+            # log2(p) sends of whole tensors. Above the limit, the start of a chain takes less time.
             Rule("binomial", max_stages=0.3),
-            # The least traffic, and all steps stream.
+            # The fewest bytes, and all steps overlap.
             Rule("chain"),
-            # Ordered ops. Small tensors are folded by the root alone, larger ones by all ranks.
+            # For ops that need rank order. The root alone reduces small tensors; all ranks reduce larger ones.
             Rule("linear", max_gaps=3),
             Rule("pairwise"),
         ),
         "reduce_scatter": (
-            # One step, and few messages per rank.
+            # One step, with few messages per rank.
             Rule("pairwise", max_fan=0.5, max_nbytes=4),
-            # Few steps. Above the limit, streaming is faster, since it needs no copy of the input.
+            # Few steps. Above the limit, a ring is faster, because it needs no copy of the input.
             Rule("circulant", max_chunk=2),
             Rule("ring"),
-            # Ordered ops of any size.
+            # For ops that need rank order, at any size.
             Rule("pairwise"),
         ),
         "allgather": (
-            # One step, and few messages per rank. The fastest in measurements of up to four ranks, on every medium.
+            # One step, with few messages per rank. On every medium, it was the fastest for up to four ranks.
             Rule("direct", max_world=4, max_stages=1),
             Rule("direct", max_fan=0.75, max_stages=1),
-            # Few steps. Above the limit, "direct" is faster: its messages take less time than the bytes,
-            # and it copies less.
+            # Few steps. Above the limit, "direct" is faster: its additional messages take less time than the bytes, and
+            # it copies less.
             Rule("circulant", max_chunk=0.35),
             Rule("direct", max_stages=1),
-            # As fast as "direct" for long vectors, and no link has to carry the data of all other ranks at once.
+            # As fast as "direct" for long vectors, and no link must carry the data of all other ranks at once.
             Rule("ring"),
         ),
         "broadcast": (
-            # With two ranks, no rank has to relay.
+            # With two ranks, no rank forwards data.
             Rule("linear", max_world=2),
             # One step. Above the limits, the root's sends take longer than a second step.
             Rule("linear", max_fan=0.5, max_volume=4),
-            # Two or three levels instead of p-1 wake-ups. Above the limit, the root's repeated sends outweigh that.
+            # Two or three levels instead of p-1 wake-ups. Above the limit, the root's repeated sends take longer than
+            # that saves.
             Rule("knomial", max_stages=0.2),
             Rule("chain"),
         ),
-        # A relay cannot reduce the root's traffic.
+        # Only one choice: forwarding by other ranks cannot reduce the bytes at the root.
         "gather": (Rule("linear"),),
         "scatter": (Rule("linear"),),
-        # Lengths differ between ranks, so no rule can use them.
+        # Only one choice: block lengths differ between ranks, so no limit can depend on them.
         "alltoall": (Rule("pairwise"),),
         "barrier": (Rule("dissemination"),),
         "monitored_barrier": (Rule("linear"),),
@@ -154,13 +156,13 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
 )
 
 _IN_RANK_ORDER = frozenset({"oneround", "bruck", "pairwise", "linear", "fold"})
-"""Reductions that fold all inputs of an element in rank order at one place."""
+"""Algorithms in which one rank reduces all inputs of an element, in rank order."""
 _ON_EVERY_RANK = frozenset({"exchange", "oneround", "bruck"})
-"""Reductions that every rank repeats. Results are equal only if the kernel does not depend on an element's position."""
+"""Algorithms that reduce on every rank: results are equal only if kernels ignore the position of an element."""
 
 
 class Algorithm(NamedTuple):
-    """The functions of an algorithm for one kind.
+    """The functions of an algorithm for one kind of collective.
 
     Attributes:
         schedule: creates the program of one rank.
@@ -172,7 +174,7 @@ class Algorithm(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Lanes used by a program for slots: the common lane, which several ranks may read, or one lane per reader.
+    """The lanes for a program's posts: the common lane, which several ranks may read, or a lane per reader.
 
     Attributes:
         first: True if posts at the start use the common lane.
@@ -220,7 +222,7 @@ ALGORITHMS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     }
 )
 
-#: Algorithms of one round for slots of shared memory, which ranks read in place. `choose` does not return these.
+#: One-step algorithms for slots in shared memory, which ranks read in place. `choose` never returns them.
 IN_SLOTS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     {
         ("allreduce", "oneshot"): Algorithm(direct.allreduce, load.oneshot),
@@ -241,7 +243,7 @@ _POSTED_TO_ALL = frozenset({"allreduce", "barrier", "allgather", "broadcast", "s
 
 
 def lanes(kind: str, algorithm: str, world_size: int) -> Lanes:
-    """Return the lanes of an algorithm's posts, which are the same on all ranks."""
+    """Return the lanes for the posts of an algorithm, which are the same on all ranks."""
     if world_size == 2 or kind not in _POSTED_TO_ALL:
         return Lanes(first=False, last=False)
     return Lanes(first=algorithm != "central", last=True)
@@ -260,7 +262,7 @@ def choose(
     tuning: Tuning = _DEFAULT,
     hosts: Sequence[int] = (),
 ) -> str:
-    """Return the name of the algorithm for a collective.
+    """Return the name of the fastest algorithm for a collective, according to the rules.
 
     Args:
         kind: the collective, a key of `RULES`.
@@ -279,7 +281,7 @@ def choose(
     if kind not in RULES:
         raise ValueError(f"kind={kind!r} has no algorithms; use one of {', '.join(RULES)}")
     machine = tuning.machine
-    # Hosts are connected by a network, whatever medium connects the ranks inside them.
+    # A network connects the hosts, whatever medium connects the ranks of each host.
     if name := two_level.choose(kind, nbytes, hosts, ordered=ordered, portable=portable, machine=tuning.tcp):
         return name
     for rule in RULES[kind]:
@@ -289,7 +291,7 @@ def choose(
             continue
         if rule.admits(nbytes, world_size, machine):
             return rule.algorithm
-    raise AssertionError(f"no rule for {kind} applies: the last rule must have no limits")
+    raise AssertionError(f"no rule for {kind} applies; the last rule must have no limits")
 
 
 def build(
@@ -301,7 +303,7 @@ def build(
     root: int = 0,
     hosts: Sequence[int] = (),
 ) -> Program:
-    """Return the program of one rank.
+    """Return one rank's program of a collective.
 
     Args:
         kind: the collective.
@@ -325,7 +327,7 @@ def build(
 
 
 def find(kind: str, algorithm: str) -> Algorithm:
-    """Return the functions of an algorithm without levels.
+    """Return the functions of a flat algorithm (one that ignores hosts).
 
     Raises:
         ValueError: `kind` is unknown or has no such algorithm.

@@ -1,4 +1,4 @@
-"""Table of collectives: one row each, the only place that defines their properties.
+"""Table of collectives, with one entry each: the only place that defines their properties.
 
 A row defines each rank's input and output, and the ranks that have them. From that follow the buffers, in the order in
 which programs, plans and calls number them (p ranks):
@@ -22,15 +22,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 __all__ = ["PROGRAMS", "SPECS", "Counts", "Method", "Native", "Part", "Participants", "Spec", "spec_of"]
 
-#: Numbers of elements, by buffer or by rank.
+#: Numbers of elements, one for each buffer or each rank.
 Counts: TypeAlias = tuple[int, ...]
 
-#: The native call of a device library for a collective: a call of that name, or sends and receives.
+#: How a device library, such as NCCL, carries out a collective: by its own call of this name, or by sends and receives.
 Native: TypeAlias = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send_recv"]
 
 
 class Part(Enum):
-    """The kinds of input and output of a rank."""
+    """The kinds of input and output that a rank can have."""
 
     TENSOR = "the whole tensor"
     BLOCK = "one block"
@@ -38,7 +38,7 @@ class Part(Enum):
 
 
 class Participants(Enum):
-    """The ranks that have an input or an output."""
+    """The ranks that have an input, or an output."""
 
     ALL = "all"
     ROOT = "the root"
@@ -46,14 +46,14 @@ class Participants(Enum):
     NOT_FIRST = "all but rank 0"
 
     def include(self, rank: int, root: int | None) -> bool:
-        """Return whether `rank` is one of the participants."""
+        """Return whether `rank` is one of these ranks."""
         if self is Participants.NOT_FIRST:
             return rank != 0
         return self is Participants.ALL or (rank == root) is (self is Participants.ROOT)
 
 
 class Method(Enum):
-    """Ways to carry out a collective."""
+    """The ways to carry out a collective."""
 
     PROGRAM = "the program of one of its algorithms"
     STEPS = "operations in sequence, each chosen by the results of the steps before"
@@ -95,26 +95,26 @@ class Spec(NamedTuple):
 
     @property
     def in_blocks(self) -> bool:
-        """Return whether the collective has a buffer for each rank."""
+        """Return whether input or output consists of one buffer per rank."""
         return Part.BLOCKS in (self.input, self.output)
 
     def inputs(self, rank: int, size: int, root: int | None) -> tuple[int, ...]:
-        """Return the buffers that `rank` of `size` reads."""
+        """Return the numbers of the buffers that `rank` of `size` ranks reads."""
         return _numbers(self.input, size) if self.senders.include(rank, root) else ()
 
     def outputs(self, rank: int, size: int, root: int | None) -> tuple[int, ...]:
-        """Return the buffers that `rank` of `size` writes. Buffers that are also inputs are reduced in place."""
+        """Return the numbers of the buffers that `rank` of `size` writes. Buffers that are also inputs are in place."""
         if not self.receivers.include(rank, root):
             return ()
         numbers = _numbers(self.output, size)
         return tuple(number + size for number in numbers) if self._both else numbers
 
     def peer(self, buffer: int, size: int, root: int | None) -> int:
-        """Return the other rank of a block, where counts are private."""
+        """Return the other rank that knows a block's number of elements, if counts are private."""
         return root or 0 if buffer == size and not self._both else buffer % size
 
     def lengths(self, sizes: Sequence[Counts], rank: int, root: int | None) -> tuple[Counts, Counts]:
-        """Return the number of elements sent to and received from each rank; () and () if counts are not private.
+        """Return the numbers of elements sent to and received from each rank; () and () if counts are not private.
 
         Args:
             sizes: the sizes that `build` accepts. A rank other than the root only knows its own count.
@@ -133,7 +133,7 @@ class Spec(NamedTuple):
     def counts(
         self, agreed: Counts, sends: Counts, receives: Counts, rank: int, root: int | None
     ) -> tuple[int | None, ...]:
-        """Return the number of elements of each buffer; None where `rank` has no buffer.
+        """Return the number of elements of each buffer; None for a buffer that `rank` does not have.
 
         Args:
             agreed: the counts that all ranks know.
@@ -150,7 +150,7 @@ class Spec(NamedTuple):
         return (*known, known[rank]) if rank == root else (*(None,) * len(known), known[root or 0])
 
     def sizes(self, counts: Sequence[int | None], rank: int) -> tuple[Any, ...]:
-        """Return the sizes that `build` accepts, given the elements of each buffer: the inverse of `counts`."""
+        """Return the argument `sizes` of `build` for these numbers of elements per buffer: the inverse of `counts`."""
         if not self.in_blocks:
             return tuple(counts)
         if self._both:
@@ -161,12 +161,12 @@ class Spec(NamedTuple):
 
     @property
     def _both(self) -> bool:
-        """Return whether input and output have a buffer for each rank."""
+        """Return whether both input and output consist of one buffer per rank."""
         return self.input is self.output is Part.BLOCKS
 
 
 def spec_of(kind: str) -> Spec:
-    """Return the row of a collective.
+    """Return the table entry of a collective.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -182,7 +182,7 @@ def _numbers(part: Part | None, size: int) -> tuple[int, ...]:
     return tuple(range(first, stop))
 
 
-#: Collectives with programs.
+#: The collectives that run as programs.
 PROGRAMS: tuple[Spec, ...] = (
     Spec("allreduce", Part.TENSOR, Part.TENSOR, reduces=True, native="all_reduce"),
     Spec("reduce", Part.TENSOR, Part.TENSOR, receivers=Participants.ROOT, reduces=True, native="reduce"),
@@ -208,7 +208,7 @@ PROGRAMS: tuple[Spec, ...] = (
 _ALL, _ROOT, _NOT_ROOT = Participants.ALL, Participants.ROOT, Participants.NOT_ROOT
 
 _OTHERS: tuple[Spec, ...] = (
-    # Calls on sparse arrays.
+    # Collectives on sparse arrays.
     Spec("allreduce_sparse", Part.TENSOR, Part.TENSOR, reduces=True, method=Method.STEPS, sized=False),
     Spec("reduce_sparse", Part.TENSOR, Part.TENSOR, _ALL, _ROOT, reduces=True, method=Method.STEPS, sized=False),
     Spec("broadcast_sparse", Part.TENSOR, Part.TENSOR, _ROOT, _NOT_ROOT, method=Method.STEPS, sized=False),
@@ -216,15 +216,16 @@ _OTHERS: tuple[Spec, ...] = (
     Spec("gather_sparse", Part.BLOCK, Part.BLOCKS, _ALL, _ROOT, method=Method.STEPS, sized=False),
     Spec("send_sparse", method=Method.MESSAGES, sized=False),
     Spec("recv_sparse", method=Method.MESSAGES, sized=False),
-    # Calls into new arrays, whose sizes follow from the counts of all ranks.
+    # Collectives that allocate their outputs, whose sizes follow from the counts of all ranks.
     Spec("allgather_allocated", Part.BLOCK, Part.BLOCKS, method=Method.STEPS),
-    # Calls on objects.
+    # Collectives on objects.
     Spec("broadcast_object", Part.TENSOR, Part.TENSOR, _ROOT, _NOT_ROOT, method=Method.PARCELS, sized=False),
     Spec("allgather_object", Part.BLOCK, Part.BLOCKS, method=Method.PARCELS, sized=False),
     Spec("gather_object", Part.BLOCK, Part.BLOCKS, _ALL, _ROOT, method=Method.PARCELS, sized=False),
     Spec("scatter_object", Part.BLOCKS, Part.BLOCK, _ROOT, _ALL, method=Method.PARCELS, sized=False),
     Spec("alltoall_object", Part.BLOCKS, Part.BLOCKS, method=Method.PARCELS, sized=False),
-    # Exchanges of faces, axis by axis. Messages of an axis start at the end of the previous axis.
+    # Exchanges of array faces, one axis after the other: the messages of an axis start when the previous axis is
+    # complete.
     Spec("halo", Part.TENSOR, Part.TENSOR, method=Method.MESSAGES, recordable=False),
 )
 

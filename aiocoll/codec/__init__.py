@@ -1,4 +1,4 @@
-"""Encoding of objects as bytes: msgpack, extended to more Python types, without pickle.
+"""Encoding of objects as bytes: msgpack with additional Python types, and without pickle.
 
 Plain values (None, bool, int, float, str, bytes, list, dict) are encoded as in msgpack. Every other kind of value is an
 array that starts with a *tag*: an empty extension value whose code is the kind:
@@ -30,12 +30,12 @@ from aiocoll.loading import loading
 
 __all__ = ["MAX_BYTES", "MAX_DEPTH", "dumps", "loads", "reading"]
 
-# `encode` and `decode` are imported on first use. They import decimal, fractions, uuid and zoneinfo, which takes 10 %
-# of aiocoll's import time, and most programs send no objects.
+# `encode` and `decode` are imported on first use, because most programs send no objects. They import decimal,
+# fractions, uuid and zoneinfo, which takes 10 % of aiocoll's import time.
 
 
 def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> bytes:
-    """Return `obj` as bytes; see `aiocoll.codec.encode.dumps`."""
+    """Encode `obj` as bytes; see `aiocoll.codec.encode.dumps`."""
     with loading("objects"):
         from aiocoll.codec import encode
 
@@ -43,7 +43,7 @@ def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -
 
 
 def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> Any:
-    """Return the object from the bytes of `dumps`; see `aiocoll.codec.decode.loads`."""
+    """Decode an object from the bytes of `dumps`; see `aiocoll.codec.decode.loads`."""
     with loading("objects"):
         from aiocoll.codec import decode
 

@@ -1,4 +1,4 @@
-"""Decoding of objects: msgpack builds the lists, and a list that starts with a tag becomes an object of its kind.
+"""Decoding of objects: msgpack makes lists, and a list that starts with a tag becomes an object of the tag's type.
 
 Even hostile input takes at most about 1 µs per byte, and `reading` decodes 1 KiB per step. Operations for which Python
 would need more time are limited: comparing keys with the same hash (`keys`), and dividing large integers.
@@ -37,14 +37,14 @@ from aiocoll.user_code import contain, describe
 
 __all__ = ["loads", "reading"]
 
-#: Bytes decoded in one step.
+#: Number of bytes decoded in one step.
 _STEP = 1 << 10
-#: Maximum number of quoted characters of another error's message, which may contain a key of many megabytes.
+#: Maximum number of characters quoted from another error's message, which may contain a key of many megabytes.
 _SHOWN = 200
 
 
 def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> Any:
-    """Return the object from the bytes of `dumps`. Its arrays are new and writable.
+    """Decode an object from the bytes of `dumps`. Its arrays are new and writable.
 
     Args:
         data: the bytes from `dumps`, or bytes received from a peer.
@@ -103,25 +103,25 @@ def _check_size(data: bytes | bytearray | memoryview, max_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _refusing(nbytes: int) -> Iterator[None]:
-    """Raise a `SerializationError` in place of any other exception in this context."""
+    """Convert any exception in this context to a `SerializationError`."""
     try:
         yield
     except SerializationError:
         raise
-    except BaseException as error:  # hostile bytes reach many constructors, which raise various exceptions
-        # `contain` replaces a StopIteration, which `contextmanager` would raise in place of the new error.
+    except BaseException as error:  # hostile bytes can make many constructors raise any exception
+        # `contain` replaces a StopIteration, because `contextmanager` would raise it in place of the new error.
         contained = contain(error)
         raise SerializationError(f"{nbytes} bytes are not a valid object ({describe(error):.{_SHOWN}})") from contained
 
 
 def _foreign_array(library: str, dtype: str, shape: list[Any], data: bytes) -> Any:
-    """Return a new array of an array library. All arguments come from another rank."""
-    if library not in adapters.names():  # a peer must not trigger a search for entry points
+    """Return a new array of an array library. The arguments come from another rank, so they are not trusted."""
+    if library not in adapters.names():  # a peer must not be able to trigger a search for entry points
         raise SerializationError(f"received an array of {library!r:.60}: no adapter is registered for it")
     return adapters.get(library).unpack(dtype, shape, data)
 
 
-#: The record types, by the code of their tag.
+#: The record types, by the tag's code.
 _RECORDS = {
     **RECORDS_BY_CODE,
     FOREIGN_ARRAY: RecordType(FOREIGN_ARRAY, (str, str, list, bytes), tuple, _foreign_array),
@@ -130,7 +130,7 @@ _CODES = {*CODES, FOREIGN_ARRAY}
 
 
 class _Tag:
-    """The state of a tag while its list is being read.
+    """The state of a type tag while its list is being decoded.
 
     Attributes:
         code: the code of the tag.
@@ -150,14 +150,14 @@ class _Tag:
 
 
 class _Decoder:
-    """The msgpack hooks of one `loads`."""
+    """The msgpack hooks for one call of `loads`."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
         self._open: list[_Tag] = []
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of msgpack's `unpackb` and `Unpacker`."""
+        """Return the keyword arguments of msgpack's `unpackb` and `Unpacker`."""
         return {
             "list_hook": self._list,
             "object_pairs_hook": self._dict,
@@ -166,11 +166,11 @@ class _Decoder:
             "unicode_errors": "surrogatepass",
             "max_array_len": PIECE + 1,
             "max_map_len": HASHED_PIECE,
-            "timestamp": 3,  # msgpack's timestamp extension cannot be disabled; datetime is a supported type
+            "timestamp": 3,  # msgpack cannot disable its timestamp extension; datetime is a supported type
         }
 
     def end(self) -> None:
-        """Check that every tag was at the start of a list."""
+        """Check that every tag was the first item of a list."""
         if self._open:
             raise SerializationError("not a valid object: a tag in the wrong place")
 
@@ -185,7 +185,7 @@ class _Decoder:
         return dict(pairs)
 
     def _list(self, items: list[Any]) -> Any:
-        """Return a list, or the object of the tag's kind if the list starts with a tag."""
+        """Return a list, or the object that it describes if it starts with a tag."""
         if not items or type(items[0]) is not _Tag:
             return items
         tag = items.pop(0)
@@ -208,7 +208,7 @@ class _Decoder:
         return join(*items)
 
     def _join_piece(self, items: list[Any]) -> None:
-        """Add a piece to its container at once, so that no step takes long."""
+        """Add a piece to its long container immediately, so that no single step takes long."""
         whole = self._open[-1] if self._open else None
         if whole is None or whole.built is None:
             raise SerializationError("not a valid object: a piece outside a long container")
@@ -233,7 +233,7 @@ class _Decoder:
 
 
 def _finish_container(tag: _Tag, items: list[Any]) -> Any:
-    """Return a long container after all its pieces were added."""
+    """Return a long container to which all pieces have been added."""
     if any(item is not None for item in items):
         raise SerializationError("received a long container with an item that is not a piece")
     kind = tag.code & ~IN_PIECES

@@ -1,4 +1,4 @@
-"""Encoding of objects in one traversal, which also finds the path of a part that cannot be sent."""
+"""Encoding of objects in one traversal, which also finds the path of any value that cannot be sent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["dumps"]
 
 
 def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> bytes:
-    """Return `obj` as bytes, from which `loads` makes an equal object of exactly the same types.
+    """Encode `obj` as bytes, from which `loads` makes an equal object of exactly the same types.
 
     These types are supported:
 
@@ -82,7 +82,7 @@ def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -
 
 
 class _Encoder:
-    """The encoder of one object, which collects its bytes in pieces."""
+    """The encoder of one object, which collects the encoded bytes in pieces."""
 
     def __init__(self, limit: int, allow_pickle: bool) -> None:
         self.chunks: list[bytes | memoryview] = []
@@ -152,11 +152,11 @@ class _Encoder:
             self._emit(self._pack(obj))
         except OverflowError:
             self._head(BIG_INT, 1)
-            # One bit is the sign: -2**63 and 2**63-1 have 8 bytes.
+            # One bit is for the sign: -2**63 and 2**63-1 both need 8 bytes.
             self._emit(self._pack(obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)))
 
     def _try_pack(self, container: list[Any] | dict[Any, Any]) -> bytes | None:
-        """Return a packed container of plain values by one msgpack call; None if an int is too large for msgpack."""
+        """Return a container of plain values, encoded by one msgpack call; None if an int is too large for msgpack."""
         try:
             return self._pack(container)
         except (OverflowError, ValueError):
@@ -232,14 +232,14 @@ class _Encoder:
         self._head(code, 4 if library else 3)
         if library:
             self._emit(self._pack(library))
-        self._reserve(nbytes)  # before the copy that a strided array needs
+        self._reserve(nbytes)  # check the size before the copy that a strided array needs
         self._size -= nbytes
         self._emit(self._pack(dtype) + self._pack(shape) + struct.pack(">BI", 0xC6, nbytes))
 
     def _put_pickle(self, obj: Any) -> None:
         try:
             data = pickle.dumps(obj, protocol=5)
-        except BaseException as error:  # a user's class may raise anything
+        except BaseException as error:  # a user's class may raise any exception
             raise RefusedError(f"pickle cannot encode {_type_name(obj)}: {describe(error)}") from contain(error)
         self._head(PICKLE, 1)
         self._emit(self._pack(data))

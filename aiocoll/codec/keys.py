@@ -1,4 +1,4 @@
-"""A limit on the time for comparing dict keys and set elements that have the same hash.
+"""A limit on the time to compare dict keys and set elements that have the same hash.
 
 A dict compares a new key with every earlier key of the same hash. A malicious sender can make any number of keys with
 the same hash. It can also make keys that Python compares slowly: comparing an int with a Decimal converts the int, in
@@ -21,22 +21,23 @@ from aiocoll.codec.records import RefusedError
 
 __all__ = ["check_keys"]
 
-#: Types with few values of the same hash, or with hashes that a sender cannot predict.
+#: Types of which only few values have the same hash, or whose hashes a sender cannot predict.
 _UNIQUE = frozenset({str, bytes, bool, type(None)})
-#: A smaller int is its own hash, except -1, which has the hash of -2.
+#: An int below this number is its own hash, except -1, which has the hash of -2.
 _MODULUS = sys.hash_info.modulus
-#: Maximum number of keys with the same hash, if comparing them takes about 0.1 µs for each value in them.
+#: Maximum number of keys with the same hash, if one comparison takes about 0.1 µs per value in a key.
 _MAX_SAME_HASH = 128
-#: Factor by which comparisons are slower between a number of a `_SLOW` type and one of another type, or between times
+#: Factor by which a comparison is slower if it compares a number of a `_SLOW` type with one of another type, or times
 #: with a time zone.
 _SLOWER = 16
 _SLOW = (Decimal, Fraction, np.generic)
-#: Size in memory of a number of about 1700 bits, or 360 digits. Converting it takes as long as `_SLOWER` comparisons.
+#: Size in memory, in bytes, of a number of about 1700 bits or 360 digits. Its conversion takes as long as `_SLOWER`
+#: comparisons.
 _LARGE = 256
 
 
 class _Profile(NamedTuple):
-    """The cost of comparing a key.
+    """The estimated cost of comparing one key with another.
 
     Attributes:
         pattern: the type of the key and the types of its elements. Keys with equal patterns compare values of the same
@@ -57,7 +58,7 @@ class _Profile(NamedTuple):
 
 
 class _SameHash:
-    """A set of keys with the same hash.
+    """Keys that have the same hash.
 
     Args:
         first: the first key.
@@ -68,7 +69,7 @@ class _SameHash:
         self._profile = _profile(first)
 
     def add(self, key: Any) -> None:
-        """Add a key. A dict would compare it with all earlier keys of this set.
+        """Count a key, and the comparisons with all earlier keys of this hash that a dict would make.
 
         Raises:
             RefusedError: the comparisons would take too long.
@@ -76,7 +77,8 @@ class _SameHash:
         mine, other = self._profile, _profile(key)
         self._profile = mine = _joined([mine, other], mine.pattern, is_mixed=mine.pattern != other.pattern)
         self._count += 1
-        # Comparing two frozensets compares each element with the elements of the same hash in the other frozenset.
+        # Comparing two frozensets means comparing each element with all elements of the same hash in the other
+        # frozenset.
         cost: int = mine.spread**mine.depth
         if mine.is_slow and mine.is_mixed:
             cost *= _MAX_SAME_HASH if mine.is_large else _SLOWER
@@ -87,7 +89,7 @@ class _SameHash:
 
 
 def check_keys(keys: Iterable[Any], by_hash: dict[int, Any]) -> None:
-    """Check that comparing the keys of the same hash does not take too long.
+    """Raise an error if comparing the keys that have the same hash would take too long.
 
     Args:
         keys: the keys of a dict, or the elements of a set.

@@ -1,4 +1,4 @@
-"""The supported kinds of objects, with the functions that split each into fields and join the fields."""
+"""The supported types of objects, with functions that split each into fields and join the fields."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ __all__ = [
     "dtype_text",
 ]
 
-#: Maximum number of elements of one array on the wire. msgpack reserves 8 bytes per element that a header announces,
-#: for
+#: Maximum number of elements of one encoded array. For each header, msgpack reserves 8 bytes per announced element, in
 #: up to 1024 nested headers: at worst 256 MiB of address space, to which it does not write.
 PIECE = 1 << 15
-#: Maximum number of keys in one dict, or elements in one set, on the wire. Hashing and comparing them takes 0.1 ms.
+#: Maximum number of keys in one encoded dict, or of elements in one encoded set. Hashing and comparing them takes 0.1
+#: ms.
 HASHED_PIECE = 1 << 8
-#: The longest value that a msgpack header can announce.
+#: Maximum length in bytes that a msgpack header can announce.
 MAX_BIN = (1 << 32) - 1
-#: Maximum number of bits of the integers in a Fraction or a range. These divide the integers by each other, in
-#: quadratic time and without a pause.
+#: Maximum number of bits of an int in a Fraction or a range. Their constructors divide the ints, which takes quadratic
+#: time and cannot be interrupted.
 _MAX_DIVISOR = 1 << 13
-#: Maximum number of dimensions in any NumPy version.
+#: Maximum number of dimensions of an array, in any NumPy version.
 _MAX_NDIM = 64
 
-#: Types that msgpack supports; exact types only.
+#: Types that msgpack supports, without their subclasses.
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 LIST, TUPLE, SET, FROZENSET, ARRAY, SCALAR, BIG_INT, PICKLE = 1, 2, 3, 4, 5, 6, 7, 8
@@ -71,24 +71,24 @@ SEQUENCES: Mapping[int, Callable[[Iterable[Any]], Any]] = {
     FROZENSET: frozenset,
 }
 SEQUENCE_CODES: Mapping[Any, int] = {kind: code for code, kind in SEQUENCES.items()}
-#: A dict with more than `HASHED_PIECE` keys. A shorter dict is a msgpack map.
+#: Tag of a dict with more than `HASHED_PIECE` keys. A shorter dict is a msgpack map.
 DICT = 9
-#: An array of a library with an adapter: library, dtype, shape, bytes.
+#: Tag of an array of a library with an adapter: library, dtype, shape, bytes.
 FOREIGN_ARRAY = 25
-#: An OrderedDict: its items, as a dict.
+#: Tag of an OrderedDict: its items, as a dict.
 ORDERED = 26
-#: Tag of a piece of a long container. The piece has some elements, or one dict.
+#: Tag of a piece of a long container. A piece holds some elements, or one dict.
 PIECE_CODE = 63
-#: Added to the code of a long container, which consists of pieces.
+#: Added to the tag of a long container, which consists of pieces.
 IN_PIECES = 64
 
-#: The values of `dtype.str` of dtypes without pointers or fields: bool, integers, floats, complex, text, bytes, times.
+#: The forms of `dtype.str` of dtypes without pointers or fields: bool, integers, floats, complex, text, bytes, times.
 _DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8\[\w+\])")
 _ML_DTYPE = re.compile(r"ml_dtypes\.(bfloat16|b?complex32|u?int[124]|float[468]_\w+)")
 
 
 class RecordType(NamedTuple):
-    """A kind of object that is sent as a few fields, each of a given type."""
+    """A type of objects that are sent as a few fields, each of a given type."""
 
     code: int
     fields: tuple[type, ...]
@@ -97,7 +97,7 @@ class RecordType(NamedTuple):
 
 
 class RefusedError(Exception):
-    """Raised when a part of an object cannot be sent. Callers add to `path` while the error propagates."""
+    """Raised when a value inside an object cannot be sent. Callers extend its `path` while it propagates."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -191,7 +191,7 @@ CODES = frozenset(
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str | None:
-    """Return the name of `dtype` on the wire, or None if its arrays cannot be sent."""
+    """Return the name of `dtype` in encoded objects, or None if its arrays cannot be sent."""
     if dtype.type.__module__ == "ml_dtypes":
         name = f"ml_dtypes.{dtype.name}"
         return name if _ML_DTYPE.fullmatch(name) else None

@@ -1,4 +1,4 @@
-"""Array elements: types, reductions, kernels, and flat views of arrays.
+"""Array elements: dtypes, reductions, kernels, and flat views of arrays.
 
 dtypes           element types on the wire, and exact conversions between narrow floats and float32
 element_type     `DType`, an element type

@@ -1,4 +1,4 @@
-"""Adapters of array libraries: the interface, the registry, and the lookup by object."""
+"""Adapters of array libraries: interface, registry, and the search for an object's adapter."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
     "provided_adapter_of",
 ]
 
-#: Version of the interface `ArrayAdapter`.
+#: Version number of the interface `ArrayAdapter`.
 ADAPTER_VERSION: Final = 1
-#: Number of types in the cache `_by_type`. It is bounded because a program may create types without limit.
+#: Maximum number of types in the cache `_by_type`: a program may create any number of types.
 _CACHED_TYPES: Final = 1024
-#: The adapter of each type seen so far; None for a type without an adapter.
+#: The adapter for each type looked up so far; None for a type without an adapter.
 _by_type: dict[type, ArrayAdapter | None] = {}
-#: Modules for which no entry point is searched.
+#: Top-level modules for which no entry point is searched.
 _WITHOUT_ENTRY_POINTS: Final = sys.stdlib_module_names | {"numpy", "scipy"}
 
 
 class ArrayAdapter:
-    """The adapter of one array library or array protocol: makes flat views of its arrays, and new arrays like them.
+    """The adapter of one array library or protocol: it makes flat views of arrays, and new arrays like them.
 
     Each method has a default implementation for arrays without that feature. A subclass overrides `view`, and the
     methods for the features of its library.
@@ -52,11 +52,11 @@ class ArrayAdapter:
     label = ""
 
     def owns(self, kind: type) -> bool:
-        """Return whether this adapter can view objects of `kind`, a type of the library."""
+        """Return whether this adapter can view objects of the type `kind`."""
         return True
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
-        """Return a flat view of an array, without copying where that is possible.
+        """Return a flat view of an array, without a copy where possible.
 
         Args:
             array: an array of the library.
@@ -78,11 +78,11 @@ class ArrayAdapter:
         raise cannot_allocate(array)
 
     def overwrite(self, array: Any, values: Any) -> None:
-        """Copy `values` to the device array `array` on the current stream; `empty_like(array)` made `values`."""
+        """Copy `values`, which `empty_like(array)` has made, to the device array `array` on the current stream."""
         raise NotImplementedError
 
     def spare(self, buffer: Buffer) -> Buffer:
-        """Return a buffer of new device memory to use instead of `buffer`; its `writeback` copies it to `buffer`.
+        """Return a buffer of new device memory to use instead of `buffer`. Its `writeback` copies the data to `buffer`.
 
         Raises:
             TypeError: the adapter cannot allocate memory.
@@ -102,11 +102,11 @@ class ArrayAdapter:
         raise NotImplementedError
 
     def fresh_sparse(self, array: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
-        """Return a sparse array without entries, with the format and dtype of `array`."""
+        """Return a new sparse array without entries, with the format and dtype of `array`."""
         raise NotImplementedError
 
     def pack(self, array: Any) -> tuple[str, list[int], int] | None:
-        """Return dtype, shape and number of bytes of an array inside a sent object; None if it is not supported there.
+        """Return dtype, shape and bytes of an array inside an object to send; None if it cannot be sent there.
 
         Raises:
             RefusedError: the receiver would get a different array.
@@ -114,11 +114,11 @@ class ArrayAdapter:
         return None
 
     def content(self, array: Any) -> memoryview:
-        """Return the bytes of an array that `pack` accepted, in C order."""
+        """Return the bytes of an array that `pack` has accepted, in C order."""
         raise NotImplementedError
 
     def unpack(self, dtype: str, shape: list[Any], data: bytes) -> Any:
-        """Return a new array made from received arguments. The caller has not checked them.
+        """Return a new array made from received data. The caller has not checked the arguments.
 
         Raises:
             SerializationError: the arguments do not describe an array, or the library is not loaded.
@@ -138,12 +138,12 @@ class _Adapters(Registry[ArrayAdapter]):
         self.attributes: tuple[str, ...] = ()
 
     def register(self, name: str, target: ArrayAdapter | str, *, version: int) -> None:
-        """Register an adapter, also for types that the cache has already seen."""
+        """Register an adapter, even for types that have been looked up before."""
         super().register(name, target, version=version)
         self._forget_types()
 
     def unregister(self, name: str) -> None:
-        """Remove an adapter, also for types that the cache has already seen."""
+        """Remove an adapter, even for types that have been looked up before."""
         super().unregister(name)
         self._forget_types()
 
@@ -152,20 +152,20 @@ class _Adapters(Registry[ArrayAdapter]):
         _by_type.clear()
 
 
-#: The registered adapters. A name is the top-level module of an array type, such as "mylib"; a protocol attribute, such
-#: as "__my_interface__"; or a DLPack device type, such as "dlpack:2".
+#: The registered adapters. A name is the top-level module of an array type, such as "mylib"; or a protocol attribute,
+#: such as "__my_interface__"; or a DLPack device type, such as "dlpack:2".
 adapters: Final = _Adapters()
 
 
 def cannot_allocate(array: Any) -> TypeError:
-    """Return the error for an array that has no adapter that can allocate memory."""
+    """Return the error for an array whose library has no adapter that can allocate memory."""
     return TypeError(
         f"cannot allocate an array like a {type(array).__name__}: pass outputs that share no memory with inputs"
     )
 
 
 def adapter_of_type(kind: type) -> ArrayAdapter | None:
-    """Return the adapter of a type or of one of its base classes; None if no library is registered for it.
+    """Return the adapter for a type or one of its base classes; None if none is registered.
 
     Cost: one lookup in a dict, except for the first object of a type.
     """
@@ -179,12 +179,12 @@ def adapter_of_type(kind: type) -> ArrayAdapter | None:
 
 
 def adapter_of(obj: Any) -> ArrayAdapter | None:
-    """Return the adapter of an object by its type or by a protocol attribute; None if none is registered for it."""
+    """Return the adapter for an object, by its type or by a protocol attribute; None if none is registered."""
     return adapter_of_type(type(obj)) or adapter_of_attribute(obj)
 
 
 def adapter_of_attribute(obj: Any) -> ArrayAdapter | None:
-    """Return the adapter of an object by a protocol attribute; None if none is registered for it."""
+    """Return the adapter for an object by a protocol attribute; None if none is registered."""
     for name in adapters.attributes:
         if hasattr(obj, name):
             return adapters.get(name)
@@ -192,7 +192,7 @@ def adapter_of_attribute(obj: Any) -> ArrayAdapter | None:
 
 
 def provided_adapter_of(obj: Any) -> ArrayAdapter | None:
-    """Return the adapter of an object from an entry point of another distribution; None if there is none.
+    """Return the adapter for an object from another distribution's entry point; None if there is none.
 
     Cost: 20 ms for the first object of each module.
     """
@@ -201,7 +201,7 @@ def provided_adapter_of(obj: Any) -> ArrayAdapter | None:
 
 
 def dlpack_adapter(kind: int) -> ArrayAdapter | None:
-    """Return the adapter of a DLPack device type; None if none is registered for it."""
+    """Return the adapter for a DLPack device type; None if none is registered."""
     name = f"dlpack:{kind}"
     return adapters.get(name) if name in adapters.names() else None
 

@@ -1,4 +1,4 @@
-"""New memory like an existing buffer, and the check that two buffers are on the same device."""
+"""Allocation of arrays like an existing buffer, and the check that two buffers are on the same device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["empty_like", "overwrite", "same_place", "spare"]
 
 
 def empty_like(buffer: Buffer) -> Any:
-    """Return a new array with the shape, dtype and device of `buffer`, made by NumPy or by the library of its array.
+    """Return a new array with the shape, dtype and device of `buffer`, from NumPy or the library of its array.
 
     Raises:
         TypeError: `buffer` is on a device, and its library has no adapter.
@@ -26,7 +26,7 @@ def empty_like(buffer: Buffer) -> Any:
 
 
 def overwrite(obj: Any, values: Any) -> Any:
-    """Copy `values`, an array made by `empty_like`, to `obj`; return `obj`, or a new array if `obj` is immutable."""
+    """Copy `values`, which `empty_like` has made, to `obj`; return `obj`, or a new array if `obj` is immutable."""
     buffer = view(obj)
     if isinstance(buffer.array, DeviceArray):
         _adapter(obj).overwrite(obj, values)
@@ -36,7 +36,7 @@ def overwrite(obj: Any, values: Any) -> Any:
 
 
 def spare(buffer: Buffer) -> Buffer:
-    """Return a buffer of new memory to use instead of `buffer`; its `writeback` copies it to `buffer`.
+    """Return a buffer of new memory to use instead of `buffer`. Its `writeback` copies the data to `buffer`.
 
     Raises:
         TypeError: `buffer` is on a device, and its library has no adapter.
@@ -55,7 +55,7 @@ def spare(buffer: Buffer) -> Buffer:
 
 
 def same_place(a: Buffer, a_name: str, b: Buffer, b_name: str, rank: int | None = None) -> None:
-    """Check that two arrays of a call are both on the host, or both on the same device.
+    """Check that two arrays of a call are both on the host or on the same device.
 
     Args:
         a: one array.
@@ -70,7 +70,7 @@ def same_place(a: Buffer, a_name: str, b: Buffer, b_name: str, rank: int | None 
     x, y = a.array, b.array
     differs: bool = isinstance(x, DeviceArray) or isinstance(y, DeviceArray)
     if isinstance(x, DeviceArray) and isinstance(y, DeviceArray) and x.kind == y.kind:
-        # A device that is not known yet may be any device.
+        # An UNKNOWN device number may stand for any device.
         differs = x.device != y.device and UNKNOWN not in (x.device, y.device)
     if differs:
         name = a_name if rank is None else f"{a_name}[{rank}]"
@@ -80,7 +80,7 @@ def same_place(a: Buffer, a_name: str, b: Buffer, b_name: str, rank: int | None 
 
 
 def _adapter(obj: Any) -> ArrayAdapter:
-    """Return the adapter of an array on a device."""
+    """Return the adapter for an array on a device."""
     found = adapter_of(obj)
     if found is None:
         raise cannot_allocate(obj)

@@ -1,4 +1,4 @@
-"""Flat views of arrays: NumPy arrays and host protocols directly, other arrays by the adapter of their library.
+"""Flat views of arrays: directly for NumPy arrays and host protocols, by adapters for other libraries.
 
 A buffer shares the caller's memory if that memory is C-contiguous. Otherwise the buffer is a staging copy, and
 `Buffer.finish` copies the result back. Device memory is a `DeviceArray`: only its address is used.
@@ -37,24 +37,24 @@ __all__ = [
     "view",
 ]
 
-# DLPack device types whose memory the CPU can read and write: host memory (1), and memory pinned for a device (3).
+# DLPack device types of memory that the CPU can read and write: host memory (1), and memory pinned for a device (3).
 _DLPACK_HOST = (1, 3)
-# Up to this number of arrays, comparing all pairs is faster than sorting.
+# Up to this number of arrays, comparing all pairs is faster than sorting the arrays.
 _FEW = 4
-# bool comes first: it is a subclass of int.
+# bool is first, because it is a subclass of int.
 _PYTHON_NUMBERS = (
     (bool, by_name("bool")),
     (int, by_name("int64")),
     (float, by_name("float64")),
     (complex, by_name("complex128")),
 )
-# Tuples made once: a union of types in the call takes longer to make than `isinstance` takes.
+# A tuple made once: making a union of types for each call would take longer than `isinstance`.
 _NUMBERS = (bool, int, float, complex, np.generic)
 _NO_ARRAYS = (str, list, tuple, dict, set)
 
 
 class Buffer:
-    """A flat, contiguous array to send from or receive into.
+    """A flat, contiguous view of an array to send from or receive into.
 
     Attributes:
         array: the caller's memory, or a staging copy of it: a 1-D ndarray of dtype ``dtype.storage``, with
@@ -87,12 +87,12 @@ class Buffer:
         self.writeback = writeback
 
     def finish(self) -> Any:
-        """Copy the data to the caller's memory if it was staged, and return the operation's result."""
+        """Copy the data back to the caller's memory if it was staged; return the operation's result."""
         return self.result if self.writeback is None else self.writeback()
 
 
 def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
-    """Return a flat view of an array, without copying where that is possible.
+    """Return a flat view of an array, without a copy where possible.
 
     Args:
         obj: a NumPy or CuPy array of any shape, a torch tensor on the CPU or a CUDA device, or an object with the
@@ -105,7 +105,7 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
         TypeError: it is not an array, or its dtype cannot be exchanged.
         ValueError: the operation writes to it, but it is read-only or its elements share memory.
     """
-    # The flag `carray` means contiguous, aligned and writeable.
+    # The NumPy flag `carray` means contiguous, aligned and writeable.
     if type(obj) is np.ndarray and obj.flags.carray:
         return share(obj, obj, name)
     if isinstance(obj, np.ndarray):
@@ -115,7 +115,7 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
 
 
 def operand(obj: Any, *, writable: bool) -> Buffer:
-    """Return the `view` of an array, or the `scalar` of a number."""
+    """Return the buffer of an array or of a number: its `view` or its `scalar`."""
     if isinstance(obj, np.ndarray):
         return view(obj, writable=writable)
     adapter = adapter_of_type(type(obj))
@@ -125,7 +125,7 @@ def operand(obj: Any, *, writable: bool) -> Buffer:
 
 
 def _view_by_protocol(obj: Any, name: str, writable: bool) -> Buffer:
-    """View an object whose type has no registered library."""
+    """Return a view of an object whose library is not registered, by a protocol that the object supports."""
     if obj is None or isinstance(obj, _NO_ARRAYS) or is_scalar(obj):
         raise _array_type_error(obj, name)
     adapter = adapter_of_attribute(obj)
@@ -148,7 +148,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def scalar(value: Any) -> Buffer:
-    """Return a one-element buffer (shape ``()``) of a number; the result is a number of the same type.
+    """Return a one-element buffer (shape ``()``) for a number. The result is a number of the same type.
 
     A Python float is sent as float64, int as int64, bool as bool, complex as complex128. NumPy scalars keep their type.
 
@@ -175,13 +175,13 @@ def scalar(value: Any) -> Buffer:
 def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
     """Return whether two flat arrays share any memory."""
     try:
-        return np.may_share_memory(a, b)  # compares bounds, which is exact for contiguous arrays
-    except TypeError:  # one is on a device; checked only here, so that it costs other calls nothing
+        return np.may_share_memory(a, b)  # it compares the arrays' bounds, which is exact for contiguous arrays
+    except TypeError:  # one array is on a device; this check is here, so that it costs other calls nothing
         return isinstance(a, DeviceArray) and a.overlaps(b)
 
 
 def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] = ()) -> tuple[int, int] | None:
-    """Find two flat arrays that share memory and of which at least one is written to.
+    """Find two flat arrays that share memory and of which at least one is written.
 
     Returns:
         The positions of both in ``[*written, *read]``, ascending; None if no such arrays exist.
@@ -196,7 +196,7 @@ def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] 
                     return first, second
         return None
     spans = sorted((_address(array), array.nbytes, index) for index, array in enumerate(arrays) if array.nbytes)
-    # The highest end of all arrays so far, and the highest end of the written arrays, each with the array's index.
+    # The highest end address of all arrays so far, and that of the written arrays, each with the array's index.
     any_end, any_index, written_end, written_index = 0, -1, 0, -1
     for start, nbytes, index in spans:
         end, is_written = start + nbytes, index < len(written)
@@ -217,12 +217,12 @@ def _address(array: Any) -> int:
 
 
 def byte_view(array: npt.NDArray[Any]) -> memoryview:
-    """Return the bytes of a flat array as a memoryview of format ``"B"``. The array may be empty."""
+    """Return the bytes of a flat array, which may be empty, as a memoryview of format ``"B"``."""
     return array.view(np.uint8).data
 
 
 def share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
-    """Return a view of a contiguous, aligned array. Nearly every call uses this function, so it must be fast."""
+    """Return a view of a contiguous, aligned array. It must be fast, because nearly every call uses it."""
     try:
         dtype = from_numpy(array.dtype)
     except TypeError as exc:
@@ -238,8 +238,8 @@ def share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
 
 
 def _view_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> Buffer:
-    """Return a view of `array`, which may have any layout and uses the memory of the caller's object `obj`."""
-    masked = sys.modules.get("numpy.ma")  # NumPy loads this module on first use
+    """Return a view of `array`, an array of any layout that shares the memory of the caller's object `obj`."""
+    masked = sys.modules.get("numpy.ma")  # NumPy loads this module only when it is used
     if masked is not None and isinstance(array, masked.MaskedArray):
         raise TypeError(f"{name} is a masked array; pass {name}.filled(...) or its .data")
     array = np.asarray(array)
@@ -261,7 +261,7 @@ def _view_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) ->
 
 
 def _replace(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
-    """Stage an immutable array of an array-API library; the result is a new array of the same library."""
+    """Stage an immutable array. The operation's result is then a new array of the same library."""
     if isinstance(obj, np.ndarray) or not hasattr(obj, "__array_namespace__"):
         raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
     fresh = array.copy(order="C")
@@ -271,7 +271,7 @@ def _replace(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
 
 
 def _import_array(obj: Any, name: str) -> npt.NDArray[Any] | None:
-    """Return an ndarray that shares the memory of a foreign object; None if the object supports no protocol for it."""
+    """Return an ndarray that shares the memory of a foreign array; None if it supports no protocol for that."""
     try:
         memory = memoryview(obj)
     except (TypeError, BufferError):
@@ -297,7 +297,7 @@ def _import_array(obj: Any, name: str) -> npt.NDArray[Any] | None:
 
 
 def _convert_array(obj: Any, name: str) -> npt.NDArray[Any]:
-    """Convert an array by its `__array__` method, the only way for dtypes of ml_dtypes, such as bfloat16.
+    """Convert an array by its `__array__` method, the only way for dtypes from ml_dtypes, such as bfloat16.
 
     The returned array is read-only, because it may be a copy.
     """
@@ -321,7 +321,7 @@ def _array_type_error(obj: Any, name: str) -> TypeError:
 
 
 def _accepted_kinds() -> str:
-    """Return a phrase that lists the kinds of arrays that calls accept."""
+    """Return a text that lists the kinds of arrays that calls accept, for error messages."""
     names = adapters.names()
     arrays = ["a NumPy array", *(noun for name in names if (noun := adapters.get(name).noun))]
     protocols = ["the buffer protocol", "__array_interface__", *adapters.attributes]
@@ -329,6 +329,6 @@ def _accepted_kinds() -> str:
 
 
 def _device_labels() -> list[str]:
-    """Return the labels of the device kinds whose memory is accepted by DLPack."""
+    """Return the labels of the devices whose memory calls accept by DLPack, for error messages."""
     found = [adapters.get(name) for name in adapters.names() if name.startswith("dlpack:")]
     return [adapter.label for adapter in found if adapter.label]

@@ -1,4 +1,4 @@
-"""Flat views of device memory, which hold its address as a plain integer."""
+"""Flat views of device memory, which hold its address as an integer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from aiocoll.elements.dtypes import DType
 
 __all__ = ["UNKNOWN", "CopyBack", "DeviceArray", "place_of"]
 
-#: Device number of an array whose library does not report it. The device backend finds the number by the address.
+#: The device number of an array whose library does not report it. The device backend then finds the number by the
+#: address.
 UNKNOWN = -1
 
 
 class CopyBack:
-    """A function that copies a contiguous staging copy back to the caller's elements, once.
+    """A function that copies a contiguous staging copy back to the caller's array, once.
 
     Args:
         copy: enqueues the copy on the stream that it gets as its argument.
@@ -30,19 +31,19 @@ class CopyBack:
         self._result = result
 
     def on(self, stream: int) -> None:
-        """Enqueue the copy on `stream`, from any thread; do nothing the second time."""
+        """Enqueue the copy on `stream`, from any thread. Do nothing when called again."""
         copy, self._copy = self._copy, None
         if copy is not None:
             copy(stream)
 
     def __call__(self) -> Any:
-        """Enqueue the copy on the caller's stream unless it was enqueued before; return the caller's object."""
+        """Enqueue the copy on the caller's stream unless it has been enqueued; return the caller's object."""
         self.on(self._stream)
         return self._result
 
 
 class DeviceArray:
-    """Contiguous elements on a device. Each kind of device has a subclass, which sets `kind` and `label`.
+    """Contiguous elements in device memory. Subclasses for kinds of devices set `kind` and `label`.
 
     Attributes:
         kind: the kind of device, as programs name it, such as "cpu".
@@ -66,7 +67,7 @@ class DeviceArray:
     def __init__(
         self, ptr: int, size: int, dtype: DType, device: int, stream: int, keep: Any, back: CopyBack | None = None
     ) -> None:
-        self.ptr = ptr if size else 0  # CuPy gives empty slices arbitrary pointers
+        self.ptr = ptr if size else 0  # CuPy gives empty slices arbitrary addresses
         self.size = size
         self.nbytes = size * dtype.itemsize
         self.dtype = dtype
@@ -88,21 +89,21 @@ class DeviceArray:
         return type(self)(ptr, size, self.dtype, self.device, self.stream, self.keep, self.back)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise TypeError in place of NumPy's implicit conversion: the host cannot read the memory."""
+        """Raise TypeError instead of a conversion by NumPy, because the host cannot read the memory."""
         raise TypeError(f"the memory of a {self.label} device cannot be read as a NumPy array")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size} of {self.dtype.name} at {self.ptr:#x} of device {self.device})"
 
     def overlaps(self, other: Any) -> bool:
-        """Return whether any memory is shared with `other`, an array of any kind."""
+        """Return whether this array shares memory with `other`, an array of any kind."""
         if not isinstance(other, DeviceArray) or not self.size or not other.size:
-            return False  # host memory never has the address of device memory
+            return False  # an address of host memory is never one of device memory
         return self.ptr < other.ptr + other.nbytes and other.ptr < self.ptr + self.nbytes
 
 
 def place_of(array: Any) -> str:
-    """Return a phrase for error messages with the place of a flat array, such as "on the host"."""
+    """Return a text for error messages that names the place of a flat array, such as "on the host"."""
     if not isinstance(array, DeviceArray):
         return "on the host"
     return f"on a {array.label} device" if array.device == UNKNOWN else f"on {array.label} device {array.device}"

@@ -1,4 +1,4 @@
-"""Element types on the wire, and exact conversions between narrow floats and float32.
+"""Element types of buffers and messages, and exact conversions between narrow floats and float32.
 
 A `DType` names an element type on the wire and defines its storage: the dtype of the flat NumPy arrays that hold it.
 NumPy has no bfloat16, float8 types, or integers of 4 and 2 bits. bfloat16 is stored as uint16, the others as uint8.
@@ -26,7 +26,7 @@ Convert = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 
 
 class _Number(DType):
-    """A number type, which is defined in every process."""
+    """An element type for numbers, which exists in every process."""
 
     __slots__ = ()
 
@@ -35,7 +35,7 @@ class _Number(DType):
 
 
 class _Float8(NamedTuple):
-    """The layout of a float8 type: a sign bit, then exponent and mantissa.
+    """The bit layout of a float8 type: a sign bit, then exponent and mantissa.
 
     Attributes:
         mantissa: number of mantissa bits.
@@ -52,7 +52,7 @@ class _Float8(NamedTuple):
     unsigned_zero: bool
 
     def magnitudes(self) -> npt.NDArray[np.float64]:
-        """Return the values of the codes 0 to `overflow`, in ascending order, the last one as if it were finite."""
+        """Return the values of codes 0 to `overflow` in ascending order, the last one as if it were finite."""
         codes = np.arange(self.overflow + 1)
         exponent, mantissa = codes >> self.mantissa, codes & ((1 << self.mantissa) - 1)
         hidden = np.where(exponent > 0, 1 << self.mantissa, 0)
@@ -71,13 +71,13 @@ _FLOAT8: Mapping[str, _Float8] = MappingProxyType(
 )
 
 
-#: Integers of fewer than 8 bits, each stored in a byte.
+#: Integer types with fewer than 8 bits, each element stored in one byte.
 _NARROW = ("int4", "uint4", "int2", "uint2")
 
 
 def _define() -> tuple[DType, ...]:
     carriers = {"bfloat16": "uint16"} | dict.fromkeys((*_FLOAT8, *_NARROW), "uint8")
-    # Codes are positions in this list: append, never insert.
+    # The code of a type is its position in this list: append types, never insert one.
     kinds: tuple[tuple[Kind, str], ...] = (
         ("bool", "bool"),
         ("int", "int8 int16 int32 int64"),
@@ -100,7 +100,7 @@ _NATIVE: Mapping[np.dtype[Any], DType] = MappingProxyType({d.storage: d for d in
 
 
 def from_numpy(dtype: np.dtype[Any]) -> DType:
-    """Return the element type of arrays with a dtype of NumPy or ml_dtypes.
+    """Return the element type for a dtype of NumPy or ml_dtypes.
 
     Raises:
         TypeError: arrays of this dtype cannot be exchanged.
@@ -119,7 +119,7 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
 
 
 def by_name(name: str) -> DType:
-    """Return the type named `name`, a number type or a layout that this process uses.
+    """Return the element type called `name`: a number type, or a structured type that this process uses.
 
     Raises:
         TypeError: there is no such type.
@@ -131,7 +131,7 @@ def by_name(name: str) -> DType:
 
 
 def by_code(code: int) -> DType:
-    """Return the type with number `code` on the wire, a number type or a layout that this process uses.
+    """Return the element type with the code `code`: a number type, or a structured type that this process uses.
 
     Raises:
         ValueError: there is no such type.
@@ -144,7 +144,7 @@ def by_code(code: int) -> DType:
 
 
 def array_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the dtype of the user's arrays of this type, from NumPy or, if NumPy has none, from ml_dtypes.
+    """Return the NumPy dtype of a user's arrays of this element type, from ml_dtypes if NumPy has none.
 
     Raises:
         BackendUnavailableError: `dtype` needs ml_dtypes, which is not installed.
@@ -162,7 +162,7 @@ def array_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def to_float32(dtype: DType) -> Convert:
-    """Return a function ``widen(src, out)`` that converts storage of `dtype`, a float of at most 16 bits, to float32.
+    """Return a function ``widen(src, out)`` that converts stored values of `dtype`, a narrow float, to float32.
 
     Both arrays are flat. The conversion is exact.
     """
@@ -170,7 +170,7 @@ def to_float32(dtype: DType) -> Convert:
 
 
 def from_float32(dtype: DType) -> Convert:
-    """Return a function ``narrow(src, out)`` that rounds float32 to storage of `dtype`, a float of at most 16 bits.
+    """Return a function ``narrow(src, out)`` that rounds float32 values to `dtype`, a float of at most 16 bits.
 
     Both arrays are flat. It rounds to nearest, ties to even, as IEEE 754 and ml_dtypes do. Values above the largest
     become infinity, or NaN in the float8 types without infinities; NumPy may warn. NaN stays NaN. `src` is not changed.
@@ -197,7 +197,8 @@ def _bfloat16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     np.copyto(out, rounded, casting="unsafe")
     nan = np.isnan(src)
     if nan.any():
-        # Rounding adds to the mantissa. In a NaN this can carry into the sign and give zero: write NaNs separately.
+        # Rounding adds to the mantissa. In a NaN, this could carry into the sign bit and give zero, so write NaNs
+        # separately.
         out[nan] = (bits[nan] >> 16) & 0x8000 | 0x7FC0
 
 
@@ -209,7 +210,7 @@ def _float16_table() -> npt.NDArray[np.float32]:
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
-# With fewer elements NumPy's cast is faster than `take`.
+# With fewer elements, NumPy's cast is faster than `take`.
 _FLOAT16_TABLE_FROM = 1024
 
 
@@ -217,13 +218,13 @@ def _float16_up(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     if len(src) < _FLOAT16_TABLE_FROM:
         np.copyto(out, src)
     else:
-        # Twice as fast as the cast. "wrap" is the fastest mode; it changes nothing, since every index is in range.
+        # Twice as fast as the cast. "wrap" is the fastest mode; it has no effect, because every index is in range.
         _float16_table().take(src.view(np.uint16), out=out, mode="wrap")
 
 
-# The smallest value that rounds to infinity, as float32 bits.
+# The smallest value that rounds to infinity, as the bits of a float32.
 _FLOAT16_OVERFLOW = np.float32(65520).view(np.uint32)
-# With fewer elements NumPy's cast is faster than the fifteen NumPy calls below.
+# With fewer elements, NumPy's cast is faster than the fifteen NumPy calls below.
 _FLOAT16_PASSES_FROM = 12288
 
 
@@ -233,18 +234,19 @@ def _float16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         return
     bits = src.view(np.uint32)
     size = np.bitwise_and(bits, 0x7FFFFFFF)
-    if size.max() >= _FLOAT16_OVERFLOW:  # infinities and NaNs too
+    if size.max() >= _FLOAT16_OVERFLOW:  # also for infinities and NaNs
         np.copyto(out, src, casting="same_kind")
         return
-    # Let p be the power of two below |x|, at least 2**-14, below which float16 is subnormal. The sum |x| + 2**13 * p
-    # keeps as many mantissa bits of x as float16 has, rounded by the processor. Its low bits are the mantissa.
+    # Let p be the greatest power of two up to |x|, at least 2**-14, below which float16 is subnormal. The sum |x| +
+    # 2**13 * p keeps as many mantissa bits of x as float16 has, rounded by the processor. The low bits of the sum are
+    # the mantissa.
     step = np.bitwise_and(size, 0x7F800000)
     np.maximum(step, np.full_like(step, (127 - 14) << 23), out=step)  # NumPy's loop is slow with a scalar operand
     np.add(step, 13 << 23, step)
     np.add(size.view(np.float32), step.view(np.float32), size.view(np.float32))
     np.subtract(size, step, size)
     np.right_shift(step, 13, step)
-    np.add(size, step, size)  # exponent and mantissa; the exponent is too large by 126, which is subtracted below
+    np.add(size, step, size)  # exponent and mantissa; the exponent is too large by 126, subtracted below
     codes = out.view(np.uint16)
     np.copyto(codes, size, casting="unsafe")
     np.right_shift(bits, 16, step)
@@ -273,7 +275,7 @@ def _float8_up_table(name: str) -> npt.NDArray[np.float32]:
 
 @cache
 def _float8_down_table(name: str) -> npt.NDArray[np.uint8]:
-    """Return the float8 codes of all float32 values whose lower 16 bits are zero."""
+    """Return a table with the float8 codes of all float32 values whose lower 16 bits are zero."""
     layout = _FLOAT8[name]
     points = layout.magnitudes()
     values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
@@ -297,8 +299,8 @@ def _float8_up(name: str) -> Convert:
 
 def _float8_down(name: str) -> Convert:
     def narrow(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        # Truncate to the upper 16 bits. If a truncated bit was set, set the lowest of the upper 16 bits.
-        # Midpoints between two float8 values have only higher bits, so the result rounds to the same float8 value.
+        # Truncate to the upper 16 bits. If any truncated bit was set, set the lowest of the upper 16 bits. A midpoint
+        # between two float8 values has only higher bits, so the result rounds to the same float8 value.
         bits = src.view(np.uint32)
         lost = np.bitwise_and(bits, 0xFFFF)
         np.add(lost, 0xFFFF, lost)

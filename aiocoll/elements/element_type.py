@@ -1,4 +1,4 @@
-"""Element types: the class `DType`."""
+"""The class `DType` of element types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["bool", "int", "uint", "float", "half", "complex", "record", "pai
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type. Each type has one instance, so `is` and hashing by identity work.
+    """An element type. There is one instance per type, so types are compared with `is`.
 
     Attributes:
         name: the name in NumPy, or in ml_dtypes and torch.
@@ -34,10 +34,10 @@ class DType:
 
     @property
     def is_narrow(self) -> bool:
-        """Return whether this is an integer type of fewer than 8 bits."""
+        """Return whether this is an integer type with fewer than 8 bits."""
         return self.kind in ("int", "uint") and self.name != self.storage.name
 
     @property
     def unit(self) -> int:
-        """Number of storage items per element."""
+        """The number of stored NumPy items per element."""
         return self.itemsize // self.storage.itemsize

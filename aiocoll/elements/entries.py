@@ -1,4 +1,4 @@
-"""Entries of sparse arrays: their indices and values, and sums over several ranks.
+"""Entries of sparse arrays: indices and values, and their sums over several ranks.
 
 The index of an entry (`places`) is its row-major position in the array. If entries are small dense arrays, it is the
 position of the whole entry. All functions are pure and may run in a thread: NumPy releases the GIL in all slow steps.
@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 
 class Entries(NamedTuple):
-    """Entries in ascending order of their indices, one per index.
+    """The entries of a sparse array in ascending order of their indices, one entry per index.
 
     Attributes:
         places: the indices; 1-D, int32 or int64.
@@ -42,7 +42,7 @@ class Entries(NamedTuple):
 
 
 def coalesce_entries(places: Array, values: Array, dtype: DType) -> Entries:
-    """Sort entries by index and add up entries with the same index, as torch's ``coalesce`` does.
+    """Sort entries by index and add up those with the same index, like torch's ``coalesce``.
 
     float16, bfloat16 and float8 values are added up in float32 and rounded once.
 
@@ -65,7 +65,7 @@ def coalesce_entries(places: Array, values: Array, dtype: DType) -> Entries:
 
 
 def check_entries(entries: Entries, size: int) -> Entries:
-    """Return entries that another rank has sent, after the check that their indices fit an array with `size` indices.
+    """Check that another rank's entries have ascending indices that fit an array of `size` elements; return them.
 
     Raises:
         ValueError: the indices do not ascend, or are out of range.
@@ -79,7 +79,7 @@ def check_entries(entries: Entries, size: int) -> Entries:
 
 
 def merge_entries(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], None] | None = None) -> Entries:
-    """Add up the entries of several ranks: return the union of their indices, and the sum at each index.
+    """Add up the entries of several ranks; return the union of their indices, with the sum at each index.
 
     Values are added in the order of `parts`. float16, bfloat16 and float8 values are added up in float32 and rounded
     once. The sum of bool is *or*. Integers wrap.
@@ -93,14 +93,14 @@ def merge_entries(parts: Sequence[Entries], dtype: DType, divide: Callable[[Arra
     """
     parts = [part for part in parts if len(part.places)] or list(parts[:1])
     if len(parts) == 1 and divide is None:
-        return Entries(parts[0].places.copy(), parts[0].values.copy())  # copies: aligned, and not shared
+        return Entries(parts[0].places.copy(), parts[0].values.copy())  # aligned and not shared
     every = np.concatenate([part.places for part in parts])
-    every.sort(kind="stable")  # merges the sorted parts
+    every.sort(kind="stable")  # a stable sort merges the sorted parts
     places = every[_first_of_runs(every)]
     sums = np.zeros((len(places), *parts[0].values.shape[1:]), np.float32 if dtype.kind == "half" else dtype.storage)
     with np.errstate(all="ignore"):
         for part in parts:
-            # Each part has an index at most once, so no addition is lost.
+            # Each part has each index at most once. With a repeated index, NumPy's `+=` would lose additions.
             sums[np.searchsorted(places, part.places)] += _widen(part.values, dtype)
     if divide is not None:
         divide(sums.reshape(-1))
@@ -108,7 +108,7 @@ def merge_entries(parts: Sequence[Entries], dtype: DType, divide: Callable[[Arra
 
 
 def scatter_entries(entries: Entries, size: int) -> tuple[Array, Array]:
-    """Return a flat dense array of `size` elements, and a bitmap (uint8) of the indices that have an entry."""
+    """Return entries as a flat dense array of `size` elements, with a bitmap (uint8) of the indices that they have."""
     dense = np.zeros((size, *entries.values.shape[1:]), entries.values.dtype)
     dense[entries.places] = entries.values
     marks = np.zeros(size, np.bool_)
@@ -117,7 +117,7 @@ def scatter_entries(entries: Entries, size: int) -> tuple[Array, Array]:
 
 
 def gather_entries(dense: Array, bits: Array, size: int, like: Entries) -> Entries:
-    """Return the entries of a flat dense array: the elements whose bits are set.
+    """Return the entries of a flat dense array: the elements whose bits are set in the bitmap.
 
     Args:
         dense: 1-D array of `size` entries.
@@ -130,7 +130,7 @@ def gather_entries(dense: Array, bits: Array, size: int, like: Entries) -> Entri
 
 
 def pack(entries: Entries) -> Array:
-    """Return entries as bytes (uint8): the indices, then the values."""
+    """Return entries as bytes (uint8): first the indices, then the values."""
     places, values = entries
     packed = np.empty(places.nbytes + values.nbytes, np.uint8)
     packed[: places.nbytes] = _bytes(places)
@@ -139,7 +139,7 @@ def pack(entries: Entries) -> Array:
 
 
 def unpack(packed: Array, count: int | None, like: Entries) -> Entries:
-    """Return the entries in the bytes of `pack`, which need not be aligned.
+    """Return the entries from bytes made by `pack`, which may be unaligned.
 
     Args:
         packed: the bytes (uint8).
@@ -156,7 +156,7 @@ def unpack(packed: Array, count: int | None, like: Entries) -> Entries:
 
 
 def _first_of_runs(places: Array) -> Array:
-    """Return a mask (bool) with the first entry of each run of equal indices."""
+    """Return a mask (bool) that selects the first entry of each run of equal indices."""
     first = np.ones(len(places), np.bool_)
     np.not_equal(places[1:], places[:-1], out=first[1:])
     return first
@@ -167,7 +167,7 @@ def _bytes(array: Array) -> Array:
 
 
 def _widen(values: Array, dtype: DType) -> Array:
-    """Convert `values` to the type in which they are added up."""
+    """Convert `values` to the dtype in which they are added up."""
     if dtype.kind != "half":
         return values
     wide = np.empty(values.shape, np.float32)

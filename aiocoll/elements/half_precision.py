@@ -1,4 +1,4 @@
-"""Reductions of floats of at most 16 bits, which are computed in float32 and rounded once.
+"""Reductions of narrow floats (at most 16 bits), computed in float32 and rounded once.
 
 Arrays are processed in pieces whose float32 values fit into the second-level cache. `aiocoll.elements.packed` computes
 long pieces of bfloat16, and long pieces of float16 without infinity and NaN. The conversions of
@@ -26,25 +26,26 @@ Kind = Literal["sum", "product", "select"]
 # The last step of a reduction: a ufunc and its second operand.
 Finalize = tuple[np.ufunc, float]
 
-# Elements per piece that `dtypes` converts: two float32 arrays of 128 KiB, and the scratch arrays of the conversions.
+# Number of elements per piece that `dtypes` converts: two float32 arrays of 128 KiB, and the scratch arrays of the
+# conversions.
 _PIECE = 32 * 1024
-# Words per packed piece, in two stacks of 256 KiB. Smaller pieces would save memory, but the call overhead of NumPy is
-# already a quarter of the time.
+# Number of words per packed piece, in two stacks of 256 KiB. Smaller pieces would save memory, but NumPy's call
+# overhead is already a quarter of the time.
 _WORDS = 32 * 1024
-# Words per cache line.
+# Number of words per cache line.
 _LINE = 16
-# Elements from which packing is faster than the conversions. Packing needs many NumPy calls.
+# Number of elements from which packing is faster than the conversions. Packing needs many NumPy calls.
 _FLOAT16_FROM = 4096
 # Largest divisor p with which packed float16 rounds correctly. Packing divides before the values are scaled back. An
 # exact quotient either is a rounding boundary, or is at least 1 / 2p of float16's smallest step away from one. The
 # computed quotient is off by at most 2**-14 of a step, so it rounds to the same value.
 _FLOAT16_DIVISORS = 4096
-# The factors that divide by a power of two up to `_FLOAT16_DIVISORS`.
+# Factors by which a multiplication divides by a power of two up to `_FLOAT16_DIVISORS`.
 _FLOAT16_FACTORS = frozenset(2.0**-k for k in range(13))
 
 
 def half_fold(combine: Combine, dtype: DType, kind: Kind, finalize: Finalize | None = None) -> Fold:
-    """Return a function ``fold(inputs, out)`` that combines all inputs in order, applies `finalize`, and rounds.
+    """Return a function ``fold(inputs, out)`` that reduces all inputs in order, applies `finalize`, and rounds.
 
     Args:
         combine: a function of float32 arrays.
@@ -75,23 +76,24 @@ def half_fold(combine: Combine, dtype: DType, kind: Kind, finalize: Finalize | N
 
 
 def half_map(dtype: DType, finalize: Finalize) -> Callable[[Array, Array], None]:
-    """Return a function ``f(src, out)`` that writes ``finalize(src)`` to `out`, computed in float32 and rounded."""
+    """Return a function ``f(src, out)`` that computes ``finalize(src)`` in float32 and writes the rounded result."""
     fold = half_fold(np.add, dtype, "sum", finalize)
     return lambda src, out: fold((src,), out)
 
 
 def _divides(finalize: Finalize) -> bool:
-    """Return whether `finalize` is a division that packed float16 supports, possibly written as a multiplication."""
+    """Return whether `finalize` is a division that packed float16 supports, even if written as a multiplication."""
     ufunc, operand = finalize
     return operand <= _FLOAT16_DIVISORS if ufunc is np.divide else operand in _FLOAT16_FACTORS
 
 
-# Free contexts in which NumPy's warnings are off. A call takes one and puts it back, so nested calls never share one.
+# Unused contexts in which NumPy's warnings are off. A call takes one from the list and returns it, so nested calls
+# never share a context.
 _SILENT: list[Context] = []
 
 
 def _silently(function: Callable[..., Any], *args: Any) -> None:
-    """Call a function with NumPy's warnings off; 7× faster than `np.errstate`."""
+    """Call a function with NumPy's warnings turned off, 7× faster than with `np.errstate`."""
     try:
         context = _SILENT.pop()
     except IndexError:
@@ -116,13 +118,13 @@ def _in_pieces(piece: Fold, count: int) -> Fold:
 
 
 def _single(number: float) -> npt.NDArray[np.float32]:
-    # Use the canonical NaN: packed codes support no other NaN.
+    # Use the canonical NaN, because packed values support no other NaN.
     with np.errstate(over="ignore"):
         return np.array(np.float32(np.nan if np.isnan(number) else number))
 
 
 def _converting(combine: Combine, dtype: DType, finalize: Finalize | None) -> Fold:
-    """Return a fold of one piece by the conversions of `dtypes`, which support every type and value."""
+    """Return a fold of one piece that uses the conversions of `dtypes`, which support every type and value."""
     up, down = to_float32(dtype), from_float32(dtype)
     ufunc, operand = (None, None) if finalize is None else (finalize[0], _single(finalize[1]))
 
@@ -140,18 +142,18 @@ def _converting(combine: Combine, dtype: DType, finalize: Finalize | None) -> Fo
 
 
 class _Scratch:
-    """Scratch memory of a fold; only one fold uses it at a time."""
+    """The scratch memory of one fold at a time."""
 
     def __init__(self) -> None:
         memory = np.empty(5 * _WORDS + _LINE, np.uint32)
-        # Additions of arrays that are aligned to cache lines are 1.3× faster.
+        # Align the memory to cache lines: additions are then 1.3× faster.
         memory = memory[-memory.__array_interface__["data"][0] // 4 % _LINE :]
         self._total, self._term = memory[: 2 * _WORDS], memory[2 * _WORDS : 4 * _WORDS]
         self._staged = memory[4 * _WORDS :]
         self._stacks: dict[int, tuple[Stack, Stack]] = {}
 
     def stacks(self, count: int) -> tuple[Stack, Stack]:
-        """Return two stacks of `count` words."""
+        """Return two stacks with room for `count` words."""
         found = self._stacks.get(count)
         if found is None:
             if len(self._stacks) == _LENGTHS:
@@ -160,7 +162,7 @@ class _Scratch:
         return found
 
     def view_words(self, x: Array) -> npt.NDArray[np.uint32]:
-        """Return `x` as words: a view, or a copy padded with a zero if its length is odd or it is not aligned."""
+        """Return `x` as 32-bit words: as a view, or as a padded copy if its length is odd or it is unaligned."""
         if not len(x) % 2:
             words = x.view(np.uint32)
             if words.flags.aligned:
@@ -171,14 +173,15 @@ class _Scratch:
         return staged
 
 
-# Number of lengths whose views are cached. The pieces of one operation have few different lengths.
+# Maximum number of lengths with cached views. The pieces of one operation have few different lengths.
 _LENGTHS = 16
-# Free scratch memory. A fold takes one and puts it back, both atomic, so that threads and nested calls never share one.
+# Unused scratch memory. A fold takes it from the list and returns it. Both are atomic, so threads and nested calls
+# never share it.
 _FREE: list[_Scratch] = []
 
 
 def _packing(combine: Combine, codes: Codes, kind: Kind, finalize: Finalize | None, convert: Fold) -> Fold:
-    """Return a fold of one piece of at most `2 * _WORDS` elements; it uses `convert` if packing would be inexact."""
+    """Return a fold of one piece of at most `2 * _WORDS` elements. It calls `convert` where packing is inexact."""
     select = kind == "select"
     ufunc, operand = (None, None) if finalize is None else (finalize[0], _single(finalize[1]))
 

@@ -26,13 +26,13 @@ Array = npt.NDArray[Any]
 Combine = Callable[[Array, Array, Array], Any]
 Fold = Callable[[Sequence[Array], Array], None]
 
-# Bytes per piece of a fold: the accumulator and one input fit into the second-level cache (at least 1 MiB on servers).
-# With smaller pieces the call overhead is larger than the gain.
+# Number of bytes per piece of a fold: the accumulator and one input fit into the second-level cache (at least 1 MiB on
+# servers). With smaller pieces, the call overhead exceeds the gain.
 _PIECE_BYTES = 256 * 1024
 
 
 class Kernel(NamedTuple):
-    """The functions of one reduction on one dtype.
+    """The functions of one reduction op on one dtype.
 
     All arrays are 1-D, C-contiguous, of the dtype's storage, and equally long.
 
@@ -67,7 +67,7 @@ class Kernel(NamedTuple):
 
 
 def _minimum(a: Array, b: Array, out: Array) -> None:
-    np.minimum(a, b, out=out)  # by name: NumPy deprecates a positional `out` of minimum and maximum
+    np.minimum(a, b, out=out)  # a keyword, because NumPy deprecates a positional `out` here
 
 
 def _maximum(a: Array, b: Array, out: Array) -> None:
@@ -102,7 +102,7 @@ _BOOL: Mapping[str, Combine] = MappingProxyType(
 
 #: The ufunc that each Python function above calls.
 _UFUNCS: Mapping[Combine, Any] = MappingProxyType({_minimum: np.minimum, _maximum: np.maximum})
-#: The operators that combine two elements of float or complex dtype, by op.
+#: For each op, the operator that combines two elements of a float or complex dtype.
 _ELEMENT_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
     {"SUM": operator.add, "AVG": operator.add, "PREMUL_SUM": operator.add, "PRODUCT": operator.mul}
 )
@@ -128,7 +128,7 @@ def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | com
         fold=chain(combine, dtype.storage, finalize, _ELEMENT_OPERATORS.get(name) if nan_varies else None),
         finalize=finalize,
         prescale=None if factor is None else _scaler(dtype, factor),
-        # NumPy uses fused multiply-add in a complex product only at some indices of the array.
+        # NumPy uses fused multiply-add in complex products only at some positions of an array.
         portable=not (dtype.kind == "complex" and name == "PRODUCT"),
         nan_varies=nan_varies,
         ufunc=None if finalize is not None or factor is not None else _UFUNCS.get(combine, combine),
@@ -141,7 +141,7 @@ def chain(
     finalize: Callable[[Array], None] | None,
     of_numbers: Callable[[Any, Any], Any] | None = None,
 ) -> Fold:
-    """Return a fold that combines all inputs in order, in pieces that fit into the cache, then calls `finalize`.
+    """Return a fold that reduces all inputs in order, in pieces that fit into the cache, then calls `finalize`.
 
     `of_numbers` combines two elements, for arrays of one element. There NumPy uses a different code path if the output
     is one of the inputs, which may give a different NaN. `of_numbers` is also 3× faster.
@@ -165,9 +165,9 @@ def chain(
             combine(inputs[0], inputs[1], scratch)
             for x in inputs[2:-1]:
                 combine(scratch, x, scratch)
-            combine(scratch, inputs[-1], out)  # `out` is written last, so it may be any of the inputs
+            combine(scratch, inputs[-1], out)  # `out` is written last, so it may be one of the inputs
         if finalize is not None:
-            finalize(out)  # piece by piece, while `out` is in the cache
+            finalize(out)  # finalize each piece while `out` is in the cache
 
     count = _PIECE_BYTES // storage.itemsize
 
@@ -191,7 +191,7 @@ def chain(
 
 
 def _division(world_size: int) -> tuple[np.ufunc, float]:
-    """Return the ufunc and the operand that divide floats by `world_size`.
+    """Return the ufunc and the operand by which floats are divided by `world_size`.
 
     A division by a power of two becomes a multiplication, which gives the same bits and is faster.
     """
@@ -201,7 +201,7 @@ def _division(world_size: int) -> tuple[np.ufunc, float]:
 def _divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
     if dtype.kind in ("int", "uint"):
         return _integer_divider(dtype, world_size)
-    # Dividing a complex number by a real one divides both parts.
+    # To divide a complex number by a real one, divide both parts.
     real = np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "complex" else dtype.storage
     ufunc, number = _division(world_size)
     operand = np.array(number, real)  # NumPy is 2× faster with a 0-dimensional array than with a scalar
@@ -214,12 +214,12 @@ def _divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
 
 
 def _integer_divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
-    """Return a function that divides integers and truncates toward zero. NumPy's integer division rounds down."""
+    """Return a function that divides integers, rounding toward zero. NumPy's integer division rounds down."""
     info = np.iinfo(dtype.storage)
     if world_size > info.max:
-        # Every quotient is 0, except that of the smallest number if its magnitude equals the divisor.
+        # Every quotient is 0, except for the smallest number if its magnitude equals the divisor: then it is -1.
         return lambda x: np.copyto(x, np.where(x == -world_size, -1, 0), casting="unsafe")
-    # Division by a power of two is a shift, which is 2× faster.
+    # If the divisor is a power of two, shift instead of dividing, which is 2× faster.
     shifts = world_size & (world_size - 1) == 0
     floor_divide = np.right_shift if shifts else np.floor_divide
     divisor = np.array(world_size.bit_length() - 1 if shifts else world_size, dtype.storage)
@@ -228,7 +228,7 @@ def _integer_divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
     places, raised = np.array(dtype.itemsize * 8 - 1, dtype.storage), np.array(world_size - 1, dtype.storage)
 
     def divide(x: Array) -> None:
-        # Add divisor - 1 to negative numbers, so that rounding down gives the quotient nearer to zero.
+        # Add divisor - 1 to negative numbers. Then rounding down gives the quotient rounded toward zero.
         by = np.right_shift(x, places)  # -1 for negative numbers, 0 for others
         np.bitwise_and(by, raised, by)
         np.add(x, by, x)
@@ -264,7 +264,7 @@ def _half_kernel(name: str, dtype: DType, world_size: int, factor: float | None)
 
 
 def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commutative: bool, dtype: DType) -> Kernel:
-    """Return the kernel of a user's function ``f(a, b, out)``.
+    """Return the kernel of a user's reduction function ``f(a, b, out)``.
 
     Raises:
         TypeError: custom functions on `dtype` need ml_dtypes, which is not installed.
@@ -290,7 +290,7 @@ def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commut
         fold((a, b), out)
 
     def fold(inputs: Sequence[Array], out: Array) -> None:
-        # Results alternate between two scratch arrays, so that the user's function never gets an operand as `out`.
+        # Alternate between two scratch arrays for results, so that the user's function never gets an operand as `out`.
         result = inputs[0]
         scratch, spare = np.empty((2, len(out)), dtype=out.dtype)
         for x in inputs[1:]:

@@ -1,4 +1,4 @@
-"""Kernels of LAND, LOR and LXOR.
+"""Kernels of the logical ops LAND, LOR and LXOR.
 
 A number is true if it is not zero. NaN is true, as in C and NumPy. Results are 0 or 1 in the dtype of the arrays. Types
 that NumPy lacks, such as bfloat16, are compared with zero by their codes.
@@ -39,7 +39,8 @@ def logical_kernel(name: str, dtype: DType) -> Kernel:
 def _make_code_kernel(ufunc: np.ufunc, dtype: DType) -> Kernel:
     one = np.empty(1, dtype.storage)
     from_float32(dtype)(np.ones(1, np.float32), one)
-    # Types without a negative zero use its code for NaN, which is true: keep the sign bit of these.
+    # In types without a negative zero, its code is NaN, which counts as true. The sign bit of these types must not be
+    # masked.
     has_sign = not dtype.name.endswith("fnuz")
     size = np.array(np.iinfo(dtype.storage).max >> has_sign, dtype.storage)
 

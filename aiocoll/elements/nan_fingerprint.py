@@ -1,4 +1,4 @@
-"""A hash of the NaNs that arithmetic gives in this process. Ranks compare their hashes.
+"""A hash of the NaN bit patterns that arithmetic produces in this process, for comparison between ranks.
 
 An operation on two NaNs gives the sign and the payload of one of them. ``inf - inf`` gives a NaN of either sign. IEEE
 754 does not define these choices. They depend on the processor, on the SIMD level that NumPy uses, and on the position
@@ -14,9 +14,9 @@ import numpy as np
 
 __all__ = ["nan_fingerprint"]
 
-#: Lengths of the test arrays. Each is just above the length of a SIMD vector or of an unrolled loop of vectors.
+#: Lengths of the test arrays, each just above the length of a SIMD vector or of an unrolled loop of vectors.
 COUNTS = (3, 5, 9, 17, 33, 131)
-#: Operations, operands with which they give a NaN, and lengths of the arrays.
+#: Test cases: operations, operands with which they give a NaN, and array lengths.
 _CASES = (
     ((np.add, np.multiply, np.minimum, np.maximum), (np.nan, -np.nan), COUNTS),
     ((np.add,), (np.inf, -np.inf), COUNTS[:1]),
@@ -26,7 +26,7 @@ _CASES = (
 
 @cache
 def nan_fingerprint() -> int:
-    """Return a number that is equal in two processes whose NumPy loops give the same NaNs.
+    """Return a number that is equal in two processes if NumPy produces the same NaN bit patterns in both.
 
     Cost: about 0.2 ms, once.
     """

@@ -1,4 +1,4 @@
-"""Kernels of integers of 4 and 2 bits, from ml_dtypes and JAX.
+"""Kernels of integers with 4 or 2 bits, from ml_dtypes and JAX.
 
 Each integer is in the low bits of a byte. Arithmetic wraps at its width.
 """
@@ -22,7 +22,7 @@ def narrow_kernel(name: str, dtype: DType, world_size: int) -> Kernel:
     """Return the kernel of a built-in op on a narrow integer type. The caller has checked that it is defined."""
     bits = int(dtype.name[-1])
     mask = np.array((1 << bits) - 1, np.uint8)
-    # With the sign bit flipped, unsigned comparison of codes gives the order of the signed numbers.
+    # With the sign bit flipped, the unsigned order of codes is the order of the signed numbers.
     sign = np.array(1 << bits - 1 if dtype.kind == "int" else 0, np.uint8)
     combine: Combine
     if name in _BITS:
@@ -58,6 +58,6 @@ def _selecting(ufunc: np.ufunc, sign: Array) -> Combine:
 
 
 def _quotient(code: int, sign: int, divisor: int) -> int:
-    """Divide the number with this code by `divisor`, truncating toward zero."""
+    """Return the number that has the code `code`, divided by `divisor` and rounded toward zero."""
     value = code - 2 * (code & sign)
     return abs(value) // divisor * (-1 if value < 0 else 1)

@@ -1,4 +1,4 @@
-"""Reduction operations, and the dtypes on which each is defined."""
+"""Reduction ops, and the dtypes on which each op is defined."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ReduceOp:
 
     @staticmethod
     def PREMUL_SUM(factor: Number | Array) -> ReduceOp:
-        """Multiply this rank's data by `factor`, then sum.
+        """Multiply this rank's data by `factor`, then sum over the ranks.
 
         Args:
             factor: a real or complex number, or an array of one element. It may differ from rank to rank.
@@ -74,7 +74,7 @@ class ReduceOp:
 
     @staticmethod
     def custom(f: Callable[[Any, Any, Any], object], commutative: bool = True, name: str | None = None) -> ReduceOp:
-        """Reduce with a function of your own.
+        """Reduce with a function of the user.
 
         Args:
             f: ``f(a, b, out)`` writes the element-wise result into `out`, for any length: 1-D NumPy arrays of the
@@ -92,7 +92,7 @@ class ReduceOp:
 
     @property
     def wire_name(self) -> str:
-        """The name that must be equal on all ranks. It does not contain the factor of PREMUL_SUM."""
+        """The op's name, which must be equal on all ranks. It does not contain the factor of PREMUL_SUM."""
         if self.function is None:
             return self.name
         return f"custom:{self.name}" if self.commutative else f"custom:{self.name} in rank order"
@@ -178,12 +178,13 @@ def kernel(op: ReduceOp, dtype: DType, world_size: int) -> Kernel:
             f"op {op.name} is not defined on {dtype.name}, whose arrays can be sent but not reduced; reduce each "
             "numeric field in a separate call"
         )
-    if op.function is not None:  # not cached: a cache would keep the user's function alive
+    if op.function is not None:  # do not cache: a cache would keep the user's function alive
         return custom_kernel(op.function, op.name, op.commutative, dtype)
     return _builtin(op.name, op.factor, dtype, world_size)
 
 
-# Enough for all ops and dtypes in groups of a few sizes. Bounded, because PREMUL_SUM has any number of factors.
+# Large enough for all ops and dtypes in groups of a few sizes. Bounded, because PREMUL_SUM may have any number of
+# factors.
 @lru_cache(maxsize=512)
 def _builtin(name: str, factor: float | complex | None, dtype: DType, world_size: int) -> Kernel:
     if isinstance(dtype, Pair):

@@ -1,4 +1,4 @@
-"""Fast conversion of bfloat16 and float16: two codes per 32-bit word, separated by a few integer operations.
+"""Fast conversion of bfloat16 and float16: each 32-bit word holds two values, separated by integer operations.
 
 NumPy has fast loops for 32-bit integers and floats, but none for 16-bit floats. The words of an array are therefore
 unpacked into a `Stack`: the float32 values of all low codes, then those of all high codes. After the computation they
@@ -23,7 +23,7 @@ Words = npt.NDArray[np.uint32]
 
 
 class Stack:
-    """The float32 values of `count` words, and views of them: first those of the low codes, then of the high codes.
+    """The float32 values of `count` words: first those of the low halves, then those of the high halves.
 
     Attributes:
         bits: all values, as unsigned integers.
@@ -48,17 +48,17 @@ class Stack:
 
 
 class Codes(Protocol):
-    """The interface to unpack and pack the codes of one type."""
+    """The interface that unpacks and packs the values of one 16-bit type."""
 
     def unpack(self, words: Words, into: Stack) -> int:
-        """Write the values of `words` into a stack.
+        """Convert the 16-bit values in `words` to float32 values in a stack.
 
         Returns:
             The code of the largest magnitude, or 0 if `fits` does not need it.
         """
 
     def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
-        """Round the values in `total` to nearest, ties to even, and write their codes to `target`.
+        """Round the values in `total` to nearest, ties to even, and write them to `target` as 16-bit values.
 
         This overwrites `total` and `spare`.
 
@@ -70,7 +70,7 @@ class Codes(Protocol):
         """
 
     def fits(self, total: Stack, spare: Stack, largest: int, terms: int) -> bool:
-        """Return whether `total` is exact enough for `pack`.
+        """Return whether `total` is exact enough to be rounded by `pack`.
 
         Args:
             total: sums of unpacked values.
@@ -89,11 +89,11 @@ _ONE, _THREE, _THIRTEEN, _SIXTEEN = _word(1), _word(3), _word(13), _word(16)
 _THREE_SIGNED = np.array(3, np.int32)
 _SIGN, _SIZE, _HIGH = _word(0x80000000), _word(0x7FFFFFFF), _word(0xFFFF0000)
 _BELOW_HALF_16, _BELOW_HALF_13 = _word(0x7FFF), _word(0xFFF)
-# Sign, exponent and mantissa of a float16 after an arithmetic shift by three.
+# Mask for sign, exponent and mantissa of a float16 after an arithmetic shift by three.
 _FLOAT16_BITS = _word(0x8FFFE000)
 _FLOAT16_INFINITY = 0x7C00
 _FLOAT16_LARGEST = 0x7BFF
-# The first sum that rounds to infinity, 65520 * 2**-112.
+# The smallest sum that rounds to infinity, 65520 * 2**-112.
 _FLOAT16_OVERFLOW = 0x0F7FF000
 
 _shl, _shr, _and, _or, _add = np.left_shift, np.right_shift, np.bitwise_and, np.bitwise_or, np.add
@@ -103,7 +103,7 @@ _TINY, _UNIT = 5e-324, 1.0
 
 
 def _merge(total: Stack, target: Words) -> None:
-    """Write the upper halves of all values into words."""
+    """Write the upper halves of all float32 values into words, two per word."""
     low, high = total.low, total.high
     _shr(low, _SIXTEEN, low)
     _and(high, _HIGH, high)
@@ -117,8 +117,8 @@ class _Bfloat16:
         return 0
 
     def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
-        # Rounding a NaN could carry into its sign, but only if one of its lower 16 bits is set. These bits are zero in
-        # the operands, and therefore in every NaN that the processor propagates or generates.
+        # In a NaN, rounding could carry into the sign bit, but only if one of the lower 16 bits is set. These bits are
+        # zero in the operands, and so in every NaN that the processor propagates or generates.
         if not rounded:
             bits, last = total.bits, spare.bits
             _shr(bits, _SIXTEEN, last)
@@ -134,10 +134,10 @@ class _Bfloat16:
 class _Float16:
     def unpack(self, words: Words, into: Stack) -> int:
         low, high = into.low_signed, into.high_signed
-        # Doubling each code shifts its sign into the lowest bit of the next code, which the shift below removes.
+        # Doubling each code shifts its sign bit into the lowest bit of the next code. The shift below removes that bit.
         _add(words, words, into.low)
         largest = int(_largest(into.low_codes)) >> 1
-        # An arithmetic shift copies the sign into the free bits; the mask below clears the copies.
+        # An arithmetic shift copies the sign into the free bits. The mask below clears the copies.
         _shl(words, _SIXTEEN, into.low)
         _shr(low, _THREE_SIGNED, low)
         _shr(words.view(np.int32), _THREE_SIGNED, high)
@@ -159,7 +159,7 @@ class _Float16:
     def fits(self, total: Stack, spare: Stack, largest: int, terms: int) -> bool:
         if largest >= _FLOAT16_INFINITY or not _TINY * _UNIT:
             return False
-        # Each doubling of the number of terms increases the exponent by at most one.
+        # Each doubling of the number of terms increases the exponent by at most 1.
         if largest + ((terms - 1).bit_length() << 10) <= _FLOAT16_LARGEST:
             return True
         _and(total.bits, _SIZE, spare.bits)

@@ -1,4 +1,4 @@
-"""Kernels of MINLOC and MAXLOC, which reduce pairs of a value and an index.
+"""Kernels of MINLOC and MAXLOC, which reduce pairs of value and index.
 
 The pair with the smallest or largest value is selected. The lowest index wins a tie. A NaN wins over numbers, as in MIN
 and MAX. Of equal pairs, that of the lowest rank is selected.
@@ -24,15 +24,15 @@ from aiocoll.elements.records import Record
 
 __all__ = ["LOCATING", "Pair", "pair_buffer", "pair_kernel"]
 
-#: The comparison by which a value wins over another, by op.
+#: For each op, the comparison by which a value is preferred to another.
 LOCATING: Mapping[str, np.ufunc] = MappingProxyType({"MINLOC": np.less, "MAXLOC": np.greater})
-#: Kinds of values on which MIN and MAX are defined.
+#: Kinds of dtypes on which MIN and MAX are defined.
 _VALUES = ("bool", "int", "uint", "float", "half")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair(DType):
-    """A type of pairs, in the layout in which they are reduced. It has the name of the user's layout.
+    """An element type for pairs in the layout in which they are reduced, with the name of the user's layout.
 
     Attributes:
         value: type of the values, in the first half of a pair.
@@ -43,12 +43,12 @@ class Pair(DType):
     index: np.dtype[Any]
 
 
-# One instance per layout of the user.
+# One instance per layout of the user's arrays.
 _PAIRS: WeakKeyDictionary[Record, Pair] = WeakKeyDictionary()
 
 
 def pair_buffer(buffer: Buffer, op: Any, *, writable: bool) -> Buffer:
-    """Return the buffer of a structured array as a buffer of pairs, if `op` is MINLOC or MAXLOC.
+    """If `op` is MINLOC or MAXLOC, return a structured array's buffer as a buffer of pairs.
 
     Args:
         buffer: the buffer of the array.
@@ -95,7 +95,7 @@ def _pair(record: Record, name: str) -> Pair:
 
 
 def _halves(pairs: Array, value: np.dtype[Any], index: np.dtype[Any]) -> tuple[Array, Array]:
-    """Return the values and the indices of a flat array of pairs."""
+    """Return the values and the indices in a flat array of pairs."""
     nbytes = pairs.itemsize
     values, indices = nbytes // value.itemsize, nbytes // index.itemsize
     return pairs.view(value)[::values], pairs.view(index)[indices // 2 :: indices]
@@ -120,7 +120,7 @@ def pair_kernel(name: str, dtype: Pair) -> Kernel:
 
 
 def _readable(dtype: DType) -> Callable[[Array], Array]:
-    """Return a function that converts stored values to numbers that NumPy can compare."""
+    """Return a function that converts stored values to numbers which NumPy can compare."""
     if dtype.kind == "half":
         convert = to_float32(dtype)
 

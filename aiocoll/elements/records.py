@@ -1,4 +1,4 @@
-"""Element types that can be sent but not reduced: structured dtypes, dates, texts and bytes of a fixed length.
+"""Element types that can be sent but not reduced: structured dtypes, dates, and texts or bytes of fixed length.
 
 Their arrays are sent as bytes, whatever the fields contain. Ranks compare the layout: a string with the names, formats
 and offsets of all fields, with byte order and padding.
@@ -19,9 +19,9 @@ from aiocoll.elements.element_type import DType
 
 __all__ = ["LAYOUT", "LONGEST_NAME", "Record", "layout_of", "record", "record_by_code", "record_by_name"]
 
-#: The bit that is set in the codes of layouts, and in no other code.
+#: The bit that is set in the codes of these types, and in no other code.
 LAYOUT = 1 << 31
-#: Maximum number of characters in a layout's name. A longer name is truncated and ends with its hash.
+#: Maximum number of characters in a type's name. A longer name is truncated and ends with a hash of the whole name.
 LONGEST_NAME = 400
 
 _UINT8 = np.dtype(np.uint8)
@@ -30,7 +30,7 @@ _KINDS = "VSUMm"
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Record(DType):
-    """A type that can be sent but not reduced. It is stored as bytes, and its name describes its layout.
+    """An element type that can be sent but not reduced. Its elements are bytes; its name describes their layout.
 
     Attributes:
         array: dtype of the user's arrays.
@@ -42,17 +42,18 @@ class Record(DType):
         return record, (self.array,)
 
 
-# One instance per layout, as long as anything refers to it.
+# One instance per layout, kept while other objects refer to it.
 _BY_DTYPE: WeakValueDictionary[np.dtype[Any], Record] = WeakValueDictionary()
 _BY_CODE: WeakValueDictionary[int, Record] = WeakValueDictionary()
 _BY_NAME: WeakValueDictionary[str, Record] = WeakValueDictionary()
-# The last `_KEPT` used types, kept alive: a message in flight, or one not posted yet, refers to its type only by code.
+# The last `_KEPT` types that were used, kept alive: a message in flight, or one not posted yet, refers to its type only
+# by code.
 _LATEST: OrderedDict[int, Record] = OrderedDict()
 _KEPT = 256
 
 
 def record(dtype: np.dtype[Any]) -> Record | None:
-    """Return the type of a structured, date or text dtype; None for any other dtype.
+    """Return the element type for a structured, date or text dtype; None for any other dtype.
 
     Raises:
         TypeError: the elements contain Python objects, or have a size of 0 bytes.
@@ -87,17 +88,17 @@ def _keep(used: Record) -> Record:
 
 
 def record_by_code(code: int) -> Record | None:
-    """Return the layout with code `code`; None if this process does not use it."""
+    """Return the element type with the code `code`; None if this process does not use it."""
     return _BY_CODE.get(code)
 
 
 def record_by_name(name: str) -> Record | None:
-    """Return the layout with name `name`; None if this process does not use it."""
+    """Return the element type called `name`; None if this process does not use it."""
     return _BY_NAME.get(name)
 
 
 def layout_of(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype's layout, such as ``{mass: <f8, at: <i4[3]}``.
+    """Return a text that describes a dtype's layout, such as ``{mass: <f8, at: <i4[3]}``.
 
     A layout with padding also has the offsets: ``{mass: <f8 at 0, at: <i4[3] at 8; 24 bytes}``.
     """

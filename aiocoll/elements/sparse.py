@@ -1,4 +1,4 @@
-"""Conversion of sparse arrays to entries (indices and values) and back.
+"""Conversion of sparse arrays to entries (indices and values), and back.
 
 This module converts arrays of scipy.sparse, without importing it. Adapters convert arrays of other libraries.
 
@@ -42,7 +42,7 @@ _INT32 = np.iinfo(np.int32).max
 
 
 class SparseArray(NamedTuple):
-    """The description of a caller's sparse array.
+    """The description of a user's sparse array.
 
     Attributes:
         shape: all dimensions, sparse dimensions first.
@@ -69,7 +69,7 @@ class SparseArray(NamedTuple):
 
 
 def is_sparse(obj: Any) -> bool:
-    """Return whether `obj` is a sparse array, in any format, of scipy.sparse or of a library with an adapter."""
+    """Return whether `obj` is a sparse array of scipy.sparse or of a library with an adapter."""
     adapter = adapter_of_type(type(obj))
     if adapter is not None:
         return adapter.is_sparse(obj)
@@ -102,13 +102,13 @@ def _array_of(obj: Any, name: str) -> SparseArray:
 
 
 def empty_entries(array: SparseArray) -> Entries:
-    """Return `Entries` of length 0 with the dtypes and the width of `array`."""
+    """Return entries of length 0 with the dtypes and width of `array`'s entries."""
     values = np.empty((0,) if array.width == 1 else (0, array.width), array.dtype.storage)
     return Entries(np.empty(0, np.int32 if array.size <= _INT32 else np.int64), values)
 
 
 def entries_of(array: SparseArray, packed: Array) -> Entries:
-    """Return copies of the entries that another rank has packed from an array like `array`.
+    """Return copies of the entries in another rank's bytes, which come from an array like `array`.
 
     Raises:
         ValueError: the indices do not fit such an array.
@@ -117,7 +117,7 @@ def entries_of(array: SparseArray, packed: Array) -> Entries:
 
 
 def fresh_like(obj: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
-    """Return a sparse array without entries, with the library, format and dtype of `obj`."""
+    """Return a new sparse array without entries, with the library, format and dtype of `obj`."""
     adapter = adapter_of_type(type(obj))
     return type(obj)(shape, dtype=obj.dtype) if adapter is None else adapter.fresh_sparse(obj, sparse_dim, shape)
 
@@ -146,7 +146,7 @@ def _describe_coo(obj: Any, name: str) -> SparseArray:
 
 def _describe_compressed(obj: Any, name: str) -> SparseArray:
     dtype = _scipy_dtype(obj, name)
-    shape = obj.shape if len(obj.shape) == 2 else (1, *obj.shape)  # treat a 1-D CSR array as a row
+    shape = obj.shape if len(obj.shape) == 2 else (1, *obj.shape)  # treat a 1-D CSR array as an array with one row
     by_column = obj.format == "csc"
     rows = shape[1 if by_column else 0]
 
@@ -184,7 +184,7 @@ def _scipy_dtype(obj: Any, name: str) -> DType:
 
 
 def _plain(array: Any) -> Array:
-    """Return `array` as a contiguous ndarray, not as a subclass."""
+    """Return `array` as a contiguous ndarray that is no instance of a subclass."""
     return np.ascontiguousarray(array)
 
 
@@ -200,7 +200,7 @@ def describe_sparse(
     read: Callable[[], Entries],
     build: Callable[[Entries], Callable[[], Any]],
 ) -> SparseArray:
-    """Return the description of a sparse array; `rows` is the number of index pointers that `read` also reads."""
+    """Return the description of a sparse array. Its method `read` also reads `rows` index pointers."""
     size, width = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
     return SparseArray(
         tuple(shape), sparse_dim, dtype, size, width, stored, (stored + rows) * max(width, 1), read, build
@@ -208,7 +208,7 @@ def describe_sparse(
 
 
 def flat_places(coords: Sequence[Array], shape: Sequence[int], name: str, count: int = 0) -> Array:
-    """Return the row-major indices of entries, in the narrowest dtype that holds all indices of the array.
+    """Return the row-major indices of entries, in the narrowest dtype that can hold any index of the array.
 
     Args:
         coords: one array of indices per dimension.
@@ -231,7 +231,7 @@ def flat_places(coords: Sequence[Array], shape: Sequence[int], name: str, count:
 
 
 def coordinates_of(places: Array, shape: Sequence[int]) -> list[Array]:
-    """Return the indices per dimension of row-major indices: the inverse of `flat_places`."""
+    """Convert row-major indices to one index per dimension: the inverse of `flat_places`."""
     coords: list[Array] = []
     for length in reversed(shape[1:]):
         places, index = np.divmod(places, max(length, 1))
@@ -240,7 +240,7 @@ def coordinates_of(places: Array, shape: Sequence[int]) -> list[Array]:
 
 
 def expand_pointers(pointers: Array, indices: Array, name: str) -> tuple[Array, Array]:
-    """Return the major and the minor index of every entry of a compressed array.
+    """Return the major and the minor index of every entry of a compressed sparse array.
 
     Raises:
         ValueError: the index pointers decrease.
@@ -253,5 +253,5 @@ def expand_pointers(pointers: Array, indices: Array, name: str) -> tuple[Array, 
 
 
 def row_pointers(major: Array, rows: int) -> Array:
-    """Return the index pointers (int64) of `rows` rows, given the row of each entry, ascending."""
+    """Return the index pointers (int64) of `rows` rows, given the row of each entry in ascending order."""
     return np.searchsorted(major, np.arange(rows + 1))

@@ -1,4 +1,4 @@
-"""The check that the elements of a strided array share no memory."""
+"""The check that no two elements of a strided array share memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_disjoint"]
 
 
 def check_disjoint(strides: Sequence[int], shape: Sequence[int], itemsize: int, name: str, instead: str) -> None:
-    """Check that no elements of an array share memory, as in an expanded array or in overlapping windows.
+    """Check that no two elements of an array share memory, as in an expanded array or in overlapping windows.
 
     Args:
         strides: strides of the array, in the unit of `itemsize`.
@@ -34,7 +34,7 @@ def check_disjoint(strides: Sequence[int], shape: Sequence[int], itemsize: int, 
 
 
 def _are_disjoint(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
-    """Return whether no elements share memory, for arrays with interleaved axes. Cost: n log n time for n elements."""
+    """Return whether no two elements of an array with interleaved axes share memory, in n log n time."""
     offsets = np.zeros(1, np.int64)
     for stride, length in zip(strides, shape, strict=True):
         offsets = (offsets[:, None] + stride * np.arange(length)).reshape(-1)

@@ -1,4 +1,4 @@
-"""Channels of one rank and their data links, opened on first use and replaced when a lost rank returns.
+"""Channels of one rank to its peers, and their data links: opened on first use, replaced when a lost rank returns.
 
 A small group gets its channels, one per rank, when it is made. A large group gets each channel on first use.
 """
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Channels"]
 
-#: Maximum size of a group whose channels are made with the group: every call reads them, fastest from a plain list. A
-#: channel takes a kilobyte, and a rank in a group of a thousand exchanges data with few others.
+#: Maximum size of a group whose channels are made together with the group, in a plain list, which each call reads
+#: fastest. In a larger group, channels are made on first use: a channel takes a kilobyte, and a rank in a group of a
+#: thousand exchanges data with few others.
 FEW = 64
 
 
 class Channels:
-    """Channels of one endpoint.
+    """The channels of one endpoint to all other ranks of its job.
 
     Args:
         context: the endpoint's context.
@@ -41,7 +42,7 @@ class Channels:
         polling: polls the links.
     """
 
-    #: Handles control messages.
+    #: The callback for control messages that arrive on data links.
     receive: Callable[[int, memoryview | None, str], None]
     _receiver: Receiver
 
@@ -63,12 +64,12 @@ class Channels:
         self._channels: dict[int, Channel] = {}
 
     def connect(self, receiver: Receiver) -> None:
-        """Set the receiver of control messages."""
+        """Set the receiver, which handles the control messages that arrive on data links."""
         self._receiver = receiver
         self.receive = receiver.receive
 
     def to(self, rank: int) -> Channel:
-        """Return the channel to `rank`."""
+        """Return the channel to `rank`; make it if there is none."""
         channel = self._channels.get(rank)
         if channel is None:
             channel = self._channels[rank] = Channel(self._context, rank, self._groups.made, self)
@@ -106,7 +107,7 @@ class Channels:
     # -- opening
 
     def dial(self, channel: Channel) -> None:
-        """Open the link of `channel`, unless it is being opened."""
+        """Start to open the data link of `channel`, unless that is in progress."""
         if not channel.dialling:
             channel.dialling = True
             self._context.spawn(self._dial(channel), f"aiocoll dial {channel.peer}")
@@ -126,7 +127,7 @@ class Channels:
         """Use a link that this rank or a peer has opened."""
         channel = self.to(link.peer)
         if (broken := channel.link) is not None:
-            # The peer has lost the old link, but this rank has not noticed yet.
+            # The peer opened a new link, so it has lost the old one. This rank has not noticed that yet.
             broken.close()
             channel.lost(broken, None)
             channel = self._replace_channel(link.peer)
@@ -140,7 +141,7 @@ class Channels:
     # -- ending
 
     def lost(self, peer: int, error: Exception | None, link: Link) -> None:
-        """Handle a closed data link to `peer`, or an unacceptable message of `peer`."""
+        """Handle a data link to `peer` that has closed or has carried an unacceptable message."""
         self._count_links()
         self._groups.closed.end([peer], notes=False)
         self._roster.on_link_closed(peer)
@@ -154,24 +155,24 @@ class Channels:
             shared.unmap()
 
     def on_departure(self, rank: int, group: int) -> None:
-        """Record that a rank has left a group, and will not read further posts of this rank there."""
+        """Record that `rank` has left a group, and will not read posts of this rank for that group any more."""
         if (channel := self._channels.get(rank)) is not None and channel.shared is not None:
             channel.shared.on_departure(group)
 
     def release(self, rank: int, group: int) -> None:
-        """Record that a rank has left a group which is closed here: it posts nothing more for it in shared memory."""
+        """Record that `rank` posts no more data in shared memory for a group that both ranks have left."""
         if (channel := self._channels.get(rank)) is not None:
             channel.purge(group, has_left=True)
 
     def cut(self, rank: int) -> list[Link]:
-        """Stop using the data link to `rank`; return it in a list, which is empty if there is no link."""
+        """Stop using the data link to `rank`; return a list with that link, or an empty list if there is no link."""
         channel = self._channels.get(rank)
         found = [] if channel is None else channel.cut()
         self._count_links()
         return found
 
     def renew(self, rank: int) -> None:
-        """Replace the channel to a returned rank: its pending messages belong to groups that have failed."""
+        """Replace the channel to a lost rank that has returned. Its pending messages belong to failed groups."""
         channel = self._channels.get(rank)
         if channel is not None and channel.link is None and not channel.dialling:
             self._replace_channel(rank)
@@ -204,7 +205,7 @@ class _LazyChannels(list[Channel]):
         super().__init__([None] * len(ranks))  # type: ignore[list-item]
         self._channels = channels
         self._ranks = ranks
-        channels.to(rank)  # small groups also have this rank's channel to itself, which never gets a link
+        channels.to(rank)  # small groups also contain a channel to this rank itself, which never has a link
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
@@ -213,5 +214,5 @@ class _LazyChannels(list[Channel]):
         return found
 
     def __iter__(self) -> Iterator[Channel]:
-        # Include channels that peers have opened: they may hold buffers of this group.
+        # Include channels that only peers have used: they may hold buffered frames of this group.
         return self._channels.made(self._ranks)

@@ -1,4 +1,4 @@
-"""Communicator: one rank's part in one group, with operations in flight, early frames, and the group's failure."""
+"""Communicator: one rank's part in one group, with operations in flight, early frames, and the cause of failure."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from aiocoll.transport.frame import FrameKind, Header
 
 __all__ = ["BARRED", "DIVERTS", "ENTERED", "Communicator"]
 
-#: Indices into the gate of a group, which every call checks. ENTERED: the number of the last ordered operation. BARRED:
-#: whether calls run the slow checks, because the group has failed or a hook is running. DIVERTS: whether calls take the
-#: slow path, because the group is closed or has interceptors.
+#: Indices into `gate`, an array that every call of a group checks. ENTERED: the sequence number of the last ordered
+#: operation. BARRED: 1 if calls must run the slow checks, because the group has failed or a hook is running. DIVERTS: 1
+#: if calls must take the slow path, because the group is closed or has interceptors.
 ENTERED: Final = 0
 BARRED: Final = 1
 DIVERTS: Final = 2
@@ -58,14 +58,14 @@ _DATA: Final = int(FrameKind.DATA)
 
 
 class _RankPositions(dict[int, int]):
-    """Rank in the group for each rank in the job. A message about any other rank breaks the protocol."""
+    """Map from a rank in the job to its rank in the group. Only messages about ranks of the group are allowed."""
 
     def __missing__(self, rank: int) -> int:
         raise StrangerError(f"received a message about rank {rank} in a group of ranks {sorted(self)}")
 
 
 class Communicator:
-    """Part of one rank in one group, below `ProcessGroup`.
+    """The part of one rank in one group, on which `ProcessGroup` is built.
 
     Args:
         endpoint: the parts that all groups of this rank share.
@@ -92,23 +92,23 @@ class Communicator:
         self.name = name = spec.name
         self.ranks = tuple(ranks)
         self.timeout = spec.timeout
-        #: Timeout of operations that expire in call order and need no entry in the deadlines; nan if all operations
-        #: need one.
+        #: The timeout of operations that expire in call order, so that `Deadlines` needs no entry for each of them; nan
+        #: if every operation needs an entry.
         self.default_timeout = nan
         self.warn_after = spec.options.warn_after
         self.tuning = tuning
         self.rank = self.ranks.index(endpoint.rank)
-        #: Fields of log records that identify the group and the rank.
+        #: Extra fields of log records: the group and the rank.
         self.log_extra = {"group": name, "rank": self.rank}
-        #: Host number of each rank, equal on all ranks since their cards are.
+        #: The host number of each rank. All ranks compute the same numbers, because all have the same cards.
         self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
-        #: Whether the arithmetic of all ranks produces the same NaNs.
+        #: Whether arithmetic produces the same NaN bit patterns on all ranks.
         self.makes_same_nans = len({endpoint.cards[rank].get("nans", 0) for rank in self.ranks}) == 1
         self.position = _RankPositions((rank, index) for index, rank in enumerate(self.ranks))
         self.channels = endpoint.channels.for_ranks(self.ranks)
         self.slots = Slots(self.channels, identity, chunk_nbytes)
         natives = sum(endpoint.cards[rank].get("native", False) for rank in self.ranks)
-        # Queues to or from a rank without the accelerator have larger chunks.
+        # Chunk queues to or from a rank without the accelerator have fewer and larger chunks.
         self.chunk_nbytes = chunk_nbytes if natives > 1 else chunk_nbytes * CHUNKS // LARGE_CHUNKS
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self._operations: dict[int, Operation] = {}
@@ -116,30 +116,31 @@ class Communicator:
         self.in_flight = InFlight(self._pending, self._operations)
         self.journal = Journal(self.channels, self.in_flight.snapshot, endpoint.runtime.stamp(), spec.options.stats)
         self.cause: GroupError | None = None
-        #: An array, which native code also reads and writes.
+        #: An array instead of attributes, because the accelerator reads and writes it, too.
         self.gate = array("q", [0, False, False])
         self.hooks = Hooks(name, self.rank, partial(log_reasons, self))
-        #: Logged reasons why collectives run in Python although the accelerator runs.
+        #: The reasons, already logged, why collectives run in Python although the accelerator is in use.
         self.python_reasons: set[str] = set()
-        #: Collectives that failed with the revocation, by number, or by key and count. All others that this rank
-        #: entered had completed by then. Derived from completions: a collective may run as several operations.
+        #: The collectives that the revocation made fail, by sequence number, or by key and count. All other collectives
+        #: that this rank entered had completed before. Taken from completions, because one collective may run as
+        #: several operations.
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
-        #: Collectives that failed without revoking the group, because the ranks' calls differed; identified as in
-        #: `unfinished`.
+        #: The collectives that failed without revoking the group, because the calls of the ranks differed; identified
+        #: as in `unfinished`.
         self.refused: set[int | tuple[str, int]] = set()
         #: This rank's calls that split this group.
         self.splits = Splits()
         self.on_revoked: list[Callable[[], None]] = []
-        #: Callbacks for each rank that leaves.
+        #: Callbacks, called with each rank that leaves the group.
         self.on_departed: list[Callable[[int], None]] = []
         self.left: set[int] = set()
         #: Number of times the group has grown.
         self.growths = 0
-        #: Messages about the CUDA devices of the ranks.
+        #: Control messages about the CUDA devices of the group's ranks.
         self.devices = DeviceInbox(self.ranks, self.position, endpoint.attempt)
         self.set_timeout(spec.timeout)
         self.matching = Matching(self)
-        #: Sends messages about operations.
+        #: Sends control messages about operations.
         self.sender = Sender(identity, self.ranks, self.channels, endpoint.control, endpoint.direct)
         self.mismatches = MismatchReports(self, self.sender)
         self.stalls = StallInspector(
@@ -155,7 +156,7 @@ class Communicator:
         self._counts: dict[str, int] = {}
 
     def is_on_all_cards(self, ability: str) -> bool:
-        """Return whether all ranks have an ability, according to their cards.
+        """Return whether all ranks of the group have an ability, according to their cards.
 
         Args:
             ability: "reads" (the ranks read each other's memory) or "native" (they run the native accelerator).
@@ -165,7 +166,7 @@ class Communicator:
     def set_timeout(self, timeout: float) -> None:
         """Set the default timeout of later operations, in seconds."""
         self.timeout = timeout
-        # Later operations may expire before operations in flight.
+        # Operations in flight have longer timeouts, so later operations may expire before them.
         self.default_timeout = nan if len(self.in_flight) or timeout < REPORT_AFTER else timeout
         log_reasons(self)
 
@@ -173,23 +174,23 @@ class Communicator:
 
     @property
     def entered(self) -> int:
-        """Return the number of the last ordered operation; a new one takes the next number."""
+        """Return the sequence number of the last ordered operation; the next operation takes the next number."""
         return self.gate[ENTERED]
 
     def keyed_id(self, key: str) -> tuple[int, int]:
-        """Take the next count of `key`; return the operation id and the count."""
+        """Count a call with `key`; return the id of its operation and the count."""
         count = self._counts.get(key, 0) + 1
         identity = KEYED | hash62(f"{key}\0{count}")
         self._counts[key] = count
         return identity, count
 
     def counts(self, limit: int) -> dict[str, int]:
-        """Return the number of calls with each key, for the last `limit` keys that were new."""
+        """Return the number of calls with each key, for the `limit` most recently introduced keys."""
         counts = self._counts.copy()
         return {key: counts[key] for key in list(counts)[-limit:]}
 
     def enter(self, operation: Operation) -> None:
-        """Put an operation in flight: from now on, frames and queries are matched against its id and fingerprint."""
+        """Put an operation in flight. From now on, arriving frames are compared with its id and fingerprint."""
         operation.entered = self.stamp()
         self._pending[operation] = None
         identity = operation.id
@@ -201,7 +202,7 @@ class Communicator:
         if self.stalls.asked_early:
             self.stalls.entered(operation)
         if self.left:
-            # Deferred: data that the ranks sent before they left may be enough.
+            # Run later: the data that the departed ranks sent before may be enough for this operation.
             self.call_soon(self._fail_if_left, operation)
         if self.hooks.active and operation.parent is None:
             self._call_hooks(self.hooks.start, operation, None, None)
@@ -215,7 +216,7 @@ class Communicator:
                 self.endpoint.attempt(channel.peer, channel.redeliver, take, header, payload)
 
     def ended(self, operation: Operation, error: BaseException | None) -> None:
-        """Handle an ended operation. Every operation calls this exactly once."""
+        """Handle an operation that has ended. Every operation calls this method exactly once."""
         now = self.stamp()
         self.journal.ended(operation, error, now)
         del self._pending[operation]
@@ -236,7 +237,7 @@ class Communicator:
         error: BaseException | None,
         seconds: float | None,
     ) -> None:
-        """Call the hooks for an operation; they may not call this group during that time."""
+        """Call the hooks for an operation. While they run, they may not make calls on this group."""
         self.gate[BARRED] = True
         try:
             call(operation, lambda: operation_info(operation, error, seconds))
@@ -244,7 +245,7 @@ class Communicator:
             self.gate[BARRED] = self.cause is not None
 
     def record(self, op: int) -> Record | None:
-        """Return the record of a collective or a send; for a child operation, the record of its call."""
+        """Return the record of a collective or a send; for a child operation, the record of the user's call."""
         operation = self.in_flight.find(op)
         if operation is not None:
             return Record.of(operation.root)
@@ -253,7 +254,7 @@ class Communicator:
     # -- frames
 
     def route(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
-        """Return the operation and the destination memory of an arriving payload."""
+        """Return the operation that receives an arriving payload, and the memory for the payload."""
         _, _, step, _, op, fingerprint, offset, length, total = header
         if op & P2P:
             return self.matching.route(self.position[peer], header)
@@ -263,13 +264,13 @@ class Communicator:
         return operation, operation.route(self.position[peer], step, offset, total, length)
 
     def deliver(self, channel: Channel, header: Header, payload: memoryview | None, is_early: bool = False) -> bool:
-        """Deliver a frame to this group; False if the frame is buffered and counts against its sender's window."""
+        """Deliver a frame to this group; return False if the frame is buffered and uses window space of its sender."""
         kind, _, step, _, op, fingerprint, _, length, total = header
         peer = self.position[channel.peer]
         operation = self._operations.get(op) or self.in_flight.find(op)
         if operation is None:
             return self._deliver_unentered(channel, peer, header, payload)
-        if not is_early:  # an early frame arrived before the call, so no operation waited for it
+        if not is_early:  # an early frame arrived before the call, so the call did not wait for it
             operation.set_waited_for(peer)
         if kind == _DATA:
             if operation.fingerprint != fingerprint or not operation.deliver(peer, step, total, payload, length):
@@ -290,7 +291,8 @@ class Communicator:
         if op & P2P:
             return self.matching.deliver(channel, peer, header, payload)
         if op <= self.entered or self.in_flight.has_ended(op):
-            # An ended operation has received all its messages, so the peer made a different call.
+            # An operation ends only when it has received all its messages. A further frame means that the peer's call
+            # differs.
             if header[0] != FrameKind.GRANT and (record := self.record(op)) is not None:
                 self.mismatches.disagree(peer, op, record.describe(self.rank))
             return True
@@ -299,14 +301,14 @@ class Communicator:
         return False
 
     def _drop_early(self) -> None:
-        """Return window space to the senders of early frames that will never be used."""
+        """Drop the early frames, which no operation will use, and return their window space to the senders."""
         for frames in self.early.values():
             for channel, header, _ in frames:
                 channel.release(header)
         self.early.clear()
 
     def _purge(self) -> None:
-        """Free the posts of peers for this group in shared memory."""
+        """Free the shared-memory slots and chunks that peers have posted for this group."""
         for channel in self.channels:
             channel.purge(self.id, self.position.get(channel.peer) in self.left)
 
@@ -322,7 +324,7 @@ class Communicator:
             raise revoked_error(self.name, self.rank, self.cause)
 
     def revoke(self, cause: GroupError, notify: bool = True) -> None:
-        """Fail all pending operations, reject new calls, and notify all ranks; only the first `cause` counts."""
+        """Fail all pending operations, reject new calls, and notify all ranks. Calls after the first are ignored."""
         if self.cause is not None:
             return
         self.cause = cause
@@ -349,7 +351,7 @@ class Communicator:
             callback()
 
     def lost(self, rank: int, detail: str, how: str) -> None:
-        """Handle a lost rank of the group (numbered as in the job)."""
+        """Handle the loss of a rank of the group (numbered as in the job)."""
         peer = self.position[rank]
         if peer not in self.left:
             self.revoke(lost_error(self.name, peer, detail, how))
@@ -361,7 +363,7 @@ class Communicator:
             self.revoke(broken_connection_error(self.name, self.rank, peer))
 
     def on_departure(self, rank: int) -> None:
-        """Handle a rank (numbered as in the job) that has closed the group: operations that need it fail."""
+        """Fail the operations that need a rank (numbered as in the job), because that rank has closed the group."""
         peer = self.position[rank]
         self.left.add(peer)
         self.endpoint.channels.on_departure(rank, self.id)
@@ -370,7 +372,7 @@ class Communicator:
         for callback in self.on_departed:
             callback(peer)
         for operation in list(self.in_flight.pending):
-            operation.reported = 0.0  # the rank may have been the coordinator of the reports
+            operation.reported = 0.0  # report again: the departed rank may have been the coordinator of stall reports
             self._fail_if_left(operation)
 
     def _fail_if_left(self, operation: Operation) -> None:
@@ -393,7 +395,7 @@ class Communicator:
         self.revoke(crashed_error(self.name, self.rank, error))
 
     def attempt(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call `callback` on behalf of this group; an exception revokes the group on all ranks."""
+        """Call `callback` on behalf of this group. If it raises an exception, revoke the group on all ranks."""
         try:
             callback(*args)
         except Exception as error:
@@ -405,25 +407,25 @@ class Communicator:
             channel.drop(operation)
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
-        """Run `attempt` in the next iteration of the loop."""
+        """Run a callback through `attempt` in the next iteration of the loop."""
         self.runtime.call_soon(self.attempt, callback, *args)
 
     def before_turn_ends(self, callback: Callable[[], object]) -> None:
-        """Run `attempt` at the end of this iteration of the loop, or when an await polls."""
+        """Run a callback through `attempt` at the end of this iteration of the loop, or when an await polls."""
         self.runtime.before_turn_ends(lambda: self.attempt(callback))
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
-        """Run `attempt` in `delay` seconds."""
+        """Run a callback through `attempt` in `delay` seconds."""
         return self.runtime.call_later(delay, self.attempt, callback, *args)
 
     def linked(self) -> None:
-        """Handle a new link."""
+        """Handle a data link that has been opened to any rank."""
         self.journal.linked()
         if self.in_flight.native is not None:
             self.in_flight.native.relink()
 
     def close(self) -> None:
-        """Leave the group; from now on it receives nothing."""
+        """Leave the group. From now on, the communicator receives nothing."""
         if self.in_flight.native is not None:
             self.polling.readers.pop(self.in_flight.native, None)
             self.polling.lookers.pop(self.in_flight.native, None)

@@ -1,4 +1,4 @@
-"""Endpoint: one rank's part in one job, with links, control plane, clock and timers for all its groups on this loop."""
+"""Endpoint: one rank's part in one job, with links, control plane, clock and timers for all groups on its loop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["Endpoint"]
 
 
 class Endpoint:
-    """Parts of one rank that all its groups in one job share.
+    """The parts of one rank that all its groups in one job share.
 
     Args:
         runtime: clock, timers and loop.
@@ -68,7 +68,7 @@ class Endpoint:
         detector = self.failure_detector = FailureDetector(context, control, roster)
         self.direct = PeerLinks(context, control, roster, detector.confirm_death)
         self.polling = Polling(context, self.groups, spin, crowded)
-        #: Cached: every await reads it.
+        #: Copied from `polling`, because every await reads it.
         self.spin = self.polling.spin
         self.turn_is_due = self.polling.turn_is_due
         self.channels = self._make_channels(registry, roster, detector)
@@ -77,7 +77,7 @@ class Endpoint:
         self.watch = Deadlines(runtime, self.groups, detector.check_awaited)
         parts = Parts(context, roster, self.direct, control.send_to_others, detector.check_process, self.groups)
         self.agreements = self._make_agreements(parts)
-        #: Memory of this rank that peers read in place.
+        #: The memory of this rank that peers read in place.
         self.registered_memory = transport.registered_memory
         self.scratch = Scratch()
         self._closing = False
@@ -103,15 +103,15 @@ class Endpoint:
 
     @cached_property
     def loop_end(self) -> LoopEnd:
-        """Closes open groups at the end of the loop; its owner calls `forget` when all groups are closed."""
+        """The part that closes open groups at the end of the loop. Its owner calls `forget` when all are closed."""
         return LoopEnd()
 
     def set_cards(self, cards: Mapping[int, Card]) -> None:
-        """Store the cards of all ranks: their addresses and properties."""
+        """Store the cards of all ranks: the addresses and properties that each rank has published."""
         self.cards = self.context.cards = cards
 
     async def join(self, cards: Mapping[int, Card]) -> None:
-        """Connect to all ranks. On failure, close all links, so that the other ranks notice."""
+        """Connect to all ranks of the job. On failure, close all links, so that the other ranks notice."""
         self.set_cards(cards)
         try:
             await self.control.join()
@@ -126,7 +126,7 @@ class Endpoint:
             raise
 
     def _start_failure_detector(self) -> None:
-        """Start monitoring. On failure, send the reason to all ranks, which may have joined already."""
+        """Start the failure detector. If that fails, send the reason to all ranks, which may have joined already."""
         try:
             self.failure_detector.start()
         except AiocollError as error:
@@ -166,21 +166,22 @@ class Endpoint:
                 group.on_departure(rank)
 
     def leave(self, group: Communicator) -> None:
-        """Send a goodbye to the ranks of `group`, and remove it."""
-        # On separate paths, the goodbye may overtake the revocation, so it also carries the cause.
+        """Send a goodbye to the ranks of `group`, and remove the group from this endpoint."""
+        # The goodbye and the revocation take separate paths. The goodbye may arrive first, so it also carries the
+        # cause.
         cause = None if group.cause is None else cause_of(group.cause)
         message = {"t": "bye", "g": group.id, "name": fit_text(group.name), "cause": cause}
-        # Peers with a link must wait for the goodbye on it, which follows all data.
+        # Peers with a data link must wait for the goodbye on that link, which arrives after all data.
         linked = {channel.peer for channel in group.channels if channel.send_after_data(message)}
         if cause is None:
-            # Deferred: if this was the last group, this rank ends and sends only the notice of its end. That matters
-            # when a thousand ranks end together.
+            # Send it later: if this was the last group, this rank ends now, and only the notice of its end is sent.
+            # That saves messages when a thousand ranks end together.
             self.runtime.call_soon(self._send_goodbye, message, group.ranks, linked)
         else:
             self._send_goodbye(message, group.ranks, linked)
         roster = self.roster
         gone = {rank for rank in roster.gone if rank not in roster.suspected_ranks}
-        # Before the group is removed, since that may drop its agreements, with a task that waits for one.
+        # Call this before the group is removed: removal may drop its agreements, and a task may be waiting for one.
         self.agreements.withdraw(group.id, group.ranks)
         self.registry.remove(group, (rank for rank in group.ranks if rank != self.rank and rank not in gone))
         group.close()
@@ -196,7 +197,7 @@ class Endpoint:
     # -- links
 
     def accept(self, link: Link) -> None:
-        """Use a link that a peer has opened, unless the peer was rejected."""
+        """Use a link that a peer has opened, unless this rank has rejected that peer."""
         if self.roster.dead.get(link.peer, ("", ""))[0] == PROTOCOL:
             link.close()
         elif link.kind is ConnKind.CONTROL:
@@ -218,7 +219,7 @@ class Endpoint:
             return
         self._closing = True
         self.agreements.close()
-        # A program interrupted in one of these steps no longer waits, but still closes everything.
+        # If the program is interrupted in one of these steps, stop waiting, but still close everything.
         try:
             await self.control.departure.run()
         finally:
@@ -228,7 +229,7 @@ class Endpoint:
                 self._close()
 
     def drop(self) -> None:
-        """Close everything while the loop does not run; peers get a goodbye only if the sockets take it immediately."""
+        """Close everything without a running loop. Peers get a goodbye only if the sockets accept it immediately."""
         if self._closing:
             return
         self._closing = True
@@ -250,7 +251,7 @@ class Endpoint:
         await self._linger(self._send_end())
 
     def _send_end(self) -> list[Link]:
-        """Send goodbyes on all links, and return the links."""
+        """Send goodbyes on all links of this endpoint, and return the links."""
         self.channels.send_on_links({"t": "end", "moved": self.agreements.moved_groups()})
         self.control.departure.send_goodbyes()
         links = self._all_links()

@@ -1,4 +1,4 @@
-"""The specification of a group."""
+"""The properties with which a group is made."""
 
 from __future__ import annotations
 

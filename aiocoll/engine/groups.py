@@ -1,4 +1,4 @@
-"""Groups of one rank: the groups that it has made, and buffered frames and messages for others."""
+"""The groups that one rank has made, and buffers for groups that only other ranks have made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Groups"]
 
 
 class Groups:
-    """Groups of one endpoint.
+    """The groups of one endpoint.
 
     Args:
         context: the endpoint's context.
@@ -50,7 +50,7 @@ class Groups:
         self.finished: set[int] = set()
 
     def connect(self, forget: Callable[[int, Collection[int]], None], release: Callable[[int, int], None]) -> None:
-        """Set the callbacks.
+        """Set the callbacks for closed groups.
 
         Args:
             forget: callback for a closed group about which nothing arrives any more, with its id and ranks.
@@ -60,7 +60,7 @@ class Groups:
         self._forget, self._release = forget, release
 
     def add(self, group: Communicator) -> UnmadeGroup:
-        """Add a group; return the frames and messages that its other ranks have already sent.
+        """Add a group; return the frames and messages that its other ranks have sent before.
 
         Raises:
             GroupError: another group has the same id. All ranks of the group raise this error.
@@ -84,7 +84,7 @@ class Groups:
         self.closed.close(group.id, self._goodbyes.pop(group.id), members)
 
     def _refuse(self, group: Communicator, other: Communicator | None, name: str) -> GroupError:
-        """Revoke a group on all its ranks, because its id collides with the id of the group `other` or a closed one."""
+        """Revoke a group on all its ranks, because the id equals that of a closed group or of the group `other`."""
         error = GroupError(
             f"group {group.name!r} cannot be made: its id {group.id:#x} is that of group {name!r}, which is open, or "
             "which only some of its ranks have closed; make another group, which gets a different id",
@@ -101,17 +101,17 @@ class Groups:
         return error
 
     def _find_group(self, identity: int, peer: int, name: str | None = None) -> Communicator | None:
-        """Return the group about which `peer` has sent a message; None if this rank has not made it."""
+        """Return the group to which a message of `peer` belongs; None if this rank has not made the group."""
         goodbyes = self._goodbyes.get(identity)
         return self.made[identity] if goodbyes is not None and goodbyes.matches(peer, name) else None
 
     def ranks_of(self, identity: int, peer: int) -> Sequence[int] | None:
-        """Return the ranks of a group that contains both this rank and `peer`; None if there is no such group."""
+        """Return the ranks of a group with this id that contains this rank and `peer`; None if there is none."""
         group = self._find_group(identity, peer)
         return None if group is None else group.ranks
 
     def record_name(self, identity: int, peer: int) -> bool:
-        """Record a group id received from `peer`; return False if all ranks of that group have left."""
+        """Record a group id that `peer` has sent; return False if all ranks of that group have left."""
         if self._find_group(identity, peer) is not None or self.closed.name(identity) is not None:
             return True
         if self.closed.sends_notes(identity, peer, direct=False):
@@ -140,7 +140,7 @@ class Groups:
             self.early.store_goodbye(identity, rank, name, frames, notes)
 
     def on_rank_end(self, rank: int, linked: Sequence[int] = (), direct: bool = False) -> None:
-        """Handle the end of a rank, which leaves all groups, unless a further notice follows on its data link."""
+        """Record that a rank has ended and left all groups, unless another notice follows on its data link."""
         frames = self._context.rank not in linked
         if frames:
             self.finished.add(rank)
@@ -153,7 +153,7 @@ class Groups:
                     group.on_departure(rank)
 
     def own_death(self, cause: dict[str, Any] | None) -> str | None:
-        """Return the text of a group's cause of failure if the cause is the death of this rank."""
+        """Return the text of a group's failure if its cause is the death of this rank; None otherwise."""
         if cause is not None and cause["kind"] == PeerLostError.__name__ and cause["how"] == "killed":
             me = self._context.rank
             for group in self.made.values():
@@ -171,7 +171,7 @@ class Groups:
             self.early.keep_cause(identity, rank, name, message["cause"], direct)
 
     def handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Pass a message about a device or an operation to its group; `direct` if it arrived on the data link."""
+        """Pass a control message about a device or an operation to its group; `direct` if it came on the data link."""
         identity = message["g"]
         group = self._find_group(identity, peer)
         if group is not None and message["t"] == DEVICE:

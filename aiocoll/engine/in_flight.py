@@ -15,7 +15,7 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """Operations in flight, including native calls, which the accelerator hands over on request.
+    """The operations in flight of one group, with native calls, which the accelerator hands over on request.
 
     Args:
         pending: the operations, in call order. The communicator adds and removes them.
@@ -30,8 +30,8 @@ class InFlight:
     def __init__(self, pending: dict[Operation, None], operations: dict[int, Operation]) -> None:
         self._pending = pending
         self._operations = operations
-        # Ended keyed operations and children, with the id of the call that each belonged to. Ordered ones need no
-        # entry.
+        # The ids of ended keyed and child operations, each with the id of the user's call. Ordered operations need no
+        # entry: their ids are in ascending order.
         self._ended: dict[int, int] = {}
         self.native: core.Calls | None = None
 
@@ -40,22 +40,22 @@ class InFlight:
 
     @property
     def pending(self) -> dict[Operation, None]:
-        """Return all operations, in call order."""
+        """Return all operations in flight, in call order."""
         self._take_over()
         return self._pending
 
     def snapshot(self) -> list[Operation]:
-        """Return all operations, in call order, to a reader in any thread, without handing over native calls.
+        """Return all operations in call order, from any thread, and leave native calls to the accelerator.
 
         Native calls are represented by copies, which are never carried out.
         """
-        pending = list(self._pending)  # one call into C, since the loop may run at the same time
+        pending = list(self._pending)  # a single C call copies the dict, so the loop cannot change it meanwhile
         if self.native is not None and self.native.count:
             pending = sorted([*pending, *self.native.copies()], key=lambda each: each.entered)
         return pending
 
     def collectives(self) -> Iterable[Operation]:
-        """Return the collectives, in call order."""
+        """Return the collectives in flight, in call order."""
         self._take_over()
         return self._operations.values()
 
@@ -64,7 +64,7 @@ class InFlight:
             self.native.hand_over()
 
     def find(self, op: int) -> Operation | None:
-        """Return the collective with this id."""
+        """Return the collective in flight with this id; None if there is none."""
         operation = self._operations.get(op)
         if operation is None and self.native is not None and self.native.count:
             self.native.hand_over(op)
@@ -87,13 +87,13 @@ class InFlight:
     # -- ids of ended operations
 
     def remember(self, identity: int, root: int) -> None:
-        """Record the id of an ended keyed operation or child, and the id of its call."""
+        """Record the id of an ended keyed or child operation, with the id of the user's call (`root`)."""
         if len(self._ended) >= HISTORY:
             del self._ended[next(iter(self._ended))]
         self._ended[identity] = root
 
     def forget(self, op: int) -> None:
-        """Allow another operation to use the id of an ended operation."""
+        """Forget the id of an ended operation, so that another operation may use it."""
         self._ended.pop(op, None)
 
     def has_ended(self, op: int) -> bool:
@@ -101,7 +101,7 @@ class InFlight:
         return op in self._ended
 
     def root_of(self, op: int) -> int:
-        """Return the id of the call that an ended operation belonged to."""
+        """Return the id of the user's call that an ended operation belonged to."""
         return self._ended.get(op, op)
 
     def close(self) -> None:

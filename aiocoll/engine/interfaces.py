@@ -1,4 +1,4 @@
-"""Interfaces of the engine that have several implementations, some in higher layers."""
+"""Interfaces of the engine that several classes implement, some of them in higher layers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["Looker", "Progressive"]
 
 
 class Looker(Protocol):
-    """An operation that reads its peers' data from shared memory itself, since no frame announces the data."""
+    """An operation that must look for its peers' data in shared memory, because no frame announces the data."""
 
     @property
     def comm(self) -> Communicator:
-        """Return the operation's group."""
+        """The communicator of the operation."""
 
     def look(self) -> bool:
-        """Make all progress that is possible; return whether there was any."""
+        """Process all data that has arrived; return whether there was any."""
 
 
 class Progressive(Progress, Protocol):
-    """Interface of a block to its deferred completions.
+    """The interface of a coalescing block that its deferred completions use.
 
     Attributes:
         flushed: whether the recorded calls have started.
@@ -42,4 +42,4 @@ class Progressive(Progress, Protocol):
 
     @property
     def failed(self) -> Callable[[DeferredCompletion], None]:
-        """Return the callback for each completion that fails."""
+        """Return the block's callback for each call that fails."""

@@ -1,4 +1,4 @@
-"""The journal of one rank in one group: records of its last operations, and counters of all operations.
+"""The journal of one rank in one group: records of the last operations, and counters of all operations.
 
 `Journal.ended` is the only method that writes. `Communicator.ended` calls it once per operation. Pending operations
 have no record: readers make one from the operation itself.
@@ -73,59 +73,59 @@ __all__ = [
     "WaitCounters",
 ]
 
-#: Number of records of collectives, and of messages. The rings are separate, because there may be thousands of messages
-#: between two collectives.
+#: Number of records kept of collectives, and of messages. Separate rings keep both, because thousands of messages may
+#: lie between two collectives.
 HISTORY: Final = 1024
 MESSAGES: Final = 256
-#: Bytes of full rings on a 64-bit machine: record, objects, signature and a shape of four dimensions. Equal calls share
-#: a signature and take less.
+#: Memory in bytes of full rings on a 64-bit machine: record, objects, signature and a shape of four dimensions. Equal
+#: calls share a signature and take less.
 NBYTES: Final = (HISTORY + MESSAGES) * 512
 
 RECORD: Final = Struct("=Qqdddqii")
 _write_record: Final = RECORD.pack_into
 RECORD_NBYTES: Final = 56
-#: Number of records for which a ring allocates memory at first.
+#: Number of records for which a ring allocates memory at the start.
 FIRST: Final = 16
 
-#: Indices in a row of counters.
+#: Column indices in a row of call counters.
 NBYTES_MOVED: Final = 0
 FAILURES: Final = 1
 SECONDS: Final = 2
 BUCKET: Final = 3
-#: Buckets of a histogram: bucket i has the durations from 2**(i - 1 - SHIFT) to 2**(i - SHIFT) seconds, by the exponent
-#: of `frexp`. The first bucket is below the duration of any call; the last ends at 17,000 years, enough for a virtual
-#: clock.
+#: Number of buckets of a duration histogram. Bucket i counts durations from 2**(i - 1 - SHIFT) to 2**(i - SHIFT)
+#: seconds, by the exponent of `frexp`. The first bucket is below the duration of any call. The last ends at 17,000
+#: years, enough for a virtual clock.
 BUCKETS: Final = 64
 SHIFT: Final = 24
 ROW: Final = BUCKET + BUCKETS
-#: Added to each duration, because `frexp` returns the exponent 0 for a duration of 0.
-TRIFLE: Final = 2.0**-SHIFT
-#: Index of the bucket with exponent 0.
+#: Added to each duration, because `frexp` returns the exponent 0 for a duration of exactly 0.
+SMALLEST_DURATION: Final = 2.0**-SHIFT
+#: Index of the bucket for the exponent 0.
 ONE: Final = BUCKET + SHIFT
 
-#: Indices in a row of waits.
+#: Column indices in a row of waits.
 TIMES: Final = 0
 WAITED: Final = 1
 MARK: Final = 2
-#: Length in seconds of the recent period for which waits are also counted.
+#: The recent period, in seconds, for which waits are also counted.
 MINUTE: Final = 60
 WAIT: Final = MARK + 3 * MINUTE
 
-#: Indices in the state of a table.
+#: Indices in the array that holds the state of a table.
 COUNT: Final = 0
 GENERATION: Final = 1
 SIZE: Final = 2
 
-#: Number of signatures whose row is cached; more than a program uses at a time.
+#: Maximum number of signatures with a cached row: more than a program uses at a time.
 KNOWN: Final = 256
 
 
-#: The objects of a record: its number, signature, shape, key, calling code object and name of the exception class.
+#: The Python objects of a record: number, signature, shape, key, code object of the caller, and exception class name.
 Objects = tuple[int, Signature, tuple[int, ...], str | None, CodeType, str | None]
 
 
 class Record(NamedTuple):
-    """A record of one operation of this rank, in the form for readers.
+    """The record of one operation of this rank, in the form that programs read.
 
     Attributes:
         op: operation id. In the id of a receive, only the tag is meaningful.
@@ -158,7 +158,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, operation: Operation) -> Record:
-        """Return a record of a pending operation."""
+        """Return the record of a pending operation."""
         op, call = operation.id, operation.completion
         seq = call.seq if op < P2P else None
         made = call.shape, call.key, seq, call.code, call.instruction
@@ -166,12 +166,12 @@ class Record(NamedTuple):
         return cls(op, operation.entered, operation.signature, *made, None, None, operation.peer, started)
 
     def describe(self, rank: int) -> dict[str, Any]:
-        """Return the call as plain data; `rank` is this rank."""
+        """Return the recorded call as plain data; `rank` is this rank."""
         return description(rank, self.signature, self.shape, self.key, self.seq)
 
 
 class CallCounters(NamedTuple):
-    """The counters of one kind of operation.
+    """Counters of one kind of operation: failures, bytes and durations.
 
     Attributes:
         kind: operation, algorithm and transport.
@@ -189,7 +189,7 @@ class CallCounters(NamedTuple):
 
 
 class WaitCounters(NamedTuple):
-    """The number and the total seconds of this rank's waits for one peer: in total, and in the last minute."""
+    """The number and total seconds of this rank's waits for one peer: in total, and in the last minute."""
 
     times: int
     seconds: float
@@ -201,7 +201,7 @@ _NO_DOUBLES: Final = memoryview(b"").cast("d")
 
 
 class Table:
-    """Rows of doubles, in memory that grows in steps.
+    """A table of doubles, in memory that grows as rows are added.
 
     Args:
         row: number of doubles in a row.
@@ -223,7 +223,7 @@ class Table:
         self.doubles = _NO_DOUBLES
 
     def resize(self, rows: int) -> None:
-        """Replace the memory by memory for `rows` rows, with the same content."""
+        """Move the rows to new memory with room for `rows` rows."""
         memory = bytearray(rows * self._row * 8)
         memory[: len(self.memory)] = self.memory
         self.doubles = memoryview(memory).cast("d")
@@ -239,7 +239,7 @@ class Table:
 
 
 class Ring(Table):
-    """A ring of records of the last collectives or messages that have ended.
+    """A ring buffer with the records of the last collectives, or of the last messages.
 
     Args:
         size: maximum number of records.
@@ -260,7 +260,7 @@ class Ring(Table):
 
     @property
     def count(self) -> int:
-        """Number of records written so far, which is the number of the last record."""
+        """The number of records written so far, which is the number of the last record."""
         return self.state[COUNT]
 
     def __len__(self) -> int:
@@ -274,7 +274,7 @@ class Ring(Table):
         self.room = rows
 
     def records(self, op: int | None = None) -> list[Record]:
-        """Return copies of all records, or of the records of operation `op`, in the order of their ends."""
+        """Return copies of all records, or of those of operation `op`, in the order in which the operations ended."""
         memory, objects = bytes(self.memory), list(self.objects)
         found = [
             (fields, others)
@@ -286,7 +286,7 @@ class Ring(Table):
 
 
 class Journal:
-    """The records and counters of one rank in one group.
+    """The records and counters of the operations of one rank in one group.
 
     Args:
         channels: the channels to the ranks of the group.
@@ -333,19 +333,19 @@ class Journal:
         self._rows: dict[tuple[str, str | None, str], int] = {}
         self.waits = Table(WAIT)
         self._wait_rows: dict[int, int] = {}
-        # Time at which `_mark` must run again: the start of the next second. An array, because C code writes to it.
+        # The time at which `_mark` must run next: the start of the next second. An array, because C code writes to it.
         self.due = array("d", [-inf])
-        # Row and bytes of equal calls, by the `id` of their signature; for a message by the `id` and the peer. The
-        # signature is kept alive, so that its `id` is not reused.
+        # Cached row and number of bytes of equal calls, by the `id` of their signature; for a message, by that `id` and
+        # the peer. The cache also holds the signature, so that its `id` is not reused.
         self._calls: dict[int | tuple[int, int], tuple[int, float, Signature]] = {}
-        # The medium of collectives, and whether it has been determined since the last link was opened.
+        # The medium of collectives, and whether it has been determined since a link was last opened.
         self._carrier = ""
         self._is_known = False
 
     # -- writing
 
     def ended(self, operation: Operation, error: BaseException | None, now: float) -> None:
-        """Write the record of an ended operation, and count it. Ignore the child of another operation."""
+        """Record and count an operation that has ended. Ignore the child of another operation."""
         if operation.parent is not None:
             return
         call, identity, peer = operation.completion, operation.id, operation.waited_for
@@ -375,8 +375,8 @@ class Journal:
             call.instruction,
         )
         if error is not None:
-            if self.counts and not isinstance(error, asyncio.CancelledError):  # a withdrawn receive is no failure
-                row = self._row(operation, other)  # first, since this may replace the memory
+            if self.counts and not isinstance(error, asyncio.CancelledError):  # not for a withdrawn receive
+                row = self._row(operation, other)  # find the row first, because that may move the table to new memory
                 self.counters.doubles[row + FAILURES] += 1.0
         elif self.counts:
             call_id = id(operation.signature) if is_collective else (id(operation.signature), other)
@@ -388,7 +388,7 @@ class Journal:
             counters = self.counters.doubles
             counters[row] += nbytes
             counters[row + SECONDS] += seconds
-            counters[row + ONE + frexp(seconds + TRIFLE)[1]] += 1.0
+            counters[row + ONE + frexp(seconds + SMALLEST_DURATION)[1]] += 1.0
             if peer >= 0 and is_collective:
                 row = self.wait_row(peer, now)
                 waits = self.waits.doubles
@@ -396,7 +396,7 @@ class Journal:
                 waits[row + WAITED] += seconds
 
     def wait_row(self, peer: int, now: float) -> int:
-        """Return the row of waits for a rank, after it has a mark for the second of `now`."""
+        """Return the table row of the waits for `peer`, after saving the counts at the start of the second of `now`."""
         try:
             row = self._wait_rows[peer]
         except KeyError:
@@ -408,23 +408,23 @@ class Journal:
         return row
 
     def _mark(self, rows: Iterable[int], now: float) -> None:
-        """Write the counts before a new second into these rows of waits, as the marks of that second."""
+        """Save the counts at the start of a second in these wait rows, to compute the waits of the last minute."""
         waits, second = self.waits.doubles, now // 1
         for row in rows:
             place = row + MARK + int(second) % MINUTE * 3
             waits[place], waits[place + 1], waits[place + 2] = second, waits[row], waits[row + WAITED]
 
     def linked(self) -> None:
-        """Handle an opened link: the medium of operations may have changed. A closed link changes nothing here."""
+        """Handle an opened link: from now on, operations may use another medium. A closed link has no effect."""
         self._calls.clear()
         self._is_known = False
 
     def _find_row(self, operation: Operation, other: int, call: int | tuple[int, int]) -> tuple[int, float, Signature]:
-        """Return the row and the bytes of an operation; cache them if they hold for all equal calls."""
+        """Return an operation's counter row and number of bytes; cache both if they hold for all equal calls."""
         signature = operation.signature
         found = self._row(operation, other), float(_nbytes(signature, operation.completion.shape)), signature
-        # The algorithm may differ from call to call if the call has several operations or runs on a device. The size
-        # may differ if the signature has no counts.
+        # Do not cache an algorithm that may differ between equal calls (several operations, or a device), or a size
+        # that the signature does not determine (no counts).
         fixed = signature.debug is None and signature.members is None
         sized = signature.dtype is None or signature.counts or signature.sends or signature.receives
         if operation.id >= P2P or (fixed and sized):
@@ -434,7 +434,7 @@ class Journal:
         return found
 
     def row_of_plan(self, plan: Plan, shape: tuple[int, ...]) -> tuple[int, float]:
-        """Return the row and the bytes of a collective over shared memory; `shape` is the caller's main array's."""
+        """Return the counter row and number of bytes of a plan's call in shared memory; `shape` is its main array's."""
         if not self._is_known:
             self._is_known = True
             self._carrier = carriers_of(self._channels)
@@ -447,15 +447,15 @@ class Journal:
         name = op, algorithm, carrier
         row = self._rows.get(name)
         if row is None:
-            row = self.counters.add()  # first, since readers read the row of each name
+            row = self.counters.add()  # first, because readers in other threads look rows up by name
             self._rows[name] = row
         return row
 
     def _carrier_of(self, operation: Operation, other: int) -> str:
         """Return the medium of an operation, such as "shm" or "tcp"."""
-        if other >= 0:  # a message
+        if other >= 0:  # the operation is a message
             return self._channels[other].carrier
-        if operation.signature.device != "cpu":  # differs from call to call: the device, or links
+        if operation.signature.device != "cpu":  # the medium differs from call to call: the device itself, or links
             return operation.carriers()
         if not self._is_known:
             self._is_known = True
@@ -465,8 +465,8 @@ class Journal:
     # -- reading
 
     def snapshot(self) -> list[Record]:
-        """Return the records of pending operations and of the last ended ones, by entry time."""
-        # First, since an operation leaves the pending ones only after its record is written.
+        """Return the records of pending operations and of the last ended ones, ordered by entry time."""
+        # Read pending operations first: an operation leaves them only after its record has been written.
         pending = [each for each in self._pending() if each.parent is None]
         found: list[Record] = []
         for ring, is_message in ((self.collectives, False), (self.messages, True)):
@@ -483,7 +483,7 @@ class Journal:
         return sorted(found, key=lambda record: record.entered)
 
     def find(self, op: int) -> Record | None:
-        """Return the record of a collective or a send; None if it ended too long ago, or is unknown."""
+        """Return the record of a collective or a send; None if it is unknown, or ended too long ago."""
         for operation in self._pending():
             if operation.id == op and operation.parent is None:
                 return Record.of(operation)
@@ -494,8 +494,8 @@ class Journal:
         return next((record for record in reversed(self.snapshot()) if record.op < P2P), None)
 
     def counted(self) -> list[CallCounters]:
-        """Return a copy of the counters."""
-        rows = list(self._rows.items())  # before the numbers: a row is added after its memory
+        """Return a copy of the counters of all kinds of operations."""
+        rows = list(self._rows.items())  # copied before the numbers: the writer first adds memory, then the row
         copy = memoryview(bytes(self.counters.memory)).cast("d")
         found = [(kind, list(copy[row : row + ROW])) for kind, row in rows]
         return [
@@ -504,14 +504,14 @@ class Journal:
         ]
 
     def waited(self, now: float) -> dict[int, WaitCounters]:
-        """Return a copy of the waits, by rank."""
+        """Return a copy of the counters of waits, by rank."""
         rows = list(self._wait_rows.items())
         doubles = memoryview(bytes(self.waits.memory)).cast("d")
         return {rank: _waited(list(doubles[row : row + WAIT]), now) for rank, row in rows}
 
 
 def _record(fields: tuple[Any, ...], objects: Objects) -> Record:
-    """Return a record made from its fields and objects in the ring."""
+    """Return a `Record` made from fields and objects in the ring buffer."""
     op, _, entered, ended, started, seq, peer, instruction = fields
     _, signature, shape, key, code, error = objects
     return Record(
@@ -531,15 +531,15 @@ def _record(fields: tuple[Any, ...], objects: Objects) -> Record:
 
 
 def _waited(row: Sequence[float], now: float) -> WaitCounters:
-    """Return the `WaitCounters` of a row of waits. The last minute starts at a whole second."""
+    """Return the `WaitCounters` from a row of the wait table. The last minute starts at a whole second."""
     times, seconds = row[TIMES], row[WAITED]
     marks = zip(row[MARK::3], row[MARK + 1 :: 3], row[MARK + 2 :: 3], strict=True)
-    # A mark that was never set equals a mark of second 0, before which nothing was counted.
+    # The default value of a mark is second 0 with no waits, which is correct for a mark that was never set.
     _, before, spent = min((mark for mark in marks if mark[0] > now // 1 - MINUTE), default=(now, times, seconds))
     return WaitCounters(int(times), seconds, int(times - before), seconds - spent)
 
 
 def _nbytes(signature: Signature, shape: tuple[int, ...]) -> int:
-    """Return the bytes of an operation's elements; 0 if they are not known."""
+    """Return the number of bytes of an operation's elements; 0 if unknown."""
     spec = SPECS.get(signature.op.lower())
     return signature.nbytes(shape) or 0 if spec is None or spec.sized else 0

@@ -1,4 +1,4 @@
-"""Native calls of a group: the conditions for the accelerator, and the takeover of its calls by Python.
+"""Native calls of a group: conditions for using the accelerator, and the takeover of its calls by Python.
 
 The accelerator carries out small collectives in shared memory if they need nothing special. It uses the schedules, ids
 and memory of `SlotProgram`, so ranks with and without it work together. A native call that later needs something
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["native_calls"]
 
-#: Seconds for which calls wait for a free slot: a few time slices of a kernel whose cores are busy.
+#: Maximum seconds for which native calls wait for a free slot: a few kernel time slices on a busy host.
 MAX_WAIT: Final = 10e-3
 
 _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Callable[[], Any]) -> core.Calls | None:
-    """Return the accelerator's part in a group; log the reason and return None if there is none.
+    """Return the accelerator's object for a group. If the group cannot use the accelerator, log why and return None.
 
     Args:
         comm: this rank's part in the group.
@@ -83,16 +83,16 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Ca
 
 
 class _NativeCallbacks:
-    """Functions of one group that the accelerator calls."""
+    """Python functions of one group that the accelerator calls."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        # Whether, and since when, calls wait for slots.
+        # Whether calls wait for free slots, and since when.
         self._is_waiting = False
         self._since = 0.0
 
     def make_steps(self, plan: Plan) -> core.Steps | Literal[False]:
-        """Compile a plan for the accelerator; return False if the accelerator cannot carry it out."""
+        """Compile a plan for the accelerator; return False if the accelerator cannot carry the plan out."""
         plan.steps = False
         step = plan.round
         kernel = plan.kernel
@@ -104,14 +104,14 @@ class _NativeCallbacks:
         arrays += [buffer for _, buffer in (*step.own, *step.moves)]
         arrays += [buffer for pair in step.copies for buffer in pair]
         arrays += [] if step.fold is None else [step.fold]
-        # For an array of one element, NumPy does not run its own loop, and rounds a complex product differently.
+        # For a single element, NumPy uses another code path and rounds a complex product differently.
         ufunc = None if kernel is None or not kernel.portable else kernel.ufunc
         return self._make(plan, max(arrays, default=-1) + 1, tuple(step), ufunc)
 
     def _make_relay(self, plan: Plan, relay: Relay) -> core.Steps | Literal[False]:
-        """Compile a large collective for the accelerator; return False if the accelerator cannot carry it out."""
+        """Compile a plan for large arrays for the accelerator; return False if it cannot carry the plan out."""
         kernel, ends = plan.kernel, {region.count % relay.chunk for region in relay.sources}
-        # For an array of one element, NumPy does not run its own loop, and produces different NaNs.
+        # For a single element, NumPy uses another code path and produces different NaNs.
         if relay.sources and (kernel is None or kernel.ufunc is None or not kernel.is_builtin or 1 in ends):
             return False
         ways = relay.puts, relay.takes, relay.sources, relay.copy or ()
@@ -132,28 +132,28 @@ class _NativeCallbacks:
     def operation(
         self, identity: int, plan: Plan, arrays: list[Any], completion: Completion, entered: float
     ) -> Operation:
-        """Return an operation equal to a native call; its `adopt` takes the call over."""
+        """Return a Python operation equal to a native call. Its method `adopt` takes the call over."""
         operation = plan.executor(self._comm, identity, plan, arrays, completion)
         operation.entered = entered
         return operation
 
     def run_quietly(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in the context of the engine, unless it is the current context."""
+        """Call `function` in the engine's context variables, which silence NumPy's warnings."""
         if is_quiet.get():
             return function(*arguments)
         return self._comm.endpoint.quiet.run(function, *arguments)
 
     def overwritten(self, peer: int) -> None:
-        """Raise an error: a peer has stopped waiting for this rank and overwritten the slot that this rank was reading.
+        """Raise an error: a peer that no longer waits for this rank has overwritten the slot that this rank reads.
 
         Raises:
             ProtocolError: always.
         """
         rank = self._comm.ranks[peer]
-        raise ProtocolError(f"rank {rank} has given this rank up and overwritten what it was reading")
+        raise ProtocolError(f"rank {rank} no longer waits for this rank, and has overwritten the slot being read")
 
     def wait(self) -> None:
-        """Look for free slots in every iteration of the loop, since calls wait for them."""
+        """Look for free slots in every loop iteration, because native calls wait for slots."""
         self._since = self._comm.runtime.ticks()
         if not self._is_waiting:
             self._is_waiting = True
@@ -177,6 +177,6 @@ class _NativeCallbacks:
         if native.waiting < before:
             self._since = now
         else:
-            os.sched_yield()  # a reader may need this core
+            os.sched_yield()  # yield the core, which the rank that must free the slot may need
         self._is_waiting = True
         comm.call_soon(self._look_for_slots)

@@ -1,4 +1,4 @@
-"""Logged reasons why collectives of a group run in Python although the accelerator runs (`docs/native.md`)."""
+"""Log messages with the reasons why collectives run in Python instead of the accelerator (`docs/native.md`)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ __all__ = ["log_obstacle", "log_reasons", "obstacle"]
 
 
 def obstacle(comm: Communicator, debug: str) -> str:
-    """Return the reason why the accelerator takes no call of a group; empty if it may take calls.
+    """Return the reason why a group cannot use the accelerator; an empty string if it can.
 
     Args:
         comm: this rank's part in the group.
         debug: the `debug` option.
     """
     if len(comm.ranks) == 1:
-        return "it has one rank"
+        return "the group has one rank"
     if not comm.runtime.is_real:
         return "time is virtual"
     if len(set(comm.hosts)) > 1:
-        return "its ranks are on several hosts"
+        return "the ranks are on several hosts"
     if comm.slots.largest < 0:
-        return "its ranks do not use shared memory"
+        return "the ranks do not use shared memory"
     return "debug='detail' compares all calls" if debug == "detail" else ""
 
 
 def log_obstacle(comm: Communicator, reason: str) -> None:
-    """Log the reason why the accelerator takes no call of a group."""
+    """Log the reason why a group cannot use the accelerator."""
     _log(logging.DEBUG, comm, reason)
 
 
 def log_reasons(comm: Communicator) -> None:
-    """Log the reasons why later collectives run in Python although the group has native calls; each reason once."""
+    """Log why collectives run in Python although the group uses the accelerator; each reason once."""
     if comm.in_flight.native is None:
         return
     for reason in _reasons(comm):

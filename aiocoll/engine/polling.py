@@ -1,4 +1,4 @@
-"""Busy polling of an await before it suspends, and of a loop iteration before the rank sleeps.
+"""Busy polling for data: before an await suspends, and before an idle event loop sleeps.
 
 Polling finds new data within a fraction of a microsecond. A wake-up through the kernel takes 20 µs. So an await polls
 for `spin_us`, and a loop iteration does the same if peers were sending. A rank that receives nothing sleeps.
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Polling"]
 
-#: Seconds since the last loop iteration after which an await that completes at once must yield to the loop (contract).
+#: Seconds since the last loop iteration after which an await yields to the loop even if its result is ready (contract).
 TURN: Final = 500e-6
-#: Seconds after which a polling await checks whether a peer shares its core; most awaits complete earlier.
+#: Seconds of polling after which an await checks whether a peer runs on the same core. Most awaits complete earlier.
 DOUBT: Final = 5e-6
-#: Number of readers called between two readings of the clock. Each takes half a microsecond, or a small reduction.
+#: Number of operations that look between two clock readings. Each takes half a microsecond, or a small reduction.
 READERS_PER_CLOCK: Final = 8
 
 
 class Polling:
-    """Polling of one endpoint.
+    """The busy polling of one endpoint.
 
     Args:
         context: the endpoint's context.
@@ -63,7 +63,7 @@ class Polling:
         self.outboxes: tuple[PeerOutbox, ...] = ()
         self.readers: dict[Looker, None] = {}
         self.stray_posts = StrayPosts(context.runtime, groups)
-        # Readers that have not looked since the last post, the next one last; and whether there are newer posts.
+        # Operations that have not looked since the last post, in reverse order; and whether there are newer posts.
         self._scan: list[Looker] = []
         self._has_news = False
         self._runtime = context.runtime
@@ -72,20 +72,20 @@ class Polling:
         self.spin_seconds = self._spin = spin if context.runtime.may_spin else 0.0
         self._sched_yield = getattr(os, "sched_yield", None)
         self.crowded = crowded
-        # Whether a peer was on the core of this rank at the last check.
+        # Whether a peer ran on this rank's core at the last check.
         self._shares_core = False
         self.spun = False
-        # Whether polling ended for lack of time while peers were sending.
+        # Whether polling stopped for lack of time while data was still arriving.
         self._busy = False
         self.turn = array("d", [0.0])
 
     @property
     def polls(self) -> bool:
-        """Return whether awaits poll at all."""
+        """Return whether awaits poll before they suspend."""
         return self._spin > 0.0
 
     def spin(self, completion: Completion) -> None:
-        """Poll the links for at most `spin` seconds, and without result at most once per loop iteration."""
+        """Poll the links for at most `spin` seconds; without result, at most once per loop iteration."""
         if not self.spun and self._spin and (self.links or self.lookers):
             self._quiet.run(self._poll, completion, 0)
 
@@ -100,7 +100,7 @@ class Polling:
         self.look()
 
     def _poll(self, completion: Completion | None, before: int) -> None:
-        """Poll until `completion` is done, or, without one, until fewer than `before` operations are in flight.
+        """Poll until `completion` is done or, if it is None, until fewer than `before` operations are in flight.
 
         Time that other processes use on the yielded core does not count as polling. But no callback takes longer than
         `BUDGET`.
@@ -111,7 +111,7 @@ class Polling:
         idle, limit, doubt = now + spin, now + BUDGET, now + DOUBT
         while now < idle and now < limit:
             if yield_gil is not None:
-                # Yield before looking: the caller has just looked, and waits for a rank that may need this core.
+                # Yield before looking: the caller has just looked, and the rank that it waits for may need this core.
                 yield_gil()
                 given, now = now, ticks()
                 idle += now - given
@@ -140,7 +140,7 @@ class Polling:
         return any(link.shared.shares_core() for link in self.links if link.shared is not None)
 
     def keep_polling(self, moved: bool) -> bool:
-        """Continue polling at the end of a loop iteration, while data arrives and no operation has ended.
+        """Continue to poll at the end of a loop iteration, as long as data arrives and no operation has ended.
 
         Args:
             moved: whether this iteration received or sent data.
@@ -158,7 +158,7 @@ class Polling:
     def look(self) -> bool:
         """Let operations read shared memory for about `BUDGET` seconds; return whether progress was or may be made."""
         moved = self._run_lookers() if self.lookers else False
-        # Check every outbox: a skipped one would report the same posts again.
+        # Check every outbox: an outbox that is skipped would report the same posts again.
         for outbox in self.outboxes:
             if outbox.has_news():
                 self._has_news = True
@@ -181,7 +181,7 @@ class Polling:
             except Exception as error:
                 operation.comm.revoke_after_crash(error)
             if ticks() > deadline:
-                # The operation that has just looked goes last next time.
+                # Move the operation that has just looked to the end, so that another one looks first next time.
                 if operation in self.lookers:
                     del self.lookers[operation]
                     self.lookers[operation] = None
@@ -189,11 +189,11 @@ class Polling:
         return moved
 
     def rescan(self) -> None:
-        """Let all readers look, and forget ended ones, whose views of slots would keep memory mapped."""
+        """Let all operations in `readers` look again, and forget ended ones, whose views would keep memory mapped."""
         self._scan, self._has_news = [], True
 
     def _run_readers(self) -> bool:
-        """Call all readers once after each post, over several calls if necessary."""
+        """Call all operations in `readers` once after each post, over several calls of this method if necessary."""
         if not self._scan:
             self._has_news = False
             self._scan = list(self.readers)
@@ -216,12 +216,12 @@ class Polling:
         return sum([len(group.in_flight) for group in self._groups.values()])
 
     def stop_until_next_iteration(self) -> None:
-        """Stop polling without result in this loop iteration."""
+        """Stop polling in this loop iteration, because polling had no result."""
         self.spun = True
         self._runtime.call_soon(self._on_iteration_end)
 
     def turn_is_due(self) -> bool:
-        """Return whether an await must yield because the last loop iteration is too long ago."""
+        """Return whether an await must yield to the event loop, because the last loop iteration is too long ago."""
         if self._runtime.due:
             self._runtime.settle()
         now = self._runtime.ticks()

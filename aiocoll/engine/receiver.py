@@ -1,4 +1,4 @@
-"""Receiver of control messages: it reads, checks and dispatches them to the parts of the endpoint."""
+"""Receiver of control messages: it checks them and passes them to the parts of the endpoint."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from aiocoll.transport.base import Link
 
 __all__ = ["Receiver"]
 
-#: Kinds of messages that are processed even if their sender was declared dead: an agreement replies with its decision.
-#: A relayed message counts as sent by its origin.
+#: Kinds of messages that are processed even from a rank declared dead: an agreement answers it with its decision. A
+#: relayed message counts as sent by its original sender.
 PROCESSED_FROM_DEAD = frozenset({"shrink", "relay", "relayed"})
 
 
 class Receiver(NamedTuple):
-    """Receiver of control messages of one endpoint; its attributes are the other parts."""
+    """The receiver of control messages of one endpoint; its attributes are the other parts."""
 
     facts: JobFacts
     control: ControlPlane
@@ -35,7 +35,7 @@ class Receiver(NamedTuple):
     refusals: Refusals
 
     def receive(self, peer: int, payload: memoryview | None, path: str) -> None:
-        """Handle a message that `peer` sent on a data or control link (`path`).
+        """Handle a message that `peer` sent; `path` is the kind of link on which it arrived.
 
         Raises:
             ProtocolError: the message is invalid, or handling it raised an exception.
@@ -44,14 +44,14 @@ class Receiver(NamedTuple):
         self._dispatch(peer, message, path == DATA)
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
-        """Reject `peer` if `error` means that its message was unacceptable; return whether it does."""
+        """Reject `peer` if `error` was caused by an unacceptable message; return whether it was."""
         if not is_data_error(error):
             return False
         self.refusals.refuse(peer, error, link)
         return True
 
     def make_end_fields(self) -> ControlMessage:
-        """Return the fields of the notice of this rank's end: its data links, and the groups continued elsewhere."""
+        """Return the fields of the notice of this rank's end: its data links, and the groups that have a successor."""
         linked = sorted(link.peer for link in self.channels.links())
         return {"linked": linked, "moved": self.agreements.moved_groups()}
 
@@ -66,7 +66,7 @@ class Receiver(NamedTuple):
             ) from error
 
     def _handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Handle a message; `direct` if it arrived on the data link, after all data."""
+        """Handle a checked message; `direct` if it arrived on the data link, after all data."""
         kind = message["t"]
         if (detail := self._own_death(message)) is not None:
             self.roster.on_own_death(detail, peer)
@@ -111,7 +111,7 @@ class Receiver(NamedTuple):
             self.groups.handle(peer, message, direct)
 
     def _own_death(self, message: ControlMessage) -> str | None:
-        """Return the reason why the sender declared this rank dead; None if the message does not imply that."""
+        """Return the reason for which the sender declared this rank dead; None if the message does not imply that."""
         kind, me = message["t"], self.facts.rank
         if kind == "died":
             return message["detail"] if message["rank"] == me and message["how"] == "killed" else None
@@ -122,12 +122,12 @@ class Receiver(NamedTuple):
         return None
 
     def _finished(self, rank: int, moved: list[int]) -> None:
-        """Record the orderly end of a rank that had continued in successors of the groups `moved`."""
+        """Record that a rank has ended in order, and had continued in successors of the groups `moved`."""
         self.roster.record_end(rank)
         self.agreements.record_moved(rank, moved)
 
     def _handle_relayed(self, origin: int, message: ControlMessage) -> None:
-        """Handle a relayed message; an unacceptable one is the fault of its origin, not of the relaying rank."""
+        """Handle a relayed message. Its origin, not the relaying rank, is to blame for an unacceptable message."""
         try:
             self._dispatch(origin, message, direct=False)
         except ProtocolError as error:

@@ -1,4 +1,4 @@
-"""Splits of a group: the record of this rank's calls, and the detection of ranks that split differently.
+"""Splits of a group: records of this rank's calls, to detect ranks that split the group differently.
 
 A split sends no message: every rank counts its calls and stores its list. The id of a sub-group is a hash that
 includes the list, so ranks with different lists derive different ids and cannot exchange messages. A message about a
@@ -42,12 +42,12 @@ class Split(NamedTuple):
     ranks: tuple[int, ...]
 
     def identity(self) -> int:
-        """Return the id of the resulting group."""
+        """Return the id of the group that the split made."""
         return group_id(f"{self.parent}\0split\0{tuple(self)}")
 
 
 class Splits:
-    """Calls of this rank that have split one group: their number, and the last `GROUPS` of them.
+    """The calls of this rank that have split one group: their number, and the last `GROUPS` calls.
 
     Earlier calls are not compared: a peer that is so many groups behind breaks the protocol.
     """
@@ -60,7 +60,7 @@ class Splits:
         return self._count
 
     def append(self, split: Split | None) -> None:
-        """Record a call; None if its list is not known yet."""
+        """Record a call of this rank; None if the list of ranks is not known yet."""
         self._kept.append(split)
         self._count += 1
 
@@ -76,7 +76,7 @@ class Splits:
             self._kept[number - self._count] = split
 
     def known(self) -> int:
-        """Return the number of calls whose lists are known."""
+        """Return the number of calls whose lists of ranks are known."""
         return self._count - self._kept.count(None)
 
 
@@ -88,7 +88,7 @@ def handle_foreign_message(
     peer: int,
     message: dict[str, Any],
 ) -> str | None:
-    """Handle a message of `peer` about a group that this rank is not in: explain why, or revoke the group.
+    """Handle a message of `peer` about a group that this rank is not in: give a reason, or revoke the group.
 
     Args:
         groups: this rank's groups, by id.
@@ -119,17 +119,17 @@ def handle_foreign_message(
         elif parent.cause is not None:
             error = parent.cause
         else:
-            return f"which has split group {parent.name!r} {parent.splits.known()} times only"
+            return f"which has split group {parent.name!r} only {parent.splits.known()} times"
         me = next(rank for rank, position in parent.position.items() if position == parent.rank)
         _refuse(early, control, peer, me, history[level:], error)
         return None
-    return "which is not in the group now"
+    return "which is not in the group"
 
 
 def _refuse(
     early: UnmadeGroups, control: ControlPlane, peer: int, me: int, history: Sequence[Split], error: GroupError
 ) -> None:
-    """Revoke groups that this rank, `me`, will never be in."""
+    """Revoke the groups of a peer's splits in which this rank, `me`, will never be."""
     for split in history:
         identity = split.identity()
         early.refuse_group(identity, peer, None, split.ranks, me)
@@ -137,7 +137,7 @@ def _refuse(
 
 
 def _mismatch(parent: Communicator, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:
-    """Return an error with both calls, the lower rank's first: the text must not depend on the rank that detects it."""
+    """Return an error with both calls, the lower rank's first, so that all ranks raise the same text."""
     calls = sorted([(parent.position[peer], theirs), (parent.rank, mine)])
     fields = [
         field

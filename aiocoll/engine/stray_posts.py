@@ -1,4 +1,4 @@
-"""Stray posts: slots and chunks that no operation reads, because the calls of two ranks do not match.
+"""Stray posts: data in shared memory that no operation reads, because the calls of two ranks do not match.
 
 A frame is compared with this rank's own call on arrival. But only an operation that expects a post reads a slot. A rank
 that has made a different call does not read it, and the rank that posted may have finished. So `AFTER` seconds after a
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["StrayPosts"]
 
-#: Seconds until unread posts are compared. A mismatch must be found within a second. Reading all slots of a peer takes
-#: about 5 µs, which is negligible at this interval.
+#: Seconds until unread posts are compared with this rank's calls. A mismatch must be found within a second. Reading all
+#: slots of a peer takes about 5 µs, which is negligible at this interval.
 AFTER = 0.1
 
 
 class StrayPosts:
-    """Search for unread posts in the outboxes of one endpoint's peers.
+    """The search for unread posts in the outboxes of one endpoint's peers.
 
     Args:
         runtime: clock and timers.
@@ -39,14 +39,14 @@ class StrayPosts:
     def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator]) -> None:
         self.outboxes: tuple[tuple[int, PeerOutbox], ...] = ()
         self.links: tuple[tuple[int, SharedMemoryLink], ...] = ()
-        # The number of the next chunk at the last check, by rank.
+        # By rank: the number of the next unread chunk at the last check.
         self._heads: dict[int, int] = {}
         self._runtime = runtime
         self._groups = groups
         self._waiting = False
 
     def watch(self) -> None:
-        """Schedule a check for unread posts, since there was a new post."""
+        """Schedule a check for unread posts, because a peer has posted data."""
         if not self._waiting:
             self._waiting = True
             self._runtime.call_later(AFTER, self._look)
@@ -56,7 +56,7 @@ class StrayPosts:
         unread = [(rank, post) for rank, outbox in self.outboxes for post in outbox.unread()]
         heads = {rank: head for rank, link in self.links if (head := link.chunks.head()) is not None}
         for rank, (number, chunk) in heads.items():
-            if self._heads.get(rank) == number:  # otherwise its operation may be reading it
+            if self._heads.get(rank) == number:  # it was unread at the last check, too
                 unread.append((rank, chunk))
         self._heads = {rank: number for rank, (number, _) in heads.items()}
         for rank, (op, identity, fingerprint) in unread:
@@ -65,15 +65,15 @@ class StrayPosts:
                     _compare(group, rank, op, fingerprint)
                 except Exception as error:
                     group.revoke_after_crash(error)
-        if unread or heads:  # these posts may be early: this rank may still make the matching calls
+        if unread or heads:  # check again later: this rank may still make the matching calls
             self.watch()
 
 
 def _compare(group: Communicator, rank: int, op: int, fingerprint: int) -> None:
-    """Report a post that does not match this rank's call."""
+    """Report a rank's post if it does not match this rank's call for the same operation."""
     operation = group.in_flight.find(op)
     if operation is None:
-        # An ended operation has read all posts for it, so the peer made a different call.
+        # An operation ends only when it has read all its posts. A further post means that the peer's call differs.
         record = group.record(op)
         mine = None if record is None else record.describe(group.rank)
     else:

@@ -1,4 +1,4 @@
-"""CUDA devices and NCCL for collectives on CUDA arrays. Loaded by the first call on such an array.
+"""CUDA devices and NCCL, for collectives on CUDA arrays. Loaded by the first call on such an array.
 
 backend       the backend of CUDA devices, by which the core uses this package
 calls         how a group carries out its calls

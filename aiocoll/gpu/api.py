@@ -1,4 +1,4 @@
-"""Interfaces to CUDA and NCCL, and to the kernels of this library: protocols of plain integers.
+"""Interfaces to CUDA, NCCL and this library's kernels, as protocols that use plain integers.
 
 Devices are ordinals. Streams, events and memory are addresses. `aiocoll.gpu.cupy_api` implements the protocols by CuPy;
 tests use fakes. Rules for callers:
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 __all__ = ["LIBRARY", "Cuda", "DeviceError", "Kernels", "Nccl", "NcclCommunicator"]
 
-#: Name of NCCL as a backend and in statistics.
+#: The name of NCCL as a backend, and in statistics.
 LIBRARY = "nccl"
 
 
 class DeviceError(Exception):
-    """An error of CUDA or NCCL.
+    """Raised for errors that CUDA or NCCL reports.
 
     Attributes:
         call: the function that failed.
@@ -39,17 +39,17 @@ class DeviceError(Exception):
 
 
 class Kernels(Protocol):
-    """Arithmetic on a device that the CUDA runtime has no function for."""
+    """Device arithmetic for which the CUDA runtime has no function."""
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        """Multiply `count` elements of `source` by `factor` into `target`, in stream order; both may be the same.
+        """Multiply `count` elements of `source` by `factor` into `target`, which may be `source`, in stream order.
 
         `dtype` is a float of 16 bits or more, or complex. Other dtypes raise a `DeviceError` that is not fatal.
         """
 
 
 class Cuda(Protocol):
-    """CUDA runtime of this process; every call raises `DeviceError` when it fails.
+    """The CUDA runtime of this process. Every method raises `DeviceError` when the CUDA call fails.
 
     Attributes:
         kernels: kernels on streams of this runtime.
@@ -58,132 +58,132 @@ class Cuda(Protocol):
     kernels: Kernels
 
     def version(self) -> int:
-        """Return the version of the runtime, such as 12080."""
+        """Return the version of the CUDA runtime, such as 12080."""
 
     def device_count(self) -> int:
-        """Return how many devices this process may use; 0 without a driver."""
+        """Return the number of devices that this process may use; 0 without a driver."""
 
     def bus_id(self, device: int) -> str:
-        """Return the PCI bus id, unique among the devices of this host."""
+        """Return the device's PCI bus id, which is unique on this host."""
 
     def capability(self, device: int) -> tuple[int, int]:
-        """Return the compute capability of the device, such as (9, 0)."""
+        """Return the device's compute capability, such as (9, 0)."""
 
     def use(self, device: int) -> None:
         """Make `device` the current device of this thread."""
 
     def current(self) -> int:
-        """Return the current device of this thread; the streams 0, 1 and 2 are those of this device."""
+        """Return the current device of this thread. Streams 0, 1 and 2 are streams of that device."""
 
     def has_context(self, device: int) -> bool:
-        """Return whether this process has a context on the device; if not, `use` makes one."""
+        """Return whether this process has a CUDA context on the device. If not, `use` would make one."""
 
     def relax(self) -> None:
-        """Keep calls of this thread from invalidating graph captures of other threads."""
+        """Prevent calls of this thread from invalidating graph captures of other threads."""
 
     def device_of(self, address: int) -> int:
-        """Return the device whose memory lies at `address`."""
+        """Return the device to whose memory `address` belongs."""
 
     def stream_create(self) -> int:
-        """Return a new stream of the thread's device that does not wait for the default stream."""
+        """Return a new stream on the thread's current device that does not wait for the default stream."""
 
     def stream_destroy(self, stream: int) -> None:
-        """Destroy a stream; enqueued work still completes."""
+        """Destroy a stream. Work that is enqueued on it still completes."""
 
     def is_capturing(self, stream: int) -> bool:
-        """Return whether work for `stream` is being captured into a graph."""
+        """Return whether work on `stream` is being captured into a CUDA graph."""
 
     def event_create(self, sleeps: bool = False) -> int:
-        """Return a new event of the thread's device; waiting threads spin, or sleep if `sleeps`.
+        """Return a new event on the thread's device. Threads that wait for it spin, or sleep if `sleeps`.
 
         Few sleeping events may be pending on a stream, see `aiocoll.gpu.events`.
         """
 
     def event_destroy(self, event: int) -> None:
-        """Destroy an event."""
+        """Destroy a CUDA event."""
 
     def event_record(self, event: int, stream: int) -> None:
-        """Record `event` on `stream`; it is done once the work enqueued so far is done."""
+        """Record `event` on `stream`: it is done when all work enqueued there so far is done."""
 
     def event_done(self, event: int) -> bool:
-        """Return whether the event is done; raise if earlier work has failed."""
+        """Return whether the event is done; raise an error if earlier work has failed."""
 
     def event_synchronize(self, event: int) -> None:
-        """Block this thread, without the GIL, until the event is done; raise if earlier work has failed."""
+        """Block this thread, without the GIL, until the event is done; raise an error if earlier work has failed."""
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """Make later work on `stream` wait for `event`."""
+        """Let work enqueued later on `stream` wait for `event`."""
 
     def stream_write(self, stream: int, address: int, value: int) -> None:
-        """Write an unsigned 32-bit integer to page-locked memory once the work enqueued so far is done."""
+        """Write a 32-bit unsigned integer to page-locked memory when all work enqueued on `stream` so far is done."""
 
     def pinned(self, nbytes: int) -> NDArray[Any]:
-        """Return `nbytes` of page-locked host memory as uint8; the last reference frees it."""
+        """Return `nbytes` of page-locked host memory as a uint8 array. Its last reference frees the memory."""
 
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from the device to pinned memory, in the order of `stream`."""
+        """Copy from device memory to page-locked host memory, in stream order."""
 
     def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from pinned memory to the device, in the order of `stream`."""
+        """Copy from page-locked host memory to device memory, in stream order."""
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy on the device, in the order of `stream`."""
+        """Copy within device memory, in stream order."""
 
     def scratch(self, nbytes: int, stream: int) -> int:
-        """Return the address of `nbytes` of new device memory, for later work on `stream`."""
+        """Return the address of `nbytes` of new device memory, for work enqueued later on `stream`."""
 
     def scratch_free(self, address: int, stream: int) -> None:
-        """Free the memory from `scratch` after the work that is on `stream` now."""
+        """Free memory from `scratch` when the work that is on `stream` now is done."""
 
 
 class NcclCommunicator(Protocol):
-    """End of a communicator on one rank. Dtypes and ops are NCCL's numbers; `stream` as in `Cuda`."""
+    """An NCCL communicator on one rank. Dtypes and ops are NCCL's numbers; `stream` is the same as in `Cuda`."""
 
     def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce over all ranks into every rank's `target`; source may be target."""
+        """Reduce `source` over all ranks into every rank's `target`, which may be the same memory."""
 
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
-        """Reduce over all ranks into the root's `target`."""
+        """Reduce `source` over all ranks into the root's `target`."""
 
     def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
         """Copy the root's `source` to every rank's `target`."""
 
     def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        """Concatenate every rank's `count` elements in every rank's `target`."""
+        """Concatenate `count` elements of every rank in every rank's `target`."""
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce over all ranks; part r, of `count` elements, goes to rank r's `target`."""
+        """Reduce over all ranks; part r of the result, with `count` elements, goes to rank r's `target`."""
 
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Send to `peer`; blocks the stream until `peer` calls `recv`."""
+        """Send to `peer`. The stream is blocked until `peer` calls `recv`."""
 
     def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Receive from `peer`."""
+        """Receive from `peer` into device memory."""
 
     def async_error(self) -> str | None:
         """Return the asynchronous error of the communicator, or None."""
 
     def abort(self) -> None:
-        """Abort the calls in flight, from any thread; they count as done, with undefined results."""
+        """Abort the calls in flight, from any thread. They then count as done, with undefined results."""
 
     def destroy(self) -> None:
-        """Destroy the communicator; all ranks of a host must call this, with no call in flight."""
+        """Destroy the communicator. All ranks of a host must call this, with no NCCL call in flight."""
 
 
 class Nccl(Protocol):
-    """NCCL library of this process; every call raises `DeviceError` when it fails, and may block."""
+    """The NCCL library of this process. Methods raise `DeviceError` when the NCCL call fails, and may block."""
 
     def version(self) -> int:
         """Return the version of NCCL, such as 22809."""
 
     def unique_id(self) -> bytes:
-        """Return the id of a new communicator, 128 bytes; one rank calls this and sends the id to the others."""
+        """Return the 128-byte id of a new communicator. One rank calls this, and sends the id to the others."""
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
-        """Create this rank's end on the thread's device; blocks until all ranks have called this."""
+        """Create this rank's communicator on the thread's device. Blocks until all ranks have called this."""
 
     def group_start(self) -> None:
-        """Start a group: calls of this thread up to `group_end` are launched together, so none waits for another."""
+        """Start an NCCL group: calls up to `group_end` are launched together, so none waits for another."""
 
     def group_end(self) -> None:
-        """Launch the calls since `group_start`; raise the first of their errors."""
+        """Launch all calls since `group_start`; raise the first error of these calls."""

@@ -1,4 +1,4 @@
-"""Backend of CUDA devices, by which the core uses this package; the first call loads the rest."""
+"""Device backend for CUDA, by which the core uses this package. The first call loads the rest of the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CUDA"]
 
 
 class _CudaBackend:
-    """Backend for CUDA arrays: calls by NCCL, or through the host."""
+    """The device backend for CUDA arrays: NCCL carries out the calls, or the host does."""
 
     kind = KIND
     label = LABEL
@@ -26,16 +26,16 @@ class _CudaBackend:
 
     def count(self) -> int:
         """Return the number of CUDA devices that this process may use."""
-        from aiocoll.gpu.provider import device_count  # few groups are given a device
+        from aiocoll.gpu.provider import device_count  # imported here: few groups have a device
 
         return device_count()
 
     def calls(
         self, comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
     ) -> CudaCalls:
-        """Make the calls of a group, at its first call on CUDA arrays."""
+        """Make the `CudaCalls` of a group, at its first call on CUDA arrays."""
         with loading("CUDA arrays"):
-            from aiocoll.gpu.calls.device_calls import CudaCalls  # with all that a GPU needs
+            from aiocoll.gpu.calls.device_calls import CudaCalls  # imports all modules for GPUs
 
         return CudaCalls.first(comm, arrays, forced=forced, ahead=ahead)
 

@@ -1,4 +1,4 @@
-"""Copies between a device and ordinary memory of the host, for when no page-locked memory can be had.
+"""Copies between a device and ordinary host memory, for use when no page-locked memory is available.
 
 CUDA locks memory, and frees locked memory, only when the kernels on the device have ended: and those of NCCL may wait
 for a rank that waits for what is to be copied. So one block is locked before there are such kernels. In a thread of its
@@ -23,7 +23,7 @@ NBYTES = 1 << 20
 
 
 class Bounce:
-    """Page-locked block of one device, through which copies go one after the other.
+    """A page-locked block of memory for one device, through which copies go one after the other.
 
     Args:
         cuda: the CUDA runtime.
@@ -38,7 +38,7 @@ class Bounce:
         self._block = cuda.pinned(NBYTES)
 
     def copy(self, pairs: Sequence[tuple[NDArray[Any], int]], *, to_host: bool) -> None:
-        """Copy between host arrays and addresses on the thread's device; block until the end.
+        """Copy between host arrays and addresses on the thread's device. Block until the copies are done.
 
         Raises:
             DeviceError: CUDA has refused.

@@ -1,4 +1,4 @@
-"""CUDA by ctypes and libcuda, for machines with torch and its libraries but without CuPy.
+"""CUDA by ctypes and libcuda, for machines that have torch and its libraries, but not CuPy.
 
 ctypes releases the GIL in every call. Signatures and numbers come from cuda.h. Names end in _v2 where the header
 defines them so. The driver has no function that multiplies on a device, so torch does that.
@@ -21,7 +21,7 @@ from aiocoll.gpu.driver import Driver
 __all__ = ["SIGNATURES", "CtypesCuda"]
 
 _INT, _UINT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
-#: Arguments of functions, in addition to those of `Driver`. Handles and addresses are as wide as pointers.
+#: Argument types of functions that `Driver` does not use. Handles and addresses are as wide as pointers.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (_POINTER,),
     "cuDeviceGetCount": (_POINTER,),
@@ -53,7 +53,7 @@ _BUS_ID = 64
 
 
 class CtypesCuda(Driver):
-    """`Cuda` by the driver.
+    """The interface `Cuda`, implemented by the CUDA driver.
 
     Args:
         library: libcuda, as returned by `ctypes.CDLL`.
@@ -70,7 +70,7 @@ class CtypesCuda(Driver):
         self.kernels: Kernels = _TorchKernels()
 
     def version(self) -> int:
-        """Return the CUDA version of the driver, such as 12080."""
+        """Return the CUDA version that the driver supports, such as 12080."""
         return self._number("cuDriverGetVersion")
 
     def device_count(self) -> int:
@@ -78,7 +78,7 @@ class CtypesCuda(Driver):
         return self._number("cuDeviceGetCount")
 
     def bus_id(self, device: int) -> str:
-        """Return the PCI bus id."""
+        """Return the PCI bus id of a device."""
         text = ctypes.create_string_buffer(_BUS_ID)
         self._call("cuDeviceGetPCIBusId", text, _BUS_ID, self._handle(device))
         return text.value.decode()
@@ -90,7 +90,7 @@ class CtypesCuda(Driver):
         return major, minor
 
     def current(self) -> int:
-        """Return the current device of this thread; -1 if it has none."""
+        """Return the current device of this thread; -1 if there is none."""
         try:
             return self._number("cuCtxGetDevice")
         except DeviceError as error:
@@ -103,29 +103,29 @@ class CtypesCuda(Driver):
         return device != _NO_DEVICE and super().has_context(device)
 
     def stream_create(self) -> int:
-        """Return a new stream."""
+        """Return a new CUDA stream."""
         return self._address("cuStreamCreate", _NON_BLOCKING)
 
     def stream_destroy(self, stream: int) -> None:
-        """Destroy a stream."""
+        """Destroy a CUDA stream."""
         self._call("cuStreamDestroy_v2", stream)
 
     def is_capturing(self, stream: int) -> bool:
-        """Return whether work for `stream` is being captured into a graph."""
+        """Return whether work on `stream` is being captured into a CUDA graph."""
         status = ctypes.c_int()
         self._call("cuStreamIsCapturing", stream, ctypes.byref(status))
         return bool(status.value)
 
     def event_create(self, sleeps: bool = False) -> int:
-        """Return a new event."""
+        """Return a new CUDA event."""
         return self._address("cuEventCreate", _DISABLE_TIMING | (_BLOCKING_SYNC if sleeps else 0))
 
     def event_destroy(self, event: int) -> None:
-        """Destroy an event."""
+        """Destroy a CUDA event."""
         self._call("cuEventDestroy_v2", event)
 
     def event_record(self, event: int, stream: int) -> None:
-        """Record `event` on `stream`."""
+        """Record `event` on `stream`: it is done when all work enqueued there so far is done."""
         self._call("cuEventRecord", event, stream)
 
     def event_synchronize(self, event: int) -> None:
@@ -133,11 +133,11 @@ class CtypesCuda(Driver):
         self._call("cuEventSynchronize", event)
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """Make later work on `stream` wait for `event`."""
+        """Let work enqueued later on `stream` wait for `event`."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def pinned(self, nbytes: int) -> NDArray[Any]:
-        """Return page-locked host memory."""
+        """Return page-locked host memory as a uint8 array."""
         if not nbytes:
             return np.empty(0, np.uint8)
         return np.asarray(
@@ -145,23 +145,23 @@ class CtypesCuda(Driver):
         )
 
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from the device to pinned memory."""
+        """Copy from device memory to page-locked host memory."""
         self._call("cuMemcpyDtoHAsync_v2", target, source, nbytes, stream)
 
     def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from pinned memory to the device."""
+        """Copy from page-locked host memory to device memory."""
         self._call("cuMemcpyHtoDAsync_v2", target, source, nbytes, stream)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy on the device."""
+        """Copy within device memory."""
         self._call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
 
     def scratch(self, nbytes: int, stream: int) -> int:
-        """Return the address of new device memory, for later work on `stream`."""
+        """Return the address of new device memory, for work enqueued later on `stream`."""
         return self._address("cuMemAllocAsync", nbytes, stream)
 
     def scratch_free(self, address: int, stream: int) -> None:
-        """Free the memory from `scratch` after the work that is on `stream` now."""
+        """Free memory from `scratch` when the work that is on `stream` now is done."""
         self._call("cuMemFreeAsync", address, stream)
 
     def _number(self, name: str, *args: Any) -> int:
@@ -176,7 +176,7 @@ class CtypesCuda(Driver):
 
 
 class _TorchKernels:
-    """`Kernels` by torch."""
+    """The interface `Kernels`, implemented by torch."""
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
         """Multiply `count` elements of `source` by `factor` into `target`."""
@@ -191,12 +191,12 @@ class _TorchKernels:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
                 given, made = (_view_tensor(torch, at, count, kind) for at in (source, target))
                 torch.mul(given, number, out=made)
-        except Exception as error:  # torch may raise anything
+        except Exception as error:  # torch may raise any exception
             raise DeviceError("scale", str(error), fatal=False) from error
 
 
 class _PinnedMemory:
-    """Page-locked memory for a NumPy array; the last view frees it."""
+    """Page-locked host memory for a NumPy array. Its last view frees the memory."""
 
     def __init__(self, address: int, nbytes: int, free: Callable[[int], int]) -> None:
         self._address = address
@@ -208,7 +208,7 @@ class _PinnedMemory:
 
 
 class _Memory:
-    """Device memory as bytes, for torch."""
+    """Device memory in the form of bytes, for torch."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -217,5 +217,5 @@ class _Memory:
 
 
 def _view_tensor(torch: Any, address: int, count: int, kind: DType) -> Any:
-    """Return a torch tensor on memory of the thread's device."""
+    """Return a torch tensor that uses memory of the thread's device."""
     return torch.as_tensor(_Memory(address, count * kind.itemsize), device="cuda").view(getattr(torch, kind.name))

@@ -1,4 +1,4 @@
-"""NCCL by ctypes, with the libnccl of torch or of an NVIDIA package.
+"""NCCL by ctypes, with the library libnccl from torch or from an NVIDIA package.
 
 The communicators are non-blocking: a call that has to wait for other ranks returns at once. This module then polls
 whether the call is done, in the end every millisecond. So no thread is inside NCCL while it waits, and the communicator
@@ -22,13 +22,13 @@ UNIQUE_ID_BYTES = 128
 
 
 class UniqueId(ctypes.Structure):
-    """`ncclUniqueId`, which is passed by value."""
+    """The C type `ncclUniqueId`, which functions take by value."""
 
     _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
 
 
 class Config(ctypes.Structure):
-    """`ncclConfig_v21700`, the oldest version; later NCCL versions read only `size` bytes of it."""
+    """The C type `ncclConfig_v21700`, the oldest version. Later NCCL versions read only its first `size` bytes."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -63,17 +63,17 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 _SUCCESS, _INVALID_ARGUMENT, _IN_PROGRESS = 0, 4, 7
 _MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
-#: Value of an unset field in NCCL.
+#: The value of a field in NCCL's configuration that is not set.
 _UNSET = -(1 << 31)
 #: Number of polls before the first pause. A kernel launch takes several polls.
 _AT_ONCE = 64
-#: Seconds of the pause before each later poll.
+#: Seconds of pause between later polls.
 _POLL_EVERY = 0.001
 _OLDEST = 21800
 
 
 class CtypesNccl:
-    """`Nccl` by libnccl.
+    """The interface `Nccl`, implemented by libnccl.
 
     Args:
         library: libnccl, as returned by `ctypes.CDLL`.
@@ -100,13 +100,13 @@ class CtypesNccl:
         return number.value
 
     def unique_id(self) -> bytes:
-        """Return the id of a new communicator."""
+        """Return the id of a new NCCL communicator."""
         made = UniqueId()
         self.check("ncclGetUniqueId", self.call("ncclGetUniqueId", ctypes.byref(made)))
         return bytes(memoryview(made))
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> CtypesCommunicator:
-        """Create this rank's end on the thread's device; returns once all ranks have called this."""
+        """Create this rank's communicator on the thread's device. Returns when all ranks have called this."""
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise DeviceError("ncclCommInitRankConfig", f"an id has {UNIQUE_ID_BYTES} bytes", fatal=False)
         config = Config(
@@ -124,12 +124,12 @@ class CtypesNccl:
         return made
 
     def group_start(self) -> None:
-        """Start a group."""
+        """Start an NCCL group, whose calls are launched together."""
         self.check("ncclGroupStart", self.call("ncclGroupStart"))
         self._thread.group = set()
 
     def group_end(self) -> None:
-        """Launch the calls since `group_start`."""
+        """Launch all calls since `group_start`."""
         group, self._thread.group = self._thread.group, None
         status = self.call("ncclGroupEnd")
         if status not in (_SUCCESS, _IN_PROGRESS):
@@ -140,24 +140,24 @@ class CtypesNccl:
     # -- for communicators
 
     def call(self, name: str, *args: Any) -> int:
-        """Call an NCCL function; return its status."""
+        """Call an NCCL function; return its status code."""
         return int(getattr(self._library, name)(*args))
 
     def check(self, name: str, status: int) -> None:
-        """Raise the error of a status, unless it is success."""
+        """Raise an error unless a status code means success."""
         if status != _SUCCESS:
             raise self.error(name, status)
 
     def error(self, name: str, status: int) -> DeviceError:
-        """Return the error of a status."""
+        """Return the `DeviceError` for a status code."""
         return DeviceError(name, self.text(status), fatal=status != _INVALID_ARGUMENT)
 
     def text(self, status: int) -> str:
-        """Return the text of a status."""
+        """Return NCCL's text for a status code."""
         return (self._library.ncclGetErrorString(status) or b"").decode() or f"status {status}"
 
     def joins(self, communicator: CtypesCommunicator) -> bool:
-        """Add a communicator to the group that is open in this thread; return whether there is one."""
+        """Add a communicator to this thread's open NCCL group; return whether there is one."""
         group = getattr(self._thread, "group", None)
         if group is not None:
             group.add(communicator)
@@ -165,21 +165,21 @@ class CtypesNccl:
 
 
 class CtypesCommunicator:
-    """`NcclCommunicator` by libnccl; one thread at a time is inside NCCL, and none while a call waits for ranks."""
+    """The interface `NcclCommunicator` by libnccl, with at most one thread inside NCCL at a time."""
 
     def __init__(self, nccl: CtypesNccl, handle: int) -> None:
         self._nccl = nccl
         self._handle = handle
-        #: Held by a thread while it is inside NCCL.
+        #: Held by the thread that is inside NCCL.
         self._inside = threading.Lock()
         self._over = threading.Event()
 
     def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce over all ranks into every rank's `target`."""
+        """Reduce `source` over all ranks into every rank's `target`."""
         self._start("ncclAllReduce", source, target, count, dtype, op, stream=stream)
 
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
-        """Reduce over all ranks into the root's `target`."""
+        """Reduce `source` over all ranks into the root's `target`."""
         self._start("ncclReduce", source, target, count, dtype, op, root, stream=stream)
 
     def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
@@ -187,19 +187,19 @@ class CtypesCommunicator:
         self._start("ncclBroadcast", source, target, count, dtype, root, stream=stream)
 
     def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        """Concatenate every rank's `count` elements in every rank's `target`."""
+        """Concatenate `count` elements of every rank in every rank's `target`."""
         self._start("ncclAllGather", source, target, count, dtype, stream=stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce over all ranks; part r goes to rank r's `target`."""
+        """Reduce over all ranks; part r of the result goes to rank r's `target`."""
         self._start("ncclReduceScatter", source, target, count, dtype, op, stream=stream)
 
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Send to `peer`."""
+        """Send device memory to `peer`."""
         self._start("ncclSend", source, count, dtype, peer, stream=stream)
 
     def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Receive from `peer`."""
+        """Receive from `peer` into device memory."""
         self._start("ncclRecv", target, count, dtype, peer, stream=stream)
 
     def async_error(self) -> str | None:
@@ -208,7 +208,7 @@ class CtypesCommunicator:
         return None if status in (_SUCCESS, _IN_PROGRESS) else self._nccl.text(status)
 
     def abort(self) -> None:
-        """Abort calls in flight, once no thread is inside NCCL."""
+        """Abort the calls in flight, as soon as no thread is inside NCCL."""
         self._end("ncclCommAbort")
 
     def destroy(self) -> None:
@@ -220,7 +220,7 @@ class CtypesCommunicator:
         self._end("ncclCommDestroy")
 
     def finish(self, name: str, status: int) -> None:
-        """Wait until a call is done; another thread may abort the communicator meanwhile.
+        """Wait until an NCCL call is done. Meanwhile, another thread may abort the communicator.
 
         Raises:
             DeviceError: the call has failed, or was aborted.
@@ -260,7 +260,7 @@ class CtypesCommunicator:
 
 
 def load() -> CtypesNccl:
-    """Return NCCL by libnccl.
+    """Return the interface `Nccl` implemented by libnccl.
 
     Raises:
         OSError: there is no library.
@@ -285,7 +285,7 @@ def library() -> ctypes.CDLL:
 
 
 def _names() -> Iterator[str]:
-    """Yield possible paths of the library. The first is the path that torch loads."""
+    """Yield possible paths of libnccl. The first is the path from which torch loads it."""
     try:
         package = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:

@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 _OLDEST = 14
 _INVALID_ARGUMENT = 4
-#: Attributes of a device with its compute capability, for which CuPy has no names.
+#: Numbers of the device attributes with the compute capability, for which CuPy has no names.
 _CAPABILITY = (75, 76)
 _IN_PROGRESS = 7
-#: NCCL statuses for which CuPy has no text.
-_UNKNOWN = {_IN_PROGRESS: "in progress: NCCL_COMM_BLOCKING=0 is not for CuPy", 8: "it took too long"}
-#: CUDA code that multiplies dtypes which CuPy's arithmetic rounds in another way, or does not have.
+#: Texts for NCCL status codes that CuPy does not know.
+_UNKNOWN = {_IN_PROGRESS: "in progress: CuPy does not support NCCL_COMM_BLOCKING=0", 8: "it took too long"}
+#: CUDA code that multiplies the dtypes for which CuPy rounds differently, or has no arithmetic.
 _SCALE = {
     "float16": ("float16", "y = (float)x * f"),
     "bfloat16": (
@@ -56,9 +56,9 @@ if int(cupy.__version__.partition(".")[0]) < _OLDEST:
 
 
 def _error(call: str, error: Exception, fatal: bool) -> DeviceError:
-    """Convert an error of CuPy to a `DeviceError` of a call."""
+    """Convert an error of CuPy to a `DeviceError` that names the call."""
     if isinstance(error, KeyError):
-        # CuPy raises KeyError for an NCCL status that it does not know.
+        # CuPy raises KeyError for an NCCL status code that it does not know.
         status = error.args[0]
         return DeviceError(call, _UNKNOWN.get(status, f"status {status}"))
     number = getattr(error, "status", None)
@@ -70,7 +70,7 @@ def _error(call: str, error: Exception, fatal: bool) -> DeviceError:
 
 
 def _named(call: str, *, fatal: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that converts errors of CuPy to a `DeviceError` of `call`."""
+    """Return a decorator that converts CuPy's errors to a `DeviceError` that names `call`."""
 
     def named(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
@@ -86,7 +86,7 @@ def _named(call: str, *, fatal: bool = False) -> Callable[[Callable[P, T]], Call
 
 
 class _StreamAddress:
-    """A stream address with the CUDA stream protocol, for CuPy."""
+    """The address of a stream as an object with the CUDA stream protocol, for CuPy."""
 
     def __init__(self, address: int) -> None:
         self._address = address
@@ -96,7 +96,7 @@ class _StreamAddress:
 
 
 class _Kernels:
-    """`Kernels` by CuPy."""
+    """The interface `Kernels`, implemented by CuPy."""
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
         if dtype not in _SCALE and dtype not in _SCALED:
@@ -104,14 +104,14 @@ class _Kernels:
         try:
             with cupy.cuda.Stream.from_external(_StreamAddress(stream)):
                 _scaled(target, source, count, dtype, factor)
-        except Exception as error:  # compiling may raise anything, such as ImportError without NVRTC
+        except Exception as error:  # compiling may raise any exception, such as ImportError without NVRTC
             raise DeviceError("scale", str(error), fatal=False) from error
 
 
 class _Cuda:
-    """`Cuda` by `cupy.cuda.runtime`; calls that must not hold the GIL or make a context go to the driver."""
+    """The interface `Cuda` by `cupy.cuda.runtime`; by the driver if CuPy would hold the GIL or make a context."""
 
-    # CuPy's functions without a wrapper: every collective calls them.
+    # CuPy's own functions, without a Python wrapper, because every collective calls them.
     current = staticmethod(_named("cudaGetDevice")(runtime.getDevice))
     is_capturing = staticmethod(_named("cudaStreamIsCapturing")(runtime.streamIsCapturing))
     event_record = staticmethod(_named("cudaEventRecord")(runtime.eventRecord))
@@ -170,7 +170,8 @@ class _Cuda:
     def pinned(self, nbytes: int) -> NDArray[Any]:
         if not nbytes:
             return np.empty(0, np.uint8)
-        # The pointer owns the memory, and the array the pointer. CuPy's pool would never free it.
+        # The pointer owns the memory, and the array owns the pointer. CuPy's pool, in contrast, would never free the
+        # memory.
         pointer = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
         return np.frombuffer(pointer, np.uint8, nbytes)
 
@@ -196,7 +197,7 @@ class _Cuda:
 
 
 class _Communicator:
-    """`NcclCommunicator` by CuPy; holds an extra reference to CuPy's object, which `_end` drops."""
+    """The interface `NcclCommunicator` by CuPy. An extra reference keeps CuPy's object until `_end`."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
@@ -227,7 +228,7 @@ class _Communicator:
         self._end(self._made.destroy, "ncclCommDestroy")
 
     def _end(self, end: Any, call: str) -> None:
-        """Call `end` (abort or destroy) only once; CuPy allows another call until the first has returned."""
+        """Call `end` (abort or destroy) only once. CuPy itself would allow a second call before the first returns."""
         with self._ending:
             if self._ended:
                 return
@@ -237,7 +238,7 @@ class _Communicator:
 
 
 class _Nccl:
-    """`Nccl` by the module `cupy.cuda.nccl`."""
+    """The interface `Nccl`, implemented by `cupy.cuda.nccl`."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -255,9 +256,9 @@ class _Nccl:
             raise DeviceError("ncclCommInitRank", "NCCL_COMM_BLOCKING=0 is set, which CuPy does not support: unset it")
         kind = self._library.NcclCommunicator
         made = kind.__new__(kind)
-        # Freeing the object would destroy the communicator, which may block the thread for ever. The extra reference
-        # keeps it until `_end`, or until the process ends. The same holds after a failed initialization: NCCL may still
-        # use a part of the communicator.
+        # Freeing the object would destroy the communicator, which may block the thread forever. The extra reference
+        # keeps the object until `_end`, or until the process ends. That is also necessary after a failed
+        # initialization: NCCL may still use a part of the communicator.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
         _named("ncclCommInitRank", fatal=True)(made.__init__)(world_size, unique_id, rank)
         return _Communicator(made)
@@ -268,13 +269,13 @@ class _Nccl:
 
     @_named("ncclGroupEnd", fatal=True)
     def group_end(self) -> None:
-        # Fatal: an error here belongs to all communicators of the group.
+        # An error of this call is fatal for all communicators of the NCCL group.
         self._library.groupEnd()
 
 
 @cache
 def cuda() -> Cuda:
-    """Return CUDA by CuPy.
+    """Return the interface `Cuda` implemented by CuPy.
 
     Raises:
         BackendUnavailableError: there is no device; the message has the reason.
@@ -288,20 +289,20 @@ def cuda() -> Cuda:
 
 @cache
 def nccl() -> tuple[Nccl | None, str | None]:
-    """Return NCCL by CuPy, or None and the reason why there is none."""
+    """Return the interface `Nccl` implemented by CuPy, or None and the reason why there is none."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")  # the warning is the reason
+        warnings.simplefilter("always")  # CuPy's warning contains the reason
         try:
             from cupy.cuda import nccl as library
         except ImportError as error:
             return None, f"CuPy {cupy.__version__} has no NCCL: {error}"
     if not library.available:
-        return None, " ".join(" ".join(str(warning.message).split()) for warning in caught) or "NCCL is not there"
+        return None, " ".join(" ".join(str(warning.message).split()) for warning in caught) or "NCCL is not available"
     return _Nccl(library), None
 
 
 def _array(address: int, count: int, dtype: str) -> Any:
-    """Return a CuPy array on memory of the thread's device."""
+    """Return a CuPy array that uses memory of the thread's device."""
     kind = np.dtype(dtype)
     memory = cupy.cuda.UnownedMemory(address, count * kind.itemsize, None, runtime.getDevice())
     return cupy.ndarray((count,), kind, cupy.cuda.MemoryPointer(memory, 0))

@@ -1,4 +1,4 @@
-"""A CUDA device for event loops: it runs their calls, and notifies each loop of the ends of its calls."""
+"""CUDA device of event loops: it runs their calls, and notifies each loop when its calls end."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["Device", "close_devices"]
 
 T = TypeVar("T")
 
-#: The devices of this process, by runtime and ordinal. A forked child gets a new lock.
+#: The devices of this process, by runtime and device number. A forked child gets a new lock.
 _devices: dict[tuple[int, int], Device] = {}
 _lock = threading.Lock()
-#: Running threads of `Device.run_in_thread`, and the seconds that an exiting process waits for each.
+#: Running threads of `Device.run_in_thread`, and the seconds for which an exiting process waits for each.
 _threads: WeakSet[threading.Thread] = WeakSet()
 EXITING = 5.0
 
 
 class Device:
-    """A device of this process, shared by all groups and loops; see `Device.of`.
+    """A CUDA device of this process, shared by all groups and event loops; see `Device.of`.
 
     A device has one launcher thread, and a completion thread for each stream.
 
@@ -59,27 +59,27 @@ class Device:
         self.forked = False
         self._events = Events(cuda, ordinal, sleeping=True)
         self._marks = Events(cuda, ordinal)
-        # Completion threads by stream; and those of closed streams that have not ended yet.
+        # Completion threads by stream, and those of closed streams that have not ended yet.
         self._waiters: dict[int, CompletionThread] = {}
         self._closing: dict[int, CompletionThread] = {}
         self._launcher = LaunchThread(cuda, ordinal)
         self.staging = Staging(cuda, self._call_when_idle)
         self._word = EndWord(cuda)
         self._bounce: Bounce | None = None
-        #: Functions for the launcher to call once no NCCL call is on the device.
+        #: Functions that the launcher thread calls when no NCCL call is on the device.
         self._waiting: deque[Callable[[], None]] = deque()
         self.turns = Turns()
         self.order = LaunchOrder()
-        #: Stream of NCCL calls, and the number of groups that use it; changed under the lock.
+        #: The common stream for NCCL calls, and the number of groups that use it. Changed under the lock.
         self._common: int | None = None
         self._users = 0
-        #: Completion threads of this stream, and of earlier ones whose calls may not have ended.
+        #: Completion threads of the common stream, and of earlier ones whose calls may not have ended.
         self._of_nccl: list[CompletionThread] = []
         self._lock = threading.Lock()
 
     @staticmethod
     def of(cuda: Cuda, ordinal: int) -> Device:
-        """Return the object of a device; cheap after the first call.
+        """Return the object for a device. It is made at the first call.
 
         Raises:
             RuntimeError: this process was forked from one that uses CUDA.
@@ -102,7 +102,7 @@ class Device:
             )
 
     def stream(self) -> int:
-        """Return a new stream, and start its completion thread.
+        """Return a new stream, and start the completion thread that watches it.
 
         The first call of a process on a device takes long, because CUDA makes a context. If there are arrays on the
         device, the context exists. Otherwise call this through `run`.
@@ -121,7 +121,7 @@ class Device:
         return stream
 
     def common_stream(self) -> int:
-        """Return the stream of the NCCL calls of all groups, which NCCL requires to run one after the other.
+        """Return the stream for the NCCL calls of all groups, which must run one after the other.
 
         Each caller must call `leave_common_stream` in the end.
 
@@ -137,7 +137,7 @@ class Device:
             return self._common
 
     async def leave_common_stream(self, seconds: float) -> bool:
-        """Leave the stream of NCCL calls; the last group destroys it, see `close_stream`."""
+        """Stop using the common stream for NCCL calls. The last group destroys it; see `close_stream`."""
         with self._lock:
             self._users -= 1
             stream = self._common
@@ -147,7 +147,7 @@ class Device:
         return await self.close_stream(stream, seconds)
 
     def prepare(self, polls: bool) -> None:
-        """Page-lock the memory that is needed while NCCL calls are on the device; runs in the launcher.
+        """Page-lock the memory needed while NCCL calls are on the device. Runs in the launcher thread.
 
         Args:
             polls: whether awaits poll for the ends of calls.
@@ -161,25 +161,25 @@ class Device:
                 self._word.lock()
 
     def page_locked(self, nbytes: int) -> NDArray[Any] | None:
-        """Return a block of `staging`, or None if locking one would wait for NCCL calls; runs in the launcher.
+        """Return a block from `staging`, or None if page-locking would wait for NCCL calls. Runs in the launcher.
 
         Raises:
             DeviceError: no memory could be page-locked.
         """
         found = self.staging.find(nbytes)
         if found is None and self._is_occupied():
-            self._call_when_idle(lambda: self.staging.give(self.staging.take(nbytes)))  # fill the pool for a later call
+            self._call_when_idle(lambda: self.staging.give(self.staging.take(nbytes)))  # fill the pool for later calls
             return None
         return self.staging.take(nbytes) if found is None else found
 
     def copy(self, pairs: Sequence[tuple[NDArray[Any], int]], *, to_host: bool) -> asyncio.Future[None]:
-        """Copy between ordinary host memory and addresses on the device; return a future that is done at the end."""
+        """Copy between ordinary host memory and device addresses; return a future that is done when the copies are."""
         bounce = self._bounce
         assert bounce is not None
         return self.run_in_thread(partial(bounce.copy, pairs, to_host=to_host))
 
     def _is_occupied(self) -> bool:
-        """Return whether NCCL calls may be on the device; runs in the launcher, so none is launched meanwhile."""
+        """Return whether NCCL calls may be on the device. Runs in the launcher thread, so none starts meanwhile."""
         return any(not each.is_idle for each in self._of_nccl)
 
     def _call_when_idle(self, call: Callable[[], None]) -> None:
@@ -192,7 +192,7 @@ class Device:
 
     def _call_waiting(self) -> None:
         while self._waiting and not self._is_occupied():
-            with suppress(DeviceError):  # a lack of memory, which is not needed yet
+            with suppress(DeviceError):  # ignore a lack of memory, which is not needed yet
                 self._waiting.popleft()()
 
     def launch(
@@ -206,7 +206,7 @@ class Device:
         is_current: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> Launched:
-        """Launch a call on a stream without blocking the running loop.
+        """Launch a call on a stream without blocking the running event loop.
 
         The launcher makes the calls of all threads on one device one after the other, in order.
 
@@ -236,17 +236,17 @@ class Device:
         return launched
 
     def look(self, stream: int, loop: asyncio.AbstractEventLoop) -> bool | None:
-        """Report the first call on a stream to the running `loop` if it has ended; see `CompletionThread.look`."""
+        """If the first call on a stream has ended, report it to the running `loop`; see `CompletionThread.look`."""
         waiter = self._waiters.get(stream)
         return None if waiter is None else waiter.look(loop)
 
     @property
     def is_launching(self) -> bool:
-        """True if the launcher has a queued or running call."""
+        """Return whether the launcher thread has a queued or running call."""
         return self._launcher.is_busy
 
     def mark(self, stream: int, is_checked: bool = False) -> int:
-        """Return an event that is done once the work on the caller's `stream` so far is done.
+        """Return a mark: an event that is done when the work on the caller's `stream` so far is done.
 
         Pass the event to `make_streams_wait` or `unmark`.
 
@@ -262,7 +262,7 @@ class Device:
         return self._marks.record(stream) if is_checked else self._marks.on_device(self._mark, stream)
 
     def make_streams_wait(self, marks: Sequence[int], *streams: int) -> None:
-        """Make later work on `streams` wait for `marks`, which are used up; runs in the launcher."""
+        """Let later work on `streams` wait for `marks`, which are then released. Runs in the launcher thread."""
         try:
             for mark in marks:
                 for stream in streams:
@@ -272,11 +272,11 @@ class Device:
                 self._marks.give(mark)
 
     def unmark(self, mark: int) -> None:
-        """Release an unused mark."""
+        """Release a mark that is not needed."""
         self._marks.give(mark)
 
     def check_capture(self, stream: int) -> bool:
-        """Refuse a stream that is being captured into a graph; return whether this is the thread's current device.
+        """Reject a stream that is being captured into a graph; return whether this is the thread's current device.
 
         Raises:
             RuntimeError: the stream is being captured.
@@ -298,7 +298,7 @@ class Device:
         except DeviceError as error:
             if error.status not in CAPTURES:
                 raise
-            captured = True  # the default stream, which would join the capture of another stream
+            captured = True  # it is the default stream, which would join another stream's capture
         if captured:
             raise RuntimeError(
                 f"stream {stream:#x} of CUDA device {self.ordinal} is being captured into a graph: collectives cannot "
@@ -306,7 +306,7 @@ class Device:
             )
 
     def run(self, call: Callable[[], T], late: Callable[[T], object] | None = None) -> asyncio.Future[T]:
-        """Call a function in the launcher, where it may block, after earlier calls; return a future of its result.
+        """Run a function in the launcher thread after earlier calls; return a future for its result.
 
         Args:
             call: the function.
@@ -316,13 +316,13 @@ class Device:
         return _carry(self._launcher.put, call, late)
 
     def run_in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Call a function in a new thread, for calls that must not wait for a stuck launcher; otherwise as `run`."""
+        """Run a function in a new thread, so that it does not wait for a stuck launcher; otherwise like `run`."""
         self._check()
         return _carry(self._start_thread, call, None)
 
     def _start_thread(self, carry: Callable[[], None]) -> None:
         def call_on_device() -> None:
-            with suppress(DeviceError):  # `call` will raise it
+            with suppress(DeviceError):  # `call` will raise the same error
                 self.cuda.use(self.ordinal)
                 self.cuda.relax()
             carry()
@@ -332,7 +332,7 @@ class Device:
         _threads.add(thread)
 
     async def close_stream(self, stream: int, seconds: float) -> bool:
-        """Destroy a stream once all calls on it have ended.
+        """Destroy a stream when all calls on it have ended.
 
         Returns:
             False, with a warning in the log, if they have not ended within `seconds`. A thread, and the objects that
@@ -354,13 +354,13 @@ class Device:
                 seconds,
             )
             return False
-        if self._closing.pop(stream, None) is not None:  # `close` may have come first
+        if self._closing.pop(stream, None) is not None:  # `close` may have removed it before
             with suppress(DeviceError):
                 self._events.on_device(self.cuda.stream_destroy, stream)
         return True
 
     def close(self, seconds: float) -> bool:
-        """End all threads after their pending calls, and release all resources; for the end of a test.
+        """End all threads after their pending calls, and release all resources. For the end of a test.
 
         Returns:
             False if a thread has not ended within `seconds`.
@@ -397,7 +397,7 @@ def close_devices(seconds: float = 10.0) -> bool:
 
 
 def _do_nothing() -> None:
-    """Do nothing; the callback for threads whose end nothing waits for."""
+    """Do nothing: the callback for threads whose end is not awaited."""
 
 
 def _carry(
@@ -421,7 +421,7 @@ def _carry(
 
 
 def _call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> bool:
-    """Call a function in the loop; return False if the loop is closed."""
+    """Run a function in an event loop; return False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(call, *args)
     except RuntimeError:
@@ -451,7 +451,7 @@ def _settle(
 
 @atexit.register
 def _wait_for_threads() -> None:
-    """Wait for NCCL calls, because a process that unloads NCCL during a call crashes."""
+    """Wait for NCCL calls in progress: a process that unloads NCCL during a call crashes."""
     for thread in list(_threads):
         thread.join(EXITING)
 

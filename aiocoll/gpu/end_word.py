@@ -1,4 +1,4 @@
-"""End words: a word of host memory in which a device reports the end of a call to an event loop.
+"""End words: words of host memory in which a device reports the end of a call to an event loop.
 
 Querying CUDA may block, because a kernel that waits for a lost rank may block the driver. Reading memory never blocks,
 and does not release the GIL.
@@ -15,7 +15,7 @@ _MOST = 2**32 - 1
 
 
 class EndWord:
-    """End word of one device: the number of the last followed call that has ended, one call at a time.
+    """The end word of one device: the number of the followed call that has ended last. It follows one call at a time.
 
     Args:
         cuda: the CUDA runtime.
@@ -28,7 +28,7 @@ class EndWord:
         self._is_refused = False
 
     def lock(self) -> None:
-        """Allocate the word in page-locked memory; waits for NCCL calls that are on the device.
+        """Allocate the word in page-locked memory. This waits for NCCL calls that are on the device.
 
         Raises:
             DeviceError: no memory could be page-locked.
@@ -39,11 +39,11 @@ class EndWord:
         self._words = memory.data.cast("I")
 
     def free(self) -> None:
-        """Free the memory; the device no longer writes to it."""
+        """Free the word's memory. The device must not write to it any more."""
         self._words = None
 
     def follow(self, stream: int) -> int:
-        """Let the device write a number once all work on a stream is done; return the number, 0 if that is impossible.
+        """Let the device write a number when all work on a stream is done; return the number, or 0 if impossible.
 
         The device must be the thread's current device.
         """
@@ -52,11 +52,11 @@ class EndWord:
         self._last = self._last % _MOST + 1
         try:
             self._cuda.stream_write(stream, self._address, self._last)
-        except DeviceError:  # not supported by all devices; keep the memory for earlier writes
+        except DeviceError:  # some devices do not support it; keep the memory for earlier writes
             self._is_refused = True
             return 0
         return self._last
 
     def is_last_number(self, number: int) -> bool:
-        """Return whether this is the last number that the device has written."""
+        """Return whether this number is the last one that the device has written."""
         return self._words is not None and self._words[0] == number

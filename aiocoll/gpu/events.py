@@ -1,4 +1,4 @@
-"""Pools of events of one device, and calls with this device as the thread's current device.
+"""Pool of events of one device, and functions that run with this device as the thread's current device.
 
 Recording a sleeping event, for which threads sleep, blocks while 56 of them are pending on the stream (seen on an H200,
 driver 580). So only the ends of calls are sleeping events, because their number is limited. Events for which streams
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Events:
-    """A pool of events of one device; thread-safe.
+    """A thread-safe pool of events of one device.
 
     Args:
         cuda: the CUDA runtime.
@@ -33,7 +33,7 @@ class Events:
         self._free: list[int] = []
 
     def on_device(self, call: Callable[..., T], *args: object) -> T:
-        """Call a function with this device as the thread's current device; return its result.
+        """Run a function with this device as the thread's current device; return its result.
 
         The streams 0, 1 and 2 belong to the thread's device, and new streams and events are made there. Afterwards the
         previous device is restored, unless it has no context: restoring it would make one.
@@ -50,7 +50,7 @@ class Events:
                 cuda.use(before)
 
     def record(self, stream: int) -> int:
-        """Return an event that is done once the work on `stream` so far is done; this must be the current device.
+        """Return an event for the work on `stream` so far. This device must be the current device.
 
         Raises:
             DeviceError: the event cannot be recorded.
@@ -67,10 +67,10 @@ class Events:
         return event
 
     def give(self, event: int) -> None:
-        """Return an event to the pool; streams that wait for it keep waiting for the recorded work."""
+        """Return an event to the pool. Streams that wait for it still wait for the work recorded before."""
         self._free.append(event)
 
     def destroy(self) -> None:
-        """Destroy all free events."""
+        """Destroy all unused events in the pool."""
         while self._free:
             self.cuda.event_destroy(self._free.pop())

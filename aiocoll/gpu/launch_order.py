@@ -1,4 +1,4 @@
-"""Launch order: the order of the NCCL calls of several groups on one device.
+"""Launch order of the NCCL calls of several groups on one device, equal on all ranks.
 
 An NCCL call occupies its device until all ranks of its group have launched it. A device may have no room for another
 group's call meanwhile. So any two calls must have the same order on all devices that have both, and the orders of
@@ -26,25 +26,25 @@ __all__ = ["Lane", "LaunchOrder"]
 
 
 class LaunchOrder:
-    """Groups on one device, and the order of their calls; thread-safe."""
+    """The groups on one device, and the order of their calls. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clock = 0
         self._lanes: list[Lane] = []
         self._entries: list[_Entry] = []
-        #: Requested proposals; made once all groups are shared.
+        #: Proposals that were requested, to be made when all groups use times.
         self._wanted: list[tuple[_Entry, Callable[[int], None]]] = []
-        #: Entry whose call is being started.
+        #: The entry whose call is being started.
         self._beginning: _Entry | None = None
 
     @property
     def is_used(self) -> bool:
-        """True if any group is on the device."""
+        """Return whether any group uses the device."""
         return bool(self._lanes)
 
     def join(self, group: int, crowded: Callable[[], None]) -> Lane:
-        """Add a group.
+        """Add a group to the device; return its lane.
 
         Args:
             group: id of the group.
@@ -77,27 +77,27 @@ class LaunchOrder:
         self._begin_next()
 
     def propose(self, entry: _Entry, reply: Callable[[int], None]) -> None:
-        """Call `reply` with the proposal for an entry, once it is made; only within `changed`."""
+        """Call `reply` with the proposed time for an entry as soon as there is one. Only within `changed`."""
         self._wanted.append((entry, reply))
 
     def settle(self, entry: _Entry, time: int) -> None:
-        """Set the time of an entry, which is not before its proposal; only within `changed`."""
+        """Set the time of an entry, which must not be earlier than its proposal. Only within `changed`."""
         entry.time = time
         self._clock = max(self._clock, time)
 
     def drop(self, entry: _Entry) -> None:
-        """Forget an entry; only within `changed`."""
+        """Forget an entry. Only within `changed`."""
         self._wanted = [each for each in self._wanted if each[0] is not entry]
         self._entries = [each for each in self._entries if each is not entry]
 
     def remove(self, lane: Lane) -> None:
-        """Forget a lane and its entries; only within `changed`."""
+        """Forget a lane and its entries. Only within `changed`."""
         self._lanes = [each for each in self._lanes if each is not lane]
         self._wanted = [each for each in self._wanted if each[0].lane is not lane]
         self._entries = [each for each in self._entries if each.lane is not lane]
 
     def _drop_lost(self) -> None:
-        """Forget lanes of closed loops, which cannot leave by themselves."""
+        """Forget lanes whose event loops are closed, because they cannot leave by themselves."""
         for lane in [each for each in self._lanes if each.loop.is_closed()]:
             self.remove(lane)
 
@@ -121,7 +121,7 @@ class LaunchOrder:
         self._begin_next()
 
     def _begin(self, entry: _Entry) -> None:
-        """Start a call, unless its group has left; runs in the loop of the group."""
+        """Start a call in its group's event loop, unless the group has left."""
         try:
             if entry in self._entries and entry.begin is not None:
                 entry.begin()
@@ -132,7 +132,7 @@ class LaunchOrder:
 
 
 class _Entry:
-    """A call in the order, with a proposal or a time; it starts as the first entry once `begin` is set."""
+    """A call in the launch order, with a proposed or final time. It starts when it is first and `begin` is set."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -144,7 +144,7 @@ class _Entry:
 
 
 class Lane:
-    """A group on one device; numbers identify its calls.
+    """The calls of one group on one device, identified by numbers.
 
     Attributes:
         group: id of the group.
@@ -162,32 +162,32 @@ class Lane:
         self._entries: dict[int, _Entry] = {}
 
     def share(self) -> None:
-        """Use times for all calls from now on; calls without a time are already on the stream."""
+        """Use times for all calls from now on. Calls without a time are already on the stream."""
         self.is_shared = True
         self._order.changed()
 
     def propose(self, number: int, reply: Callable[[int], None]) -> None:
-        """Call `reply` with a proposal for a call, once all groups on the device are shared."""
+        """Call `reply` with the proposed time of a call, when all groups on the device use times."""
         entry = self._entries[number] = _Entry(self)
         self._order.changed(lambda: self._order.propose(entry, reply))
 
     def settle(self, number: int, time: int) -> None:
-        """Set the time of a call."""
+        """Set the final time of a call."""
         entry = self._entries[number]
         self._order.changed(lambda: self._order.settle(entry, time))
 
     def begin(self, number: int, begin: Callable[[], None]) -> None:
-        """Call `begin` at the turn of a call, whose time is set."""
+        """Run `begin` when a call, whose time is set, has its turn."""
         entry = self._entries.pop(number)
         self._order.changed(lambda: setattr(entry, "begin", begin))
 
     def withdraw(self, number: int) -> None:
-        """Forget a call."""
+        """Remove a call from the launch order."""
         entry = self._entries.pop(number)
         self._order.changed(lambda: self._order.drop(entry))
 
     def leave(self) -> None:
-        """Leave the device; the group has ended."""
+        """Leave the device, because the group has ended."""
         self.is_shared = True
         self._entries.clear()
         self._order.changed(lambda: self._order.remove(self))
@@ -195,11 +195,11 @@ class Lane:
     # -- for the order
 
     def is_here(self) -> bool:
-        """Return whether the group's loop runs in this thread."""
+        """Return whether the group's event loop runs in this thread."""
         return asyncio._get_running_loop() is self.loop
 
     def call(self, call: Callable[[], object]) -> bool:
-        """Call a function in the group's loop; return False if the loop is closed."""
+        """Run a function in the group's event loop; return False if the loop is closed."""
         if self.is_here():
             call()
             return True

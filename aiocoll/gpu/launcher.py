@@ -1,4 +1,4 @@
-"""Launcher thread of a device, and `Launched`, a call in flight.
+"""Launcher thread of a device, and `Launched`, a call in flight on the device.
 
 NCCL may block its caller, and lets only one thread of a process call it for a device at a time. So the event loop makes
 a call itself only if the call cannot block, and while the launcher thread is idle.
@@ -20,10 +20,10 @@ __all__ = ["LaunchThread", "Launched", "Waiter"]
 
 
 class Waiter(Protocol):
-    """Detector of the ends of calls on a stream."""
+    """The interface that detects when calls on a stream have ended."""
 
     def put(self, launched: Launched, *, look: bool) -> None:
-        """Notify the loop of `launched` once the call has ended; called in order, when the call is on the stream.
+        """Notify the event loop of `launched` when the call ends. Called in order, when the call is on the stream.
 
         Args:
             launched: the call.
@@ -32,7 +32,7 @@ class Waiter(Protocol):
 
 
 class LaunchThread:
-    """A daemon thread that makes one call after the other on its device.
+    """A daemon thread that makes calls on its device, one after the other.
 
     Args:
         cuda: the runtime.
@@ -54,13 +54,13 @@ class LaunchThread:
         self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """Queue a function, which must not raise, from any thread."""
+        """Queue a function from any thread. The function must not raise an exception."""
         with self._counting:
             self._unfinished += 1
             self._queue.put(call)
 
     def attempt(self, launched: Launched, is_current: bool) -> bool:
-        """Launch a call in this thread, unless an earlier one has not returned; return whether it was launched.
+        """Launch a call in the caller's thread, unless an earlier call is running; return whether it was launched.
 
         A call that another thread queues meanwhile may run before or after it.
 
@@ -81,7 +81,7 @@ class LaunchThread:
 
     @property
     def is_busy(self) -> bool:
-        """True if a call is queued or running."""
+        """Return whether a call is queued or running."""
         return self._unfinished > 0
 
     def is_wanted(self) -> bool:
@@ -95,7 +95,7 @@ class LaunchThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        with suppress(DeviceError):  # the calls will raise it
+        with suppress(DeviceError):  # the calls will raise the same error
             self._cuda.use(self._ordinal)
             self._cuda.relax()
         while (call := self._queue.get()) is not None:
@@ -107,7 +107,7 @@ class LaunchThread:
 
 
 class Launched:
-    """A call in flight: in the launcher, on the device, or on the way back to its loop.
+    """A call in flight: in the launcher thread, on the device, or on its way back to the event loop.
 
     Buffers live until the loop observes device completion, awaited or not.
 
@@ -166,27 +166,27 @@ class Launched:
         except BaseException as exc:
             self.failed(exc)
         try:
-            # After an error, too: earlier work on the stream, perhaps a part of this call, may not be done.
+            # Record the event even after an error: earlier work on the stream, or a part of this call, may not be done.
             self.event = self.events.record(self.stream)
         except BaseException as exc:
             self.failed(exc)
-        # Must come after `record`: an event that was not recorded counts as done.
+        # Set this after `record`, because an event that was never recorded counts as done.
         self.enqueued = True
         if self._wanted:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):  # the event loop is closed
                 self.loop.call_soon_threadsafe(self.release)
         self._waiter.put(self, look=look)
 
     def failed(self, error: BaseException) -> None:
-        """Keep the first error, instead of letting it end the thread."""
+        """Store the first error of the call, which must not end the thread."""
         if self.error is None and isinstance(error, DeviceError):
-            self.error = error.with_traceback(None)  # its frames would keep their variables alive
+            self.error = error.with_traceback(None)  # the traceback would keep variables alive
         elif self.error is None:
             self.error = DeviceError("launch", repr(error), fatal=False)
             self.error.__cause__ = error
 
     async def on_stream(self, stream: int) -> None:
-        """Make later work on `stream`, of this thread and device, wait for this call; runs in the loop.
+        """Let later work on `stream`, of this thread and device, wait for this call. Runs in the event loop.
 
         Returns once the wait is enqueued; the host does not wait for the device.
 
@@ -196,24 +196,24 @@ class Launched:
         if not self.enqueued:
             waiting = self.loop.create_future()
             self._wanted.append(waiting)
-            if self.enqueued:  # the launcher may have checked for waiters before this one was added
+            if self.enqueued:  # the launcher may have looked for waiting tasks before this one was added
                 self.release()
             await waiting
         if self.error is not None:
             raise self.error
         if not self.enqueued:
             raise DeviceError("launch", "the call was released before it was launched", fatal=False)
-        if self.event:  # returned to the pool in this thread only
+        if self.event:  # events are returned to the pool in this thread only
             self.events.on_device(self.events.cuda.stream_wait, stream, self.event)
 
     def release(self) -> None:
-        """Resume the waiters in `on_stream`, once the call is on the stream or has failed; runs in the loop."""
+        """Resume tasks that wait in `on_stream`: the call is on the stream or has failed. Runs in the event loop."""
         for waiting in self._wanted:
             if not waiting.done():
                 waiting.set_result(None)
 
     def end(self) -> None:
-        """Report the end of the call and drop the references; runs in the loop."""
+        """Report the end of the call and drop the references. Runs in the event loop."""
         done, error = self._done, self.error
         assert done is not None
         try:
@@ -226,13 +226,13 @@ class Launched:
             self.drop()
 
     def drop(self) -> None:
-        """Drop the references without a report; for a closed loop, too."""
+        """Drop the references without a report, also if the event loop is closed."""
         self._call = self._done = self._keep = None
         if self.event:
             self.events.give(self.event)
             self.event = 0
 
     def __del__(self) -> None:
-        # The loop was closed before it ran the callback.
+        # The event loop was closed before it ran the callback.
         if self.event:
             self.events.give(self.event)

@@ -1,4 +1,4 @@
-"""Selection of CUDA and NCCL: by CuPy, loaded on first use; else by the libraries; or the fakes of a test."""
+"""Selection of CUDA and NCCL: by CuPy, loaded on first use; otherwise by ctypes; or the fakes of a test."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = [
     "runtime",
 ]
 
-#: CUDA, NCCL or None, and the reason why there is no NCCL, as provided by a test.
+#: CUDA, NCCL or None, and the reason if there is no NCCL, as a test has provided them.
 _provided: tuple[Cuda, Nccl | None, str] | None = None
 #: Oldest and newest CUDA version for which the package has an extra.
 _OLDEST, _NEWEST = 12, 13
-_NOT_PROVIDED = "it was left out"
+_NOT_PROVIDED = "NCCL was not provided"
 
 
 @contextlib.contextmanager
 def provide(cuda: Cuda, nccl: Nccl | None = None, missing: str = _NOT_PROVIDED) -> Iterator[None]:
-    """Make `runtime` return these in this block, in all threads; `missing` is the reason why there is no NCCL."""
+    """Let `runtime` return these fakes in this block, in all threads; `missing` is the reason if there is no NCCL."""
     global _provided
     before, _provided = _provided, (cuda, nccl, missing)
     try:
@@ -39,7 +39,7 @@ def provide(cuda: Cuda, nccl: Nccl | None = None, missing: str = _NOT_PROVIDED) 
 
 
 def runtime() -> tuple[Cuda, Nccl | None]:
-    """Return CUDA, and NCCL or None; the same objects at each call.
+    """Return CUDA, and NCCL or None: the same objects at each call.
 
     Raises:
         BackendUnavailableError: CUDA cannot be used here; the message names the package to install.
@@ -55,7 +55,7 @@ def runtime() -> tuple[Cuda, Nccl | None]:
             return by_ctypes()[:2]
         except (OSError, AttributeError, DeviceError) as other:
             raise BackendUnavailableError(
-                f"CUDA arrays need CuPy: {install_command()} ({error}; nor is the driver enough: {other})"
+                f"CUDA arrays need CuPy: {install_command()} ({error}; without CuPy: {other})"
             ) from error
     return cuda(), nccl()[0]
 
@@ -66,7 +66,7 @@ def device_count() -> int:
 
 
 def driver_devices() -> int:
-    """Return the number of devices that the driver reports; 0 without a driver."""
+    """Return the number of devices that the CUDA driver reports; 0 without a driver."""
     import ctypes
 
     try:
@@ -80,7 +80,7 @@ def driver_devices() -> int:
 
 
 def missing_nccl_reason() -> str | None:
-    """Return the reason why `runtime` has no NCCL; None if it has. Call `runtime` first."""
+    """Return why `runtime` returns no NCCL; None if it returns NCCL. Call `runtime` first."""
     if _provided is not None:
         return _provided[2] if _provided[1] is None else None
     try:
@@ -92,7 +92,7 @@ def missing_nccl_reason() -> str | None:
 
 @cache
 def by_ctypes() -> tuple[Cuda, Nccl | None, str | None]:
-    """Return CUDA, NCCL or None, and the reason why there is no NCCL, by ctypes.
+    """Return CUDA by ctypes, NCCL by ctypes or None, and the reason why there is no NCCL.
 
     Raises:
         OSError: there is no driver.
@@ -122,7 +122,7 @@ def install_command() -> str:
 
 
 def _cuda_major() -> int | None:
-    """Return the major CUDA version of torch, or of the driver; None without either."""
+    """Return the major CUDA version of torch, or of the driver; None if there is neither."""
     torch = sys.modules.get("torch")
     version = getattr(getattr(torch, "version", None), "cuda", None)
     if version:

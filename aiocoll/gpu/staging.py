@@ -1,4 +1,4 @@
-"""A pool of page-locked host memory, whose allocation takes CUDA milliseconds and stops the device."""
+"""Pool of page-locked host memory, because allocating such memory takes milliseconds and stops the device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from aiocoll.gpu.api import Cuda
 
 __all__ = ["Staging"]
 
-#: Smallest block in bytes: CUDA locks whole pages.
+#: Size of the smallest block in bytes, because CUDA locks whole pages.
 SMALLEST = 4096
-#: Maximum total size of free blocks in bytes. Beyond it, the least recently used blocks are freed.
+#: Maximum total size of unused blocks in bytes. Beyond it, the least recently used blocks are freed.
 KEPT = 1 << 30
 
 
 class Staging:
-    """A pool of page-locked blocks; thread-safe, but `take` may block and is not for event loops.
+    """A thread-safe pool of page-locked blocks. Its method `take` may block, so event loops must not call it.
 
     Args:
         cuda: the CUDA runtime.
@@ -30,18 +30,18 @@ class Staging:
         self._cuda = cuda
         self._elsewhere = elsewhere
         self._lock = threading.Lock()
-        # By size, in the order of their return. The last returned block of a size is taken first: it is in the CPU's
+        # Unused blocks by size, in the order of their return. The last one is taken first, because it is in the CPU's
         # caches.
         self._free: dict[int, list[NDArray[Any]]] = {}
         self._kept = 0
 
     @property
     def kept(self) -> int:
-        """Total size of free blocks in bytes."""
+        """The total size of unused blocks in bytes."""
         return self._kept
 
     def take(self, nbytes: int) -> NDArray[Any]:
-        """Return a uint8 block of at least `nbytes`, at most a quarter or one page more.
+        """Return a uint8 block of at least `nbytes`, longer by at most a quarter or one page.
 
         Raises:
             DeviceError: no memory could be page-locked.
@@ -50,7 +50,7 @@ class Staging:
         return self._cuda.pinned(_size(nbytes)) if found is None else found
 
     def find(self, nbytes: int) -> NDArray[Any] | None:
-        """Return a free block of the size that `take` returns; None if there is none."""
+        """Return an unused block of the size that `take` would return; None if there is none."""
         size = _size(nbytes)
         with self._lock:
             if free := self._free.get(size):
@@ -59,7 +59,7 @@ class Staging:
         return None
 
     def give(self, block: NDArray[Any]) -> None:
-        """Return a block to the pool; host and device must no longer use it."""
+        """Return a block to the pool. Neither host nor device may use it any more."""
         freed: list[NDArray[Any]] = []
         with self._lock:
             size = block.nbytes
@@ -77,7 +77,7 @@ class Staging:
             self._elsewhere(freed.clear)
 
     def clear(self) -> None:
-        """Free all free blocks."""
+        """Free all unused blocks."""
         with self._lock:
             freed, self._free = self._free, {}
             self._kept = 0
@@ -85,6 +85,6 @@ class Staging:
 
 
 def _size(nbytes: int) -> int:
-    """Return the size of a block for `nbytes` bytes."""
+    """Return the size of a block that holds `nbytes` bytes."""
     step = max(SMALLEST, 1 << (nbytes - 1).bit_length() >> 3)
     return max(-(-nbytes // step), 1) * step

@@ -1,4 +1,4 @@
-"""CUDA streams of any library, as addresses."""
+"""CUDA streams of any library, represented by their addresses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["stream_address"]
 
 
 def stream_address(stream: Any) -> int:
-    """Return the address of a CUDA stream of CuPy, torch, or any object with ``__cuda_stream__``, or of an address.
+    """Return the address of a CUDA stream: of CuPy, torch, an object with ``__cuda_stream__``, or an address.
 
     Raises:
         TypeError: `stream` is not a stream.
@@ -18,7 +18,7 @@ def stream_address(stream: Any) -> int:
     if hasattr(stream, "__cuda_stream__"):
         _, address = stream.__cuda_stream__()
         return int(address)
-    for name in ("cuda_stream", "ptr"):  # torch's, CuPy's
+    for name in ("cuda_stream", "ptr"):  # the attributes of torch's and of CuPy's streams
         address = getattr(stream, name, None)
         if isinstance(address, int):
             return address

@@ -1,4 +1,4 @@
-"""Turns on a device: groups create their communicators one at a time."""
+"""Turns on a device, so that groups create their NCCL communicators one at a time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["Turn", "Turns"]
 
 
 class Turns:
-    """Turns of one device; thread-safe."""
+    """The turns on one device. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: The first turn has begun.
+        #: The turns in order, of which the first has begun.
         self._row: deque[Turn] = deque()
 
     def take(self, call: Callable[[], None]) -> Turn:
-        """Call `call` in this loop when all earlier turns have ended, unless this one has ended by then."""
+        """Run `call` in this event loop when all earlier turns have ended, unless this turn has ended before."""
         turn = Turn(self, call)
         with self._lock:
             had_it = self._row[0] if self._row else None
-            # A turn whose loop was closed would never end.
+            # Drop a turn whose event loop is closed, because it would never end.
             self._row = deque(each for each in (*self._row, turn) if not each.is_lost())
             first = self._row[0]
         if first is not had_it:
@@ -31,7 +31,7 @@ class Turns:
         return turn
 
     def end(self, turn: Turn) -> None:
-        """End a turn; if it had begun, the next one begins."""
+        """End a turn. If it had begun, the next turn begins."""
         with self._lock:
             if turn not in self._row:
                 return
@@ -43,7 +43,7 @@ class Turns:
 
 
 class Turn:
-    """A turn on a device."""
+    """A group's turn on a device."""
 
     def __init__(self, turns: Turns, call: Callable[[], None]) -> None:
         self._turns = turns
@@ -51,18 +51,18 @@ class Turn:
         self._loop = asyncio.get_running_loop()
 
     def begin(self) -> None:
-        """Call the owner's function in the owner's loop."""
+        """Run the owner's function in the owner's event loop."""
         try:
             self._loop.call_soon_threadsafe(self._on_begin)
-        except RuntimeError:  # the loop is closed, and its groups with it
+        except RuntimeError:  # the event loop is closed, and its groups with it
             self.end()
 
     def is_lost(self) -> bool:
-        """Return whether the loop of the turn is closed, so that the turn would never end."""
+        """Return whether the event loop of the turn is closed, so that the turn would never end."""
         return self._loop.is_closed()
 
     def end(self) -> None:
-        """End the turn; idempotent."""
+        """End this turn. Idempotent."""
         self._call = None
         self._turns.end(self)
 

@@ -1,4 +1,4 @@
-"""Completion threads: detection of the ends of calls on a stream.
+"""Completion threads, which detect when calls on a stream have ended.
 
 Waking a thread takes tens of microseconds, as long as a short collective. So the launcher, which is awake, first checks
 for that long whether a call has ended, if no other call is queued. A polling await does the same in the loop that made
@@ -33,19 +33,20 @@ from aiocoll.gpu.launcher import Launched, LaunchThread
 
 __all__ = ["CompletionThread"]
 
-#: Maximum number of unfinished calls on a stream; later calls are held. A launch blocks its thread when the stream has
-#: about a thousand entries, of which a call takes a few, or when too many events are pending (`Events`).
+#: Maximum number of unfinished calls on a stream; later calls are held back. A launch blocks its thread when the stream
+#: has about a thousand entries, of which each call takes a few, or when too many events are pending (`Events`).
 AT_MOST = 48
 
-#: Maximum number of ended calls per callback in a loop. A report takes some microseconds, and other callbacks must run.
+#: Maximum number of ended calls reported in one callback. A report takes some microseconds, and other callbacks must
+#: run.
 AT_ONCE = 16
-#: Number of checks by the launcher whether a call has ended. A check takes one or two microseconds, so all checks take
-#: about as long as waking a thread.
+#: Number of checks by the launcher thread whether a call has ended. A check takes one or two microseconds, so all of
+#: them take about as long as waking a thread.
 LOOKS = 32
 
 
 class CompletionThread:
-    """A daemon thread that waits for the unfinished calls of one stream, in order.
+    """A daemon thread that waits for the unfinished calls on one stream, in order.
 
     Args:
         cuda: the CUDA runtime.
@@ -66,21 +67,21 @@ class CompletionThread:
         self._launcher = launcher
         self._word = word
         self._idle = idle
-        # The launcher appends calls and wakes the thread, which removes them.
+        # The launcher thread appends calls and wakes this thread, which removes them.
         self._calls: deque[Launched] = deque()
         self._lock = threading.Lock()
-        #: Released to wake the thread. A condition variable would take some microseconds more.
+        #: A lock that is released to wake the thread. A condition variable would take some microseconds more.
         self._wake = threading.Lock()
         self._wake.acquire()
         self._is_awake = False
-        # Loop that will wake the thread at the end of its turn.
+        # The event loop that will wake the thread at the end of its iteration.
         self._due_in: asyncio.AbstractEventLoop | None = None
-        # Batches by the identity of their loop: the last posted batch, and the partly reported batch. Callbacks of the
-        # loop hold the batches, so a closed loop frees them.
+        # Batches of ended calls, by the identity of their event loop: the last posted batch, and the partly reported
+        # batch. The loop's callbacks hold the batches, so a closed loop frees them.
         self._posted: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._left: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._ended: Callable[[], object] | None = None
-        #: Number of admitted calls that have not ended; functions that launch held calls.
+        #: Number of admitted calls that have not ended, and functions that launch held calls.
         self._admitted = 0
         self._held: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"aiocoll-wait-{ordinal}", daemon=True)
@@ -88,11 +89,11 @@ class CompletionThread:
 
     @property
     def is_idle(self) -> bool:
-        """True if all calls have ended."""
+        """Return whether all calls on the stream have ended."""
         return not self._admitted
 
     def admit(self, launch: Callable[[], None]) -> bool:
-        """Return whether a call may be launched now; if not, the launcher calls `launch` later."""
+        """Return whether a call may be launched now. If not, the launcher thread calls `launch` later."""
         with self._lock:
             if self._held or self._admitted >= AT_MOST:
                 self._held.append(launch)
@@ -101,7 +102,7 @@ class CompletionThread:
             return True
 
     def put(self, launched: Launched, *, look: bool) -> None:
-        """Notify the loop of `launched` once the call has ended; called when the call is on the stream.
+        """Notify the event loop of `launched` when the call ends. Called when the call is on the stream.
 
         Args:
             launched: the call.
@@ -125,13 +126,13 @@ class CompletionThread:
             launched.number = self._word.follow(launched.stream)
 
     def look(self, loop: asyncio.AbstractEventLoop) -> bool | None:
-        """Report the first call to the running `loop` if it has ended.
+        """If the first call has ended, report it to the running `loop`.
 
         Returns:
             Whether it has ended; None if the thread checks it, or the device writes no number after it.
         """
         with self._lock:
-            # Posted batches must be reported first.
+            # Report posted batches first.
             if self._is_awake or not self._calls or self._posted.get(id(loop)):
                 return None
             number = self._calls[0].number
@@ -144,18 +145,18 @@ class CompletionThread:
         return True
 
     def stop(self, ended: Callable[[], object]) -> None:
-        """End the thread after the earlier calls, then call `ended` in it; runs in the launcher."""
+        """End the thread after the earlier calls, then run `ended` in it. Runs in the launcher thread."""
         with self._lock:
             self._ended = ended
             self._wake_thread()
 
     def join(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the stopped thread; return whether it has ended."""
+        """Wait at most `seconds` for the end of the stopped thread; return whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _ends_soon(self, launched: Launched) -> bool:
-        """Check for a short time whether a call has ended, and return it; runs in the launcher."""
+        """Check for a short time whether a call has ended; return whether it has. Runs in the launcher thread."""
         for _ in range(LOOKS):
             if self._is_done(launched):
                 return True
@@ -166,14 +167,14 @@ class CompletionThread:
     # -- in the loop
 
     def _wake_for_launched_calls(self) -> None:
-        """Wake the thread for the calls that one turn of the loop has launched."""
+        """Wake the thread for the calls that one loop iteration has launched."""
         with self._lock:
             self._due_in = None
             if self._calls:
                 self._wake_thread()
 
     def _end(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
-        """Report a batch of ended calls, after the rest of earlier batches."""
+        """Report a batch of calls that have ended, after the rest of earlier batches."""
         earlier = self._left.get(id(loop))
         if earlier is None:
             self._go_on(loop, batch)
@@ -199,20 +200,20 @@ class CompletionThread:
             self._wake.release()
 
     def _run(self) -> None:
-        with suppress(DeviceError):  # waiting will raise it again
+        with suppress(DeviceError):  # waiting will raise the same error
             self._cuda.use(self._ordinal)
             self._cuda.relax()
         while self._sleep():
             first = self._calls[0]
             if not self._is_done(first):
                 self._wait(first)
-            del first  # keep no references while it sleeps
+            del first  # keep no references while the thread sleeps
             self._deliver(self._drain())
         assert self._ended is not None
         self._ended()
 
     def _sleep(self) -> bool:
-        """Sleep until there is a call to wait for; return False at the end of the thread."""
+        """Sleep until there is a call to wait for; return False when the thread must end."""
         while True:
             with self._lock:
                 if self._is_awake and self._calls:
@@ -229,7 +230,7 @@ class CompletionThread:
             launched.failed(exc)
 
     def _drain(self) -> deque[Launched]:
-        """Remove and return the first call and the calls after it that have ended."""
+        """Remove and return the first call, and the calls after it that have ended, too."""
         batch = deque([self._calls.popleft()])
         while self._calls and self._is_done(self._calls[0]):
             batch.append(self._calls.popleft())
@@ -243,7 +244,7 @@ class CompletionThread:
             return True
 
     def _deliver(self, batch: deque[Launched], here: asyncio.AbstractEventLoop | None = None) -> None:
-        """Report ended calls to the loops that made them, one callback per loop; launch held calls.
+        """Report calls that have ended to their event loops, with one callback per loop; launch held calls.
 
         Args:
             batch: the ended calls.
@@ -263,12 +264,12 @@ class CompletionThread:
             self._posted[id(loop)] = mine
             try:
                 loop.call_soon_threadsafe(self._end, loop, mine)
-            except RuntimeError:  # the loop is closed
+            except RuntimeError:  # the event loop is closed
                 while mine:
                     mine.popleft().drop()
 
     def _release_ended(self, ended: int) -> Sequence[Callable[[], None]]:
-        """Subtract ended calls from the admitted ones; return the functions that launch held calls in their place."""
+        """Subtract ended calls from the admitted ones; return the functions that launch held calls instead."""
         with self._lock:
             self._admitted -= ended
             launches = [self._held.popleft() for _ in range(min(len(self._held), AT_MOST - self._admitted))]

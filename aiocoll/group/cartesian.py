@@ -1,4 +1,4 @@
-"""Groups whose ranks form a grid: coordinates, neighbours, subgrids, and the exchange of ghost cells."""
+"""Groups whose ranks form a grid: coordinates, neighbours, subgrids, and ghost-cell exchange."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ G = TypeVar("G")
 
 
 class CartesianGroup(Generic[G]):
-    """A grid of ranks, seen by one of them; `ProcessGroup.cart` makes it.
+    """A grid of ranks, made by `ProcessGroup.cart`. Each rank has its own object.
 
     Ranks of `group` are in row-major order: the last coordinate changes fastest. Message tags from 2**29 are reserved
     for `halo`.
@@ -46,7 +46,7 @@ class CartesianGroup(Generic[G]):
         return f"<CartesianGroup dims={list(self.dims)} periods={list(self.periods)} of {self.group!r}>"
 
     def coords(self, rank: int | None = None) -> tuple[int, ...]:
-        """Return the coordinates of a rank.
+        """Return the coordinates of a rank in the grid.
 
         Args:
             rank: a rank of `group`; None is this rank.
@@ -60,7 +60,7 @@ class CartesianGroup(Generic[G]):
         return self._grid.coords(self._rank if rank is None else self._dispatcher.check_rank(rank, "rank"))
 
     def rank_at(self, coords: Sequence[int]) -> int:
-        """Return the rank at these coordinates.
+        """Return the rank at these coordinates of the grid.
 
         Args:
             coords: one coordinate per axis; it wraps around on a periodic axis.
@@ -77,7 +77,7 @@ class CartesianGroup(Generic[G]):
         return self._grid.rank_at(place)
 
     def shift(self, axis: int, displacement: int = 1) -> tuple[int, int]:
-        """Return the ranks to receive from and to send to, for a shift of data along an axis.
+        """Return the ranks to receive from and to send to, when data is shifted along an axis.
 
         Args:
             axis: axis of the grid; -1 is the last.
@@ -94,7 +94,7 @@ class CartesianGroup(Generic[G]):
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The neighbours below and above this rank for each axis; `PROC_NULL` beyond the end of the grid."""
+        """For each axis, the neighbours below and above this rank; `PROC_NULL` beyond the end of the grid."""
         return tuple(rank for axis in range(len(self.dims)) for rank in self._grid.shift(self._rank, axis, 1))
 
     def sub(self, axes: int | Sequence[int]) -> Self:
@@ -122,7 +122,7 @@ class CartesianGroup(Generic[G]):
         return type(self)(_part(self.group, self._grid.parts(kept)), grid)
 
     def halo(self, array: A, width: int | Sequence[int] = 1, *, timeout: Timeout = None) -> Work[A]:
-        """Fill the ghost cells of `array` with the adjacent cells of the neighbours.
+        """Fill the ghost cells of `array` with the neighbours' cells that lie next to them.
 
             width 1, two ranks along the axis      | g a b c g |   | g d e f g |
             after it                               | g a b c d |   | c d e f g |
@@ -164,7 +164,7 @@ class CartesianGroup(Generic[G]):
 
 
 def make_cartesian(group: G, size: int, dims: Sequence[int], periods: bool | Sequence[bool] | None) -> Any:
-    """Make a grid of the first ranks of `group`, which has `size` ranks; return None on the other ranks."""
+    """Make a grid of the first ranks of `group`, which has `size` ranks; return None on a rank outside the grid."""
     lengths = ints(dims, "dims")
     if not lengths or min(lengths) < 0:
         raise ValueError(
@@ -184,5 +184,5 @@ def make_cartesian(group: G, size: int, dims: Sequence[int], periods: bool | Seq
 
 
 def _part(group: Any, lists: Sequence[Sequence[int]]) -> Any:
-    """Make a group of each list of ranks; return the group that has this rank, or None."""
+    """Make a group of each list of ranks; return the group that contains this rank, or None."""
     return parts_of(group).reconfigurer.split(lists, None, None, parts_of(group).lifetime.is_ending).result()

@@ -1,4 +1,4 @@
-"""The collectives on arrays: methods that check the arguments and start the call."""
+"""Collectives on arrays: methods that check the arguments and start the call."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = ["Collectives", "check_sparse"]
 
 
 def check_sparse(error: TypeError, tensor: Any) -> None:
-    """Raise `error`, the error for an argument that is not a dense array, unless the argument is a sparse array."""
+    """Raise `error`, which rejects an argument that is no dense array, unless the argument is a sparse array."""
     with loading("sparse arrays"):
-        from aiocoll.elements.sparse import is_sparse  # few programs need it
+        from aiocoll.elements.sparse import is_sparse  # imported here, because few programs need it
 
     if not is_sparse(tensor):
         raise error
 
 
 class Collectives:
-    """The collectives of one group; `ProcessGroup` documents the calls and their arguments.
+    """The array collectives of one group. `ProcessGroup` documents the calls and their arguments.
 
     Args:
         dispatcher: dispatcher of the group.
@@ -133,7 +133,7 @@ class Collectives:
         )
 
     def allgather_all(self, outputs: Sequence[list[Any]], tensors: Sequence[Any], name: str) -> list[Work[Any]]:
-        """Check all `tensors`, then start an allgather of each; errors refer to them by `name`."""
+        """Check all `tensors`, then start an allgather of each. Error messages call them `name`."""
         ready = []
         for index, (each, tensor) in enumerate(zip(outputs, tensors, strict=True)):
             own = f"{name}[{index}]"
@@ -262,7 +262,7 @@ class Collectives:
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any]:
-        """Start an alltoall of the parts of one array."""
+        """Start an alltoall that exchanges parts of a single array."""
         is_even = output_split_sizes is input_split_sizes is None
         if is_even and (work := self._start_parts("alltoall", input, output, None, timeout, key)) is not None:
             return work
@@ -280,14 +280,14 @@ class Collectives:
     # -- helpers of several calls
 
     def _start(self, found: Found, shape: tuple[int, ...], result: Any, timeout: Timeout, key: str | None) -> Work[Any]:
-        """Start a call on plain arrays, with a plan found in the call cache."""
+        """Start a call on plain NumPy arrays, with its plan from the call cache."""
         d = self._dispatcher
         return d.start_plan(*found, shape, result, d.limit(timeout), key)
 
     def _start_parts(
         self, kind: str, whole: Any, other: Any, op: ReduceOp | None, timeout: Timeout, key: str | None
     ) -> Work[Any] | None:
-        """Start a call on plain arrays, see `CallCache.parts`; return None if they are not plain."""
+        """Start a call on plain arrays divided as in `CallCache.parts`; return None if they are not plain."""
         if type(whole) is not np.ndarray or type(other) is not np.ndarray:
             return None
         native = self._dispatcher.native
@@ -311,7 +311,7 @@ class Collectives:
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any] | None:
-        """Start a call on lists of plain arrays, see `CallCache.lists`; return None if they are not plain."""
+        """Start a call on lists of plain arrays, as in `CallCache.lists`; return None if they are not plain."""
         native = self._dispatcher.native
         if native is not None:
             work = native.lists(kind, blocks, other, op, root, timeout, key)
@@ -331,11 +331,11 @@ class Collectives:
         return self._start(found, other.shape, result, timeout, key)
 
     def _may_differ(self, source: Buffer) -> bool:
-        """Return whether allocated outputs may differ in length, so that the ranks must exchange their lengths."""
+        """Return whether allocated outputs may differ in length, so that the ranks must exchange lengths first."""
         if self._size == 1 or self._dispatcher.dry or isinstance(source.array, DeviceArray):
             return False
         block = self._dispatcher.block_here()
-        # An interceptor that does not record only predicts the time of calls.
+        # An interceptor that does not record calls only estimates their durations.
         return block is None or block.records
 
     def _report_wrong(
@@ -348,7 +348,7 @@ class Collectives:
         root: int | None = None,
         op: ReduceOp | None = None,
     ) -> Work[Any]:
-        """Raise an error in the lists of a call, or report it to all ranks with ``debug="detail"``."""
+        """Raise an error about the lists of a call; with ``debug="detail"``, report it to all ranks instead."""
         signature = Signature(
             kind.upper(),
             None if main is None else main.dtype.name,

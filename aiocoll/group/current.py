@@ -1,4 +1,4 @@
-"""The current group of a context; a task inherits it from the task that starts it."""
+"""The current group, kept in a context variable. A task inherits it from the task that starts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CURRENT: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("a
 
 
 def current_process_group() -> ProcessGroup | None:
-    """Return the current group, set by `process_group`.
+    """Return the current group, which `process_group` has set.
 
     Returns:
         The group, or None.
@@ -27,7 +27,7 @@ def current_process_group() -> ProcessGroup | None:
 
 @contextlib.contextmanager
 def process_group(pg: G) -> Iterator[G]:
-    """Make `pg` the current group inside the block, for this task and those it starts.
+    """Make `pg` the current group inside the ``with`` block, for this task and for tasks started in the block.
 
     Args:
         pg: a group, or None for no current group.

@@ -32,7 +32,7 @@ async def empty(dispatcher: Dispatcher, shape: int | Sequence[int], dtype: DType
     if nbytes > sys.maxsize:
         raise ValueError(f"shape={shape!r} of {kind} is {nbytes} bytes, which exceeds the address space")
     registered_memory = comm.endpoint.registered_memory
-    # Arrays that fit into a slot are copied anyway.
+    # Use ordinary memory for arrays that fit into a slot, because these are copied anyway.
     if registered_memory is None or not comm.chunk_nbytes or dispatcher.size == 1 or nbytes <= comm.slots.largest:
         return np.empty(sizes, kind)
     try:
@@ -44,7 +44,7 @@ async def empty(dispatcher: Dispatcher, shape: int | Sequence[int], dtype: DType
                 "empty() on rank %d of group %r returns ordinary memory, which peers cannot read in place: %s",
                 comm.rank,
                 comm.name,
-                str(error),  # text only: a handler that keeps the record must not keep the traceback
+                str(error),  # only the text: a handler that keeps the record must not keep the traceback
                 extra=comm.log_extra,
             )
         return np.empty(sizes, kind)

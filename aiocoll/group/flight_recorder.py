@@ -1,4 +1,4 @@
-"""The flight recorder: the last operations of a rank in a group, as data, files and traces.
+"""Flight recorder: the last operations of a rank in a group, as plain data, files and traces.
 
 Recording is always on and costs about 250 ns per call; see `aiocoll.engine.journal` for the recorded data.
 """
@@ -27,16 +27,16 @@ from aiocoll.unretrieved import line_of
 
 __all__ = ["FlightRecorder"]
 
-#: Seconds that closing a group waits for its dump to be written.
+#: Maximum seconds for which closing a group waits until its dump is written.
 WRITE_TIMEOUT = 5.0
-#: Number of low bits of a message's id that hold its number. The bits above hold the tag and the message flag.
+#: Number of low bits in a message's id that hold its number. The bits above hold the tag and the message flag.
 TAG = 32
 
 Places = dict[tuple[CodeType, int], str]
 
 
 class FlightRecorder:
-    """A recorder of the last operations of this rank in one group: 1,024 collectives and 256 messages.
+    """The last operations of this rank in one group: 1,024 collectives and 256 messages.
 
     Any thread may call its methods, at any time, also after the group was closed or revoked.
     """
@@ -52,13 +52,13 @@ class FlightRecorder:
         if directory is None:
             return
         self._path = os.path.join(directory, file_name(comm.name, comm.rank))
-        comm.journal.hint = f"what was called last goes to {self._path}"
+        comm.journal.hint = f"the last calls are written to {self._path}"
         comm.on_revoked.append(self._on_revoked)
         if comm.cause is not None:
             self._on_revoked()
 
     def dump(self) -> dict[str, Any]:
-        """Return all records as plain data, which can be written as JSON.
+        """Return all records as plain data that can be written as JSON.
 
         Returns:
             A dict; for its fields see ``docs/recorder.md``. Times are seconds on the clock of the group; ``clock`` has
@@ -91,7 +91,7 @@ class FlightRecorder:
         }
 
     def dump_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the data of `dump` to a file, for ``aiocoll trace``.
+        """Write the result of `dump` to a file, for ``aiocoll trace``.
 
         Args:
             path: path of the file.
@@ -119,29 +119,29 @@ class FlightRecorder:
     # -- automatic dumps
 
     def signalled(self) -> str:
-        """Handle SIGUSR2: write the dump to a file, or return it as text if there is no directory for files.
+        """Handle SIGUSR2: write the dump to a file, or return it as text if no directory is set.
 
         Returns:
             The text; "" if a file was written.
         """
         if self._pid != os.getpid():
-            return ""  # a forked child is not in the group
+            return ""  # a forked child is not a member of the group
         if self._directory is None:
             return format_dump(self.dump())
         self._save()
         return ""
 
     def _on_revoked(self) -> None:
-        """Write the dump of a revoked group, in a thread since a disk may be slow; simulations have no threads."""
+        """Write the dump of a revoked group, in a thread because disks may be slow. Simulations use no thread."""
         if self._comm.cause is None or self._saved:
-            return  # the group was closed without a failure, or its dump is written already
+            return  # closed without a failure, or already written
         self._saved = True
         endpoint = self._comm.endpoint
         if not endpoint.runtime.may_listen:
             self._save()
             return
         self._written = endpoint.loop.create_future()
-        # Not a daemon thread: a program that exits because of the failure waits for the file.
+        # Not a daemon thread, so that a program which exits because of the failure waits for the file.
         self._writer = threading.Thread(target=self._save_and_notify, name=f"aiocoll dump of {self._comm.name}")
         try:
             self._writer.start()
@@ -153,13 +153,13 @@ class FlightRecorder:
         self._save()
         loop, written = self._comm.endpoint.loop, self._written
         assert written is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits for the file
             loop.call_soon_threadsafe(_set, written)
 
     def _save(self) -> None:
-        """Write the dump to its file; log a failure."""
+        """Write the dump to its file. A failure is only logged."""
         if self._pid != os.getpid():
-            return  # a forked child is not in the group
+            return  # a forked child is not a member of the group
         try:
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             self.dump_json(self._path)
@@ -179,12 +179,12 @@ class FlightRecorder:
         )
 
     async def _settle(self) -> None:
-        """Stop handling signals, and wait for the file; called when the group is closed."""
+        """Stop handling signals, and wait until the file is written. Called when the group is closed."""
         dump_signal.unlisten(self)
         if self._writer is not None and self._written is not None:
             await asyncio.wait([self._written], timeout=WRITE_TIMEOUT)
             if self._written.done():
-                self._writer.join()  # which is about to end
+                self._writer.join()  # the thread is about to end
 
 
 def _set(future: asyncio.Future[None]) -> None:
@@ -193,7 +193,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _entries(comm: Communicator, records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Return records as plain data."""
+    """Return records of operations as plain data."""
     places: Places = {}
     return [_entry(comm, record, places) for record in records]
 

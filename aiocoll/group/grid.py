@@ -1,4 +1,4 @@
-"""The arithmetic of rank grids: coordinates, neighbours, and balanced lengths."""
+"""Arithmetic of rank grids: coordinates, neighbours, and balanced lengths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Grid:
         self.size = prod(dims)
 
     def coords(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinates of a rank."""
+        """Return the coordinates of a rank in the grid."""
         found = []
         for length in reversed(self.dims):
             rank, coordinate = divmod(rank, length)
@@ -38,7 +38,7 @@ class Grid:
         return tuple(reversed(found))
 
     def rank_at(self, coords: Sequence[int]) -> int:
-        """Return the rank at these coordinates; `PROC_NULL` outside the grid."""
+        """Return the rank at these coordinates; `PROC_NULL` if they are outside the grid."""
         rank = 0
         for coordinate, length, periodic in zip(coords, self.dims, self.periods, strict=True):
             if not periodic and not 0 <= coordinate < length:
@@ -47,7 +47,7 @@ class Grid:
         return rank
 
     def shift(self, rank: int, axis: int, displacement: int) -> tuple[int, int]:
-        """Return the ranks at a distance of `displacement` below and above `rank` on an axis."""
+        """Return the ranks that are `displacement` below and above `rank` on an axis."""
         here = self.coords(rank)
         below, above = (
             self.rank_at([*here[:axis], here[axis] + step, *here[axis + 1 :]]) for step in (-displacement, displacement)
@@ -55,14 +55,14 @@ class Grid:
         return below, above
 
     def axis(self, axis: Any) -> int:
-        """Return the number of an axis; raise if there is none. Negative numbers count from the last axis."""
+        """Return an axis as a non-negative number; raise an error if there is no such axis."""
         number, count = _int(axis, "axis"), len(self.dims)
         if not -count <= number < count:
             raise ValueError(f"axis={number} is out of range: the grid has {count} axes")
         return number % count
 
     def parts(self, kept: Sequence[int]) -> list[list[int]]:
-        """Return the ranks of each subgrid along the axes `kept`, which are in ascending order."""
+        """Return the lists of ranks of all subgrids along the axes `kept`, which are in ascending order."""
         lines: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             here = self.coords(rank)
@@ -72,7 +72,7 @@ class Grid:
 
 
 def balanced(size: int, dims: Sequence[int]) -> tuple[int, ...]:
-    """Replace zeros in `dims` so that the product is `size`: by lengths as equal as possible, the largest first.
+    """Replace zeros in `dims` by lengths as equal as possible, the largest first, so that the product is `size`.
 
     Raises:
         ValueError: no lengths have that product.
@@ -88,7 +88,7 @@ def balanced(size: int, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def _factors(number: int, count: int, most: int) -> tuple[int, ...] | None:
-    """Return `count` factors of `number` of at most `most`, with the largest as small as possible, then the next."""
+    """Return `count` factors of `number`, each at most `most`, as equal as possible."""
     if count == 1:
         return (number,) if number <= most else None
     for largest in range(1, most + 1):
@@ -100,7 +100,7 @@ def _factors(number: int, count: int, most: int) -> tuple[int, ...] | None:
 
 
 def ints(values: Any, name: str) -> list[int]:
-    """Return `values` as a list of ints; raise if they are not ints."""
+    """Return `values` as a list of ints; raise an error if one of them is not an int."""
     if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
         raise TypeError(f"{name} must be a list of ints, not {type(values).__name__}")
     return [_int(value, f"{name}[{index}]") for index, value in enumerate(values)]

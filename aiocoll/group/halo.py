@@ -1,4 +1,4 @@
-"""The exchange of ghost cells between neighbours in a grid, axis by axis, so that corners are filled, too."""
+"""Exchange of ghost cells between neighbours in a grid, axis by axis, so that corners are filled, too."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from aiocoll.work import Work, completion_of
 
 __all__ = ["TAGS", "Axis", "check_array", "exchange"]
 
-#: The first message tag reserved for exchanges in the group of a grid.
+#: The first of the message tags that are reserved for ghost-cell exchanges.
 TAGS = 2**29
 
 
 class Axis(NamedTuple):
-    """A step of an exchange.
+    """The messages of a ghost-cell exchange along one axis.
 
     Attributes:
         axis: number of the axis in the array.
@@ -37,7 +37,7 @@ class Axis(NamedTuple):
 
 
 class _Exchange:
-    """An exchange in progress.
+    """A ghost-cell exchange in progress.
 
     Args:
         dispatcher: dispatcher of the grid's group.
@@ -59,7 +59,7 @@ class _Exchange:
         self._completion.expect((), dispatcher.limit(timeout), array)
 
     def start(self) -> Work[Any]:
-        """Start the messages of the first axis, and return the work of the exchange."""
+        """Start the messages of the first axis; return the work of the whole exchange."""
         work: Work[Any] = Work(self._completion)
         self._dispatcher.stepped_calls[self._completion] = None
         try:
@@ -70,7 +70,7 @@ class _Exchange:
         return work
 
     def _advance(self) -> None:
-        """Start the messages of further steps, until a step has pending messages."""
+        """Start the messages of the next axes, up to the first axis with messages that have not ended."""
         while not self._left:
             calls = None if self._error is not None else next(self._steps, None)
             if calls is None:
@@ -96,7 +96,7 @@ class _Exchange:
         self._dispatcher.comm.enter(call.operation(self._dispatcher.comm, P2P, part))
 
     def _on_message_end(self, _: Any, error: BaseException | None) -> None:
-        """Handle the end of one message."""
+        """Handle the end of a message: continue the exchange, or fail it."""
         self._error = self._error or error
         self._left -= 1
         try:
@@ -115,7 +115,7 @@ class _Exchange:
 def _steps(
     rank: int, messages: Messages, array: Any, axes: Sequence[Axis], tag: int, timeout: Timeout
 ) -> Generator[list[MessageCall], None, None]:
-    """Yield the messages of each axis: those to the rank below have its first tag, those to the rank above its second.
+    """Yield the messages of each axis. Each direction along an axis has its own tag.
 
     Both neighbours may be the same rank. If both are this rank, cells are copied.
     """
@@ -145,7 +145,7 @@ def _cells(array: Any, axis: int, start: int, stop: int) -> Any:
 def exchange(
     dispatcher: Dispatcher, messages: Messages, array: Any, axes: Sequence[Axis], tag: int, timeout: Timeout
 ) -> Work[Any]:
-    """Start an exchange of ghost cells.
+    """Start an exchange of ghost cells with the neighbours.
 
     Args:
         dispatcher: dispatcher of the grid's group.
@@ -162,10 +162,10 @@ def exchange(
 
 
 def check_array(array: Any, axes: Sequence[Axis], dims: int) -> None:
-    """Raise if an array lacks these ghost cells, or if its slices do not share its memory."""
+    """Raise an error if an array lacks these ghost cells, or if its slices do not share its memory."""
     shape = getattr(array, "shape", None)
     is_array = hasattr(array, "__array__") or adapter_of(array) is not None
-    # Slices of JAX arrays and pandas objects, which have an attribute `at`, are copies.
+    # JAX arrays and pandas objects have an attribute `at`. Their slices are copies.
     if shape is None or not is_array or hasattr(array, "at"):
         raise TypeError(f"array must be an array whose slices share its memory, not {type(array).__name__}")
     if len(shape) < dims:

@@ -1,4 +1,4 @@
-"""The lifetime of a group: pending works, revocation, shutdown."""
+"""Lifetime of a group: pending works, revocation, shutdown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Lifetime"]
 
 
 class Lifetime:
-    """The lifetime of one group; `ProcessGroup` documents the calls.
+    """The part of one group that ends it. `ProcessGroup` documents the calls.
 
     Args:
         dispatcher: dispatcher of the group.
@@ -80,7 +80,7 @@ class Lifetime:
         return self._ending is not None
 
     def pending(self) -> list[Work[Any]]:
-        """Return the works that have not ended, oldest first."""
+        """Return the works of the group that have not ended, oldest first."""
         calls: list[Completion] = []
         for operation in self._comm.in_flight.pending:
             completion = operation.completion
@@ -89,17 +89,17 @@ class Lifetime:
             else:
                 calls.append(completion)
         calls += [*self._dispatcher.stepped_calls, *self._blocks.deferred()]
-        return [call.handle for call in calls if call.handle is not None]  # an operation's children have no handle
+        return [call.handle for call in calls if call.handle is not None]  # child operations have no handle
 
     def stats(self) -> GroupStats:
-        """Return the counters."""
+        """Return a snapshot of the group's counters on this rank."""
         with loading("stats"):
-            from aiocoll.group.stats import stats_of  # few programs need it
+            from aiocoll.group.stats import stats_of  # imported here, because few programs need it
 
         return stats_of(self._comm)
 
     async def drain(self) -> None:
-        """Wait for all works that are pending now."""
+        """Wait until all works that are pending now have ended."""
         self._dispatcher.check_caller()
         works = await self.settle()
         self._dispatcher.failures.forget_dropped_works()
@@ -141,7 +141,7 @@ class Lifetime:
             comm.revoke(cause)
 
     def report_death(self, rank: int, reason: str) -> None:
-        """Report the death of a rank to all ranks, on behalf of the program."""
+        """Report the death of a rank's process to all ranks, as the program has found out."""
         d, comm = self._dispatcher, self._comm
         d.check_caller()
         rank = d.check_rank(rank, "rank")
@@ -152,7 +152,7 @@ class Lifetime:
         d.endpoint.roster.report(comm.ranks[rank], fit_text(reason))
 
     async def leave(self, error: BaseException | None) -> None:
-        """Close the group at the end of its block; an `error` that left the block revokes the group and its parts."""
+        """Close the group when its ``async with`` block ends. If an `error` ended the block, revoke the group."""
         if self._comm.runtime.thread == 0:
             return  # a forked child leaves the block of its parent process, which owns the group
         if error is not None:
@@ -166,7 +166,7 @@ class Lifetime:
         await asyncio.shield(self.start_shutdown())
 
     def start_shutdown(self) -> asyncio.Task[None]:
-        """Start closing the group, unless started before; return the task that closes it."""
+        """Start to close the group, unless that has started; return the task that closes it."""
         return self._ending or self._start_end(waits=True)
 
     def _start_end(self, *, waits: bool) -> asyncio.Task[None]:
@@ -175,22 +175,23 @@ class Lifetime:
         return self._ending
 
     def begin_abandon(self) -> asyncio.Task[None]:
-        """Start closing the group without waiting for its works, since the event loop is about to end."""
+        """Start to close the group without waiting for its works, because the event loop is about to end."""
         ending = self._ending
         if ending is None or (ending.done() and not self._dispatcher.closed):
-            # A task that was cancelled before its first step has not closed anything.
+            # Start again: a task that was cancelled before its first step has closed nothing.
             return self._start_end(waits=False)
         if not self._dispatcher.closed:
             ending.cancel()
         return ending
 
     def __del__(self) -> None:
-        # The program has dropped its last reference. This may run in any thread, at any point of its code.
+        # The program has dropped its last reference to the group. This code may run in any thread, at any point of the
+        # program.
         d = self._dispatcher
         if self._ending is not None or self._origin.dry or d.runtime.thread == 0 or sys.is_finalizing():
             return
         if d.loop.is_running() or (not d.loop.is_closed() and d.runtime.thread != threading.get_ident()):
-            with contextlib.suppress(RuntimeError):  # the loop is closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
                 d.loop.call_soon_threadsafe(self._end_collected)
         elif not d.closed:
             d.close()
@@ -204,10 +205,10 @@ class Lifetime:
         self.start_shutdown()
 
     def warn(self) -> None:
-        """Warn that the program has not closed the group."""
+        """Warn that the program has not closed the group before its loop ended."""
         comm = self._comm
         if not comm.runtime.may_listen:
-            return  # in a simulation a group has neither sockets nor threads
+            return  # a simulated group has neither sockets nor threads
         warnings.warn(
             f"group {comm.name!r} was not shut down on rank {comm.rank}: await its shutdown(), or use async with",
             ResourceWarning,
@@ -216,7 +217,7 @@ class Lifetime:
         )
 
     async def settle(self) -> list[Work[Any]]:
-        """Wait until all currently pending works have ended, successfully or not; return them."""
+        """Wait until all works pending now have ended, successfully or not; return these works."""
         works = self.pending()
         for work in works:
             await completion_of(work).wait_end()
@@ -235,7 +236,7 @@ class Lifetime:
                 if d.device_calls is not None:
                     await d.device_calls.close()
         except asyncio.CancelledError:
-            # The program is ending: skip the wait, but still send goodbyes to the peers.
+            # The program is ending: do not wait any longer, but still send goodbyes to the peers.
             d.failures.expect(error)
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Point-to-point messages: send, receive, probes, and the iterator over messages without a posted receive."""
+"""Point-to-point messages: send, receive, probes, and iteration over messages without a receive."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ __all__ = ["Message", "Messages", "Recv", "Send", "combine_works"]
 A_co = TypeVar("A_co", bound=Array, covariant=True)
 
 _ndarray = np.ndarray
-#: Most bytes of a message: frames carry its length in 32 bits.
+#: Maximum number of bytes in a message: frames carry its length in 32 bits.
 LONGEST = 2**32 - 1
 _BYTES = by_name("uint8")
 
 
 class Message(Generic[A_co]):
-    """An operation of `ProcessGroup.batch`: a `Send` or a `Recv`."""
+    """Base class of the operations in `ProcessGroup.batch`: `Send` and `Recv`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Message[A_co]):
-    """A send operation of a `batch`; see `ProcessGroup.send`."""
+    """A send in `ProcessGroup.batch`; see `ProcessGroup.send`."""
 
     tensor: A_co
     dst: int
@@ -61,7 +61,7 @@ class Send(Message[A_co]):
 
 @dataclass(frozen=True, slots=True)
 class Recv(Message[A_co]):
-    """A receive operation of a `batch`; see `ProcessGroup.recv`. If `src` is None, it receives from any rank."""
+    """A receive in `ProcessGroup.batch`; see `ProcessGroup.recv`. If `src` is None, it receives from any rank."""
 
     tensor: A_co
     src: int | None
@@ -69,7 +69,7 @@ class Recv(Message[A_co]):
 
 
 class Messages:
-    """The messages of one group; `ProcessGroup` documents the calls.
+    """The point-to-point messages of one group. `ProcessGroup` documents the calls.
 
     Args:
         dispatcher: dispatcher of the group.
@@ -81,7 +81,7 @@ class Messages:
         self._objects = objects
 
     def send(self, tensor: Any, dst: int, tag: int, timeout: Timeout) -> Work[Any]:
-        """Start a send."""
+        """Start to send an array to a rank."""
         dst, tag = self._dispatcher.check_rank(dst, "dst", null=True), _check_tag(tag)
         try:
             buffer = view(tensor, writable=False)
@@ -90,7 +90,7 @@ class Messages:
         return self._send(dst, tag, buffer, timeout)
 
     def recv(self, tensor: Any, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
-        """Start a receive from rank `src`, which has been checked; None is any rank."""
+        """Start to receive an array from rank `src`, which has been checked, or from any rank if it is None."""
         tag = _check_tag(tag)
         try:
             buffer = view(tensor)
@@ -130,12 +130,12 @@ class Messages:
                         works.append(self._recv(buffer, each.src, each.tag, timeout))
         except BaseException:
             for work in works:
-                work.add_done_callback(_ignore_outcome)  # the caller gets the error instead of these works
+                work.add_done_callback(_ignore_outcome)  # the caller gets the error, not these works
             raise
         return works
 
     def send_object(self, obj: Any, dst: int, tag: int, timeout: Timeout) -> Work[None]:
-        """Start a send of an object."""
+        """Start to send an object to a rank."""
         dst, tag = self._dispatcher.check_rank(dst, "dst", null=True), _check_tag(tag)
         content = Content(OBJECT, memoryview(self._objects.dump(obj)))
         if dst == PROC_NULL:
@@ -143,7 +143,7 @@ class Messages:
         return self._dispatcher.start(self._make_send_call("SEND_OBJECT", dst, tag, content, None, timeout))
 
     def recv_object(self, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
-        """Start a receive of an object."""
+        """Start to receive an object from a rank."""
         d, tag = self._dispatcher, _check_tag(tag)
         if src is not None:
             src = d.check_rank(src, "src", null=True)
@@ -157,13 +157,13 @@ class Messages:
         return d.start(MessageCall("RECV_OBJECT", make, limit, ("src", src, tag)))
 
     def incoming(self, tag: int) -> AsyncIterator[tuple[int, Any]]:
-        """Return an iterator over the messages that match no posted receive."""
+        """Return an iterator over the messages that no posted receive matches."""
         tag = _check_tag(tag)
         self._dispatcher.check()
         return _Incoming(self._dispatcher.comm, tag, self._objects)
 
     def probe(self, source: int | None, tag: int, timeout: Timeout) -> Work[Envelope]:
-        """Start a probe, which waits for a message."""
+        """Start a probe, which waits for a message without receiving it."""
         d = self._dispatcher
         envelope = self._check_probe(source, tag)
         tag = envelope.tag
@@ -177,7 +177,7 @@ class Messages:
         return d.start(MessageCall("PROBE", make, limit, ("src", src, tag), envelope))
 
     def iprobe(self, source: int | None, tag: int) -> Envelope | None:
-        """Return the envelope of the next message; None without one."""
+        """Return the envelope of the next message; None if no message has arrived."""
         d = self._dispatcher
         envelope = self._check_probe(source, tag)
         tag = envelope.tag
@@ -193,7 +193,7 @@ class Messages:
         return None if arrival is None else envelope_of(arrival)
 
     def one_of(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
-        """Make one work that stands for several works; a block may have recorded them."""
+        """Make one work that ends when all of several works have ended. A block may have recorded them."""
         completions = [completion_of(work) for work in works]
         for completion in completions:
             completion.note_await()  # the program awaits only the combined work
@@ -205,7 +205,7 @@ class Messages:
         return Work(whole)
 
     def _check_operation(self, each: Any, name: str) -> tuple[Send[Any] | Recv[Any], Buffer]:
-        """Check one operation of a batch; return it with plain ints, and the view of its tensor."""
+        """Check one operation of a batch; return it with plain ints, and a flat view of its array."""
         if not isinstance(each, Send | Recv):
             raise TypeError(f"{name} must be a Send or a Recv, not {type(each).__name__}")
         tag = _check_tag(each.tag, f"{name}.tag")
@@ -218,7 +218,7 @@ class Messages:
         return Recv(each.tensor, src, tag), buffer
 
     def send_call(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> MessageCall:
-        """Prepare a send to a rank."""
+        """Return a prepared send to a rank."""
         array: Any = buffer.array
         code = buffer.dtype.code
         if type(array) is _ndarray:
@@ -234,7 +234,7 @@ class Messages:
         return call
 
     def recv_call(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> MessageCall:
-        """Prepare a receive from a rank; None is any rank."""
+        """Return a prepared receive from a rank, or from any rank if it is None."""
         d = self._dispatcher
         limit = d.limit(timeout)
         array: Any = buffer.array
@@ -296,19 +296,19 @@ class Messages:
         return self._start_unless_null(recv_sparse(self._dispatcher, tensor, src, tag, limit), timeout)
 
     def _start_unless_null(self, call: MessageCall, timeout: Timeout) -> Work[Any]:
-        """Start a message; end it at once if its other rank is `PROC_NULL`."""
+        """Start a message. If the rank at its other end is `PROC_NULL`, end the message at once."""
         if call.ends[1] == PROC_NULL:
             return self._end_null_message(call.op, call.ends, call.result, timeout)
         return self._dispatcher.start(call)
 
     def _check_probe(self, source: int | None, tag: int) -> Envelope:
-        """Check the arguments of a probe; return its result for `PROC_NULL` and in a dry run, an empty envelope."""
+        """Check a probe's arguments; return an empty envelope for `PROC_NULL` and in a dry run."""
         tag = _check_tag(tag)
         number = self._dispatcher.check_rank(0 if source is None else source, "source", null=True)
         return Envelope(number, tag, 0, np.dtype(np.uint8))
 
     def _end_null_message(self, op: str, ends: tuple[str, int | None, int], result: Any, timeout: Timeout) -> Work[Any]:
-        """Return the work of a message to or from `PROC_NULL`, which has ended."""
+        """Return a work that has ended, for a message to or from `PROC_NULL`."""
         d = self._dispatcher
         limit = d.limit(timeout)
         d.check()
@@ -321,7 +321,7 @@ class Messages:
 
 
 class _Incoming(AsyncIterator[tuple[int, Any]]):
-    """An iterator over messages without a posted receive; a generator would end at the first cancellation."""
+    """An iterator over messages without a receive. A generator would end at the first cancellation."""
 
     def __init__(self, comm: Communicator, tag: int, objects: Objects) -> None:
         self._comm = comm
@@ -339,7 +339,7 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         return arrival.peer, np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
 
     async def _read(self, arrival: InboundMessage, data: bytes) -> Any:
-        """Decode an object, with pauses for the event loop; after a cancellation, the next call continues."""
+        """Decode an object, with pauses for the event loop. After a cancellation, the next call continues."""
         steps = arrival.steps or self._objects.load(memoryview(data))
         ticks = self._comm.endpoint.runtime.ticks
         deadline = ticks() + BUDGET
@@ -365,7 +365,7 @@ def _other_end(each: Send[Any] | Recv[Any]) -> int | None:
 
 
 def _check_tag(tag: Any, name: str = "tag") -> int:
-    """Return `tag` as an int; raise if it is not a valid tag."""
+    """Return `tag` as an int; raise an error if it is not a valid tag."""
     number = tag if type(tag) is int else to_int(tag, name)
     if not 0 <= number < TAG_LIMIT:
         raise ValueError(f"{name}={number} is out of range: tags are from 0 to 2**30 - 1")
@@ -378,7 +378,7 @@ def _check_length(nbytes: int, name: str) -> None:
 
 
 def _check_no_overlap(operations: Sequence[tuple[Send[Any] | Recv[Any], Buffer]]) -> None:
-    """Raise if a batch receives into memory that another of its operations uses."""
+    """Raise an error if a batch receives into memory that another operation of the batch uses."""
     order = sorted(range(len(operations)), key=lambda index: isinstance(operations[index][0], Send))
     received = sum(isinstance(each, Recv) for each, _ in operations)
     arrays = [operations[index][1].array for index in order]
@@ -392,11 +392,11 @@ def _check_no_overlap(operations: Sequence[tuple[Send[Any] | Recv[Any], Buffer]]
 
 
 def _ignore_outcome(_: Work[Any]) -> None:
-    """Do nothing: the call of this callback marks the outcome of a work as retrieved."""
+    """Do nothing. Being called marks the outcome of a work as retrieved."""
 
 
 def combine_works(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
-    """End `whole` after all `works`, with the list of results or the first error."""
+    """End the work `whole` when all `works` have ended, with their results as a list or their first error."""
     end, parts = completion_of(whole), [completion_of(work) for work in works]
     pending = [part for part in parts if not part.done]
     left = len(pending)
@@ -412,7 +412,7 @@ def combine_works(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[li
         for part in parts:
             if part.exception is not None:
                 part.note_retrieval()
-        # Report a real error rather than a withdrawn receive.
+        # Report another error rather than a withdrawn receive.
         failed.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
         end.finish(None if failed else [part.result for part in parts], failed[0] if failed else None)
 

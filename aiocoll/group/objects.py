@@ -1,4 +1,4 @@
-"""Collectives on Python objects, encoded with msgpack; see `aiocoll.codec` for the supported types."""
+"""Collectives on Python objects, encoded with msgpack; `aiocoll.codec` lists the supported types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Parcel = Mapping[int, memoryview]
 
 
 class Objects:
-    """The object collectives of one group; `ProcessGroup` documents the calls.
+    """The object collectives of one group. `ProcessGroup` documents the calls.
 
     Args:
         dispatcher: dispatcher of the group.
@@ -47,7 +47,7 @@ class Objects:
     def allgather(
         self, obj: Any, timeout: Timeout, key: str | None, conclude: Callable[[list[Any]], Any] | None = None
     ) -> Work[Any]:
-        """Start an allgather of objects; `conclude` turns the list into the result, even if no task awaits the work."""
+        """Start an allgather of objects. `conclude` converts their list to the result, even if no task awaits it."""
         outgoing = dict.fromkeys(sorted(self._others), self.dump(obj))
         parcels = Parcels(outgoing, self._others, lambda got: self._decode_all(got, obj, conclude))
         return self._start("ALLGATHER_OBJECT", None, parcels, obj, timeout, key)
@@ -83,11 +83,11 @@ class Objects:
         return self._start("ALLTOALL_OBJECT", None, parcels, mine, timeout, key)
 
     def dump(self, obj: Any) -> bytes:
-        """Encode an object; the options decide whether pickle is allowed."""
+        """Encode an object. The group's options determine whether pickle is allowed."""
         return dumps(obj, allow_pickle=self._allow_pickle)
 
     def load(self, data: memoryview) -> Steps:
-        """Decode an object step by step; the options decide whether pickle is allowed."""
+        """Decode an object step by step. The group's options determine whether pickle is allowed."""
         return reading(data, allow_pickle=self._allow_pickle)
 
     def _start_receiving(self, op: str, root: int, timeout: Timeout, key: str | None) -> Work[Any]:
@@ -96,7 +96,7 @@ class Objects:
     def _start(
         self, op: str, root: int | None, parcels: Parcels, mine: Any, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Start a call; in a dry run, each other rank returns the object sent to it, or else `mine`."""
+        """Start a call. In a dry run, every other rank returns the object sent to it, or `mine` if there is none."""
         comm = self._dispatcher.comm
         signature = Signature(op, "object", (), root, None)
 
@@ -124,6 +124,6 @@ class Objects:
 
 
 def _return_object(obj: Any) -> Steps:
-    """Return an object that needs no decoding, in the form of decoding steps."""
+    """Return an object that needs no decoding, as a generator like those of decoding steps."""
     yield
     return obj

@@ -1,4 +1,4 @@
-"""The open groups of this process, and their observers, such as metrics exporters."""
+"""The open groups of this process, and objects that observe them, such as metrics exporters."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ __all__ = ["Observer", "add", "discard", "observe", "unobserve"]
 
 
 class Observer(ABC):
-    """An observer of open groups; it is notified in the event loop of a group that this rank makes or closes."""
+    """An observer of open groups. It is notified, in a group's event loop, when this rank makes or closes the group."""
 
     @abstractmethod
     def opened(self, group: Any) -> None:
-        """Handle a `ProcessGroup` that this rank has made."""
+        """Handle a new `ProcessGroup` of this rank."""
 
     @abstractmethod
     def closed(self, group: Any) -> None:
-        """Handle a group that this rank closes; its works have ended."""
+        """Handle a group that this rank is closing. Its works have ended."""
 
 
-#: Weak references: this table and its observers must not keep a dropped group alive.
+#: Weak references, so that a group that the program has dropped is not kept alive.
 _groups: Final[WeakSet[Any]] = WeakSet()
 _observers: Final[WeakSet[Observer]] = WeakSet()
-#: Reentrant: a signal handler of the program may run in the thread that holds the lock.
+#: Reentrant, because a signal handler of the program may run in the thread that holds the lock.
 _lock: Final = threading.RLock()
 
 
 def add(group: Any) -> None:
-    """Add a group that this rank has made."""
+    """Record that this rank has made a group, and notify the observers."""
     with _lock:
         _groups.add(group)
         for observer in list(_observers):
@@ -38,7 +38,7 @@ def add(group: Any) -> None:
 
 
 def discard(group: Any) -> None:
-    """Remove a group that this rank closes."""
+    """Record that this rank closes a group, and notify the observers."""
     with _lock:
         _groups.discard(group)
         for observer in list(_observers):
@@ -46,7 +46,7 @@ def discard(group: Any) -> None:
 
 
 def observe(observer: Observer) -> None:
-    """Notify `observer` of all open groups now, and of later changes; a weak reference is kept."""
+    """Notify `observer` of all open groups now, and of later changes. Only a weak reference to it is kept."""
     with _lock:
         _observers.add(observer)
         for group in list(_groups):

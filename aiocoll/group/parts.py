@@ -1,4 +1,4 @@
-"""The parts of a `ProcessGroup`, for other modules of the package."""
+"""Access to the parts of a `ProcessGroup`, for other modules of the package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["GroupParts", "parts_of"]
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """The objects to which a group delegates.
+    """The internal objects to which a `ProcessGroup` delegates.
 
     Attributes:
         comm: this rank's communicator of the group.
@@ -47,6 +47,6 @@ class GroupParts:
 
 
 def parts_of(group: Any) -> GroupParts:
-    """Return the parts of a `ProcessGroup`."""
+    """Return the internal parts of a `ProcessGroup`."""
     parts: GroupParts = group._parts
     return parts

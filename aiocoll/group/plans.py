@@ -16,7 +16,7 @@ __all__ = ["CallPlan", "make_plan"]
 
 T = TypeVar("T")
 
-#: Names of the calls that can be planned.
+#: Names of the calls for which a plan can be made.
 PLANNED = {"allgather", "allgather_into_tensor", "allgather_into_tensor_coalesced", "allgather_object", "allreduce",
            "allreduce_coalesced", "alltoall", "alltoall_base", "alltoall_object", "barrier", "batch", "broadcast",
            "broadcast_object", "exscan", "gather", "gather_object", "monitored_barrier", "recv", "recv_anysource",
@@ -25,7 +25,7 @@ PLANNED = {"allgather", "allgather_into_tensor", "allgather_into_tensor_coalesce
 
 
 class CallPlan(Generic[T]):
-    """A call of a group with its arguments, which can be started any number of times; made by `ProcessGroup.plan`.
+    """A call of a group with its arguments, made by `ProcessGroup.plan`, that can be started any number of times.
 
     A plan holds its arrays. Every start is an ordinary call: it takes the next sequence number of the group, or the
     next count of its `key`. So other ranks may make the call without a plan.
@@ -42,7 +42,7 @@ class CallPlan(Generic[T]):
         return f"<CallPlan {self._name}, {'not started' if self._last is None else repr(self._last)}>"
 
     def start(self) -> Work[T]:
-        """Make the call, with the current contents of the arrays.
+        """Start the call with the current contents of the arrays.
 
         Returns:
             The work of the call.
@@ -60,7 +60,7 @@ class CallPlan(Generic[T]):
 
 
 def make_plan(dispatcher: Dispatcher, call: Callable[..., Work[Any]], args: Any, kwargs: Any) -> CallPlan[Any]:
-    """Check a call of a group, and make its plan."""
+    """Check a call of a group; return its plan for repeated starts."""
     name = getattr(call, "__name__", "")
     if name not in PLANNED or getattr(call, "__self__", None) is not dispatcher.group:
         what = name or type(call).__name__
@@ -76,7 +76,7 @@ def make_plan(dispatcher: Dispatcher, call: Callable[..., Work[Any]], args: Any,
 
 
 class _Capture:
-    """An interceptor that keeps the prepared calls of one call, and starts none."""
+    """An interceptor that stores the prepared calls which one call makes, without starting them."""
 
     moves_nothing = True
     records = True
@@ -87,30 +87,31 @@ class _Capture:
         self._calls: list[PreparedCall] = []
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Keep a prepared call, and return a work that has ended."""
+        """Store a prepared call; return a work that has already ended."""
         if call.key is not None:
             self._dispatcher.check_key(call.key)
         self._calls.append(call)
         return finished_work(self._dispatcher.endpoint, call.op, self._dispatcher, call.result)
 
     def make_start(self, arguments: Sequence[Any]) -> Callable[[], Work[Any]] | None:
-        """Return a function that starts the call without repeated checks; None if this would change the result."""
+        """Return a function that starts the call without checks; None if that would change the result."""
         if len(self._calls) != 1:
             return None
         (call,) = self._calls
-        # Staged arrays are copied, and the arrays of a flush are packed, at each start.
+        # No plan: staged arrays must be copied, and the arrays of a flush packed, at each start.
         if call.unwrap is not None or (call.signature is not None and call.signature.members is not None):
             return None
         given = list(_flat(arguments))
         if type(call) is PlannedCall:
-            # Each start needs new arrays if one is not the caller's: a copy of an argument, or an allocated output.
+            # No plan if an array is not the caller's (a copy of an argument, or an allocated output): each start needs
+            # a new one.
             if all(array is None or any(overlaps(array, each) for each in given) for array in call.arrays):
                 return partial(_start_again, self._dispatcher, call)
         elif (
             isinstance(call, MessageCall)
             and call.arrays is None
             and call.op in ("SEND", "RECV", "RECV_ANYSOURCE")
-            # A second view of each argument has the same memory, so the first one was not a copy.
+            # If a second view of each argument has the same memory, then the first view was not a copy.
             and all(map(overlaps, given, _flat(arguments)))
         ):
             return partial(_start_again, self._dispatcher, call)
@@ -122,10 +123,10 @@ def _start_again(dispatcher: Dispatcher, call: PreparedCall) -> Work[Any]:
 
 
 def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
-    """Yield flat views of all arrays among the arguments of a call."""
+    """Yield flat views of all arrays among a call's arguments."""
     for each in arguments:
         if isinstance(each, list | tuple):
             yield from _flat(each)
         elif each is not None and not is_scalar(each) and not isinstance(each, str):
-            with contextlib.suppress(TypeError):  # not an array
+            with contextlib.suppress(TypeError):  # the argument is not an array
                 yield view(each, writable=False).array

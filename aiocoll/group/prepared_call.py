@@ -1,4 +1,4 @@
-"""Checked calls that have not started.
+"""Prepared calls: their arguments are checked, but they have not started.
 
 Once its arguments are checked, every call on a group becomes one record, a `PreparedCall`. The dispatcher starts such
 records, interceptors and blocks take them, and `ProcessGroup.plan` keeps them.
@@ -20,7 +20,7 @@ __all__ = ["FactoryCall", "MessageCall", "PlannedCall", "PreparedCall"]
 
 
 class PreparedCall:
-    """A call on a group, with its arguments.
+    """A checked call on a group, ready to start.
 
     Attributes:
         shape: shape of the caller's main array.
@@ -40,12 +40,12 @@ class PreparedCall:
 
     @property
     def op(self) -> str:
-        """Name of the work."""
+        """The operation's name, which its work shows."""
         raise NotImplementedError
 
     @property
     def signature(self) -> Signature | None:
-        """The signature of a collective; None for a message between two ranks, which takes no sequence number."""
+        """The signature of a collective; None for a point-to-point message, which takes no sequence number."""
         raise NotImplementedError
 
     @property
@@ -54,21 +54,21 @@ class PreparedCall:
         return False
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
-        """Make the operation that carries out the call, with the id `identity`."""
+        """Make the operation, with the id `identity`, that carries out the call."""
         raise NotImplementedError
 
     def prepare_again(self) -> PreparedCall:
-        """Return a call for another start with the same arguments; it may be this object."""
+        """Return a prepared call for another start with the same arguments, possibly this object."""
         return self
 
     def expect(self, completion: Completion) -> None:
-        """Set the result and timeout of the call in `completion`."""
+        """Store the result and timeout of the call in `completion`."""
         completion.expect(self.shape, self.limit, self.result)
         completion.unwrap = self.unwrap
 
 
 class PlannedCall(PreparedCall):
-    """A collective on arrays with a plan.
+    """A prepared collective on arrays that has a plan.
 
     Attributes:
         plan: plan of the call.
@@ -97,25 +97,25 @@ class PlannedCall(PreparedCall):
 
     @property
     def op(self) -> str:
-        """Name of the work."""
+        """The operation's name, which its work shows."""
         return self.plan.signature.op
 
     @property
     def signature(self) -> Signature:
-        """The signature, which must be equal on all ranks."""
+        """The signature of the collective, which must be equal on all ranks."""
         return self.plan.signature
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
-        """Make an operation of the plan's executor class."""
+        """Make the operation that carries out the plan."""
         return self.plan.executor(comm, identity, self.plan, self.arrays, completion)
 
     def prepare_again(self) -> PlannedCall:
-        """Return a copy with its own list of arrays, for another start."""
+        """Return a copy of this call, with its own list of arrays, for another start."""
         return PlannedCall(self.plan, [*self.arrays], self.shape, self.result, self.limit, self.key, self.unwrap)
 
 
 class FactoryCall(PreparedCall):
-    """A collective whose operation is made by a function.
+    """A prepared collective whose operation is made by a function.
 
     Args:
         make: makes the operation from its id and the completion.
@@ -150,21 +150,21 @@ class FactoryCall(PreparedCall):
 
     @property
     def op(self) -> str:
-        """Name of the work."""
+        """The operation's name, which its work shows."""
         return self._signature.op
 
     @property
     def signature(self) -> Signature:
-        """The signature, which must be equal on all ranks."""
+        """The signature of the collective, which must be equal on all ranks."""
         return self._signature
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
-        """Make the operation."""
+        """Make the operation that carries out the collective."""
         return self._make(identity, completion)
 
 
 class MessageCall(PreparedCall):
-    """A message between two ranks.
+    """A prepared point-to-point message.
 
     Args:
         make: makes the operation from an unused id and the completion.
@@ -199,19 +199,19 @@ class MessageCall(PreparedCall):
 
     @property
     def op(self) -> str:
-        """Name of the work."""
+        """The operation's name, which its work shows."""
         return self._op
 
     @property
     def signature(self) -> None:
-        """None: a message concerns only its two ranks."""
+        """The signature: None, because a message concerns only two ranks."""
         return None
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
-        """Make the operation."""
+        """Make the operation that sends or receives the message."""
         return self._make(identity, completion)
 
     def expect(self, completion: Completion) -> None:
-        """Set the result, timeout and ends of the message in `completion`."""
+        """Store the result, timeout, source and destination of the message in `completion`."""
         super().expect(completion)
         completion.ends = self.ends

@@ -1,4 +1,4 @@
-"""`ProcessGroup`, the public API of a group: its methods document and delegate; neighbouring modules implement them."""
+"""`ProcessGroup`, the public API of a group. Its methods document and delegate; neighbouring modules implement them."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ __all__ = ["ProcessGroup"]
 SUM = ReduceOp.SUM
 
 A = TypeVar("A", bound=Array)
-#: Argument and result of a reduction: an array or a number.
+#: Type of the argument and result of a reduction: an array or a number.
 N = TypeVar("N", bound=Array | Number)
-#: The same for calls that also accept sparse arrays.
+#: The same type for calls that also accept sparse arrays.
 S = TypeVar("S", bound=Array | Number | Sparse)
-#: Payload of a message.
+#: Type of a message's payload.
 M = TypeVar("M", bound=Array | Sparse)
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,7 +56,7 @@ D = TypeVar("D", bound=np.generic)
 
 
 class ProcessGroup:
-    """A group of ranks, seen by one of them; `aiocoll.new_group` makes it.
+    """A group of ranks, made by `aiocoll.new_group`. Each rank has its own object.
 
     A group belongs to the event loop that made it. ``async with`` closes it at the end of the block. If the block ends
     with an exception, the group is revoked on all ranks with that exception as the cause.
@@ -184,7 +184,7 @@ class ProcessGroup:
 
             verifier = Verifier(dispatcher)
             dispatcher.intercept(verifier, verifier.report_wrong_call)
-        # Cached: an attribute lookup is a noticeable part of a short call.
+        # Cached, because an attribute lookup is a noticeable part of a short call.
         self._one = dispatcher.one
         if dispatcher.native is not None:
             self._one = dispatcher.native.one  # type: ignore[assignment]  # takes positional arguments only
@@ -210,7 +210,7 @@ class ProcessGroup:
 
     @property
     def timeout(self) -> float:
-        """Default number of seconds that an operation may take; `math.inf` means no limit."""
+        """The default timeout of operations in seconds; `math.inf` means no limit."""
         return self._parts.comm.timeout
 
     @timeout.setter
@@ -224,7 +224,7 @@ class ProcessGroup:
         await self._parts.lifetime.leave(error)
 
     def rank(self) -> int:
-        """Return this rank's number in the group.
+        """Return the number of this rank in the group.
 
         Returns:
             A number from 0 to `size` - 1.
@@ -240,7 +240,7 @@ class ProcessGroup:
         return len(self.global_ranks)
 
     def backend_for(self, device: str) -> str:
-        """Return the name of the backend that carries out collectives on arrays of a device.
+        """Return the name of the backend that carries out collectives on a device's arrays.
 
         Args:
             device: a kind of device, such as "cpu".
@@ -260,7 +260,7 @@ class ProcessGroup:
     # -- collectives on arrays
 
     def allreduce(self, tensor: S, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[S]:
-        """Reduce `tensor` over all ranks, in place; every rank gets bitwise the same result.
+        """Reduce `tensor` over all ranks, in place. Every rank gets bitwise the same result.
 
             rank 0  [a0 a1]         [a0+b0 a1+b1]
             rank 1  [b0 b1]   ->    [a0+b0 a1+b1]
@@ -294,13 +294,13 @@ class ProcessGroup:
         """
         try:
             return self._one("allreduce", tensor, op, None, True, timeout, key)
-        except TypeError as error:  # an earlier check for sparse arrays would slow down every call
+        except TypeError as error:  # checked only after a failure, because an earlier check would slow down every call
             return self._parts.collectives.reduce_sparse(error, tensor, op, None, timeout, key)
 
     def reduce(
         self, tensor: S, root: int, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[S]:
-        """Reduce `tensor` over all ranks into the root's tensor; the other ranks' tensors stay unchanged.
+        """Reduce `tensor` over all ranks into the root's tensor. The other ranks' tensors stay unchanged.
 
         Sparse arrays are accepted as in `allreduce`.
 
@@ -365,7 +365,7 @@ class ProcessGroup:
             return self._parts.collectives.broadcast_sparse(error, tensor, root, timeout, key)
 
     def scan(self, tensor: N, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
-        """Reduce `tensor` over ranks 0 to this one, in place (inclusive prefix).
+        """Reduce `tensor` over all ranks up to and including this rank, in place (inclusive prefix).
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number.
@@ -386,7 +386,7 @@ class ProcessGroup:
         return self._parts.collectives.scan("scan", tensor, op, timeout, key)
 
     def exscan(self, tensor: N, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
-        """Reduce `tensor` over the ranks below this one, in place (exclusive prefix); rank 0's stays unchanged.
+        """Reduce `tensor` over all ranks below this rank, in place (exclusive prefix). Rank 0's stays unchanged.
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number.
@@ -427,7 +427,7 @@ class ProcessGroup:
         return self._parts.collectives.barrier(timeout, key)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
-        """Wait until all ranks have entered the barrier; at the timeout, report the missing ranks.
+        """Wait until all ranks have entered the barrier. If the timeout expires, report the missing ranks.
 
         Args:
             timeout: seconds; None is the group's.
@@ -490,7 +490,7 @@ class ProcessGroup:
     def allgather_into_tensor(
         self, output: A, tensor: Array, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[A]:
-        """Gather every rank's tensor, all with the same number of elements, into one array in rank order.
+        """Gather the tensors of all ranks, which have equal lengths, into one array in rank order.
 
         Args:
             output: an array of p times the elements of `tensor`.
@@ -561,7 +561,7 @@ class ProcessGroup:
     def scatter(
         self, output: A, inputs: Sequence[Array] | None, root: int, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[A]:
-        """Send `inputs[r]` of the root to the `output` of rank r.
+        """Send the root's array `inputs[r]` to rank r, which receives it in `output`.
 
         Args:
             output: array that receives this rank's input; the number of elements may differ from rank to rank.
@@ -592,7 +592,7 @@ class ProcessGroup:
         timeout: Timeout = None,
         key: str | None = None,
     ) -> Work[A]:
-        """Reduce `inputs[r]` over all ranks into the `output` of rank r.
+        """Reduce `inputs[r]` over all ranks into the array `output` of rank r.
 
         Args:
             output: on rank r, an array of as many elements as `inputs[r]`.
@@ -620,7 +620,7 @@ class ProcessGroup:
     def reduce_scatter_tensor(
         self, output: A, input: Array, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[A]:
-        """Reduce `input` over all ranks, and write part r of p equal parts into the `output` of rank r.
+        """Reduce `input` over all ranks; rank r gets part r of the result, one of p equal parts, in `output`.
 
         Args:
             output: an array of 1/p of the elements of `input`.
@@ -676,7 +676,7 @@ class ProcessGroup:
         timeout: Timeout = None,
         key: str | None = None,
     ) -> Work[A]:
-        """Split `input` along its first dimension, send part r to rank r, and receive the parts in `output`.
+        """Split `input` along its first dimension, send part r to rank r, and receive parts into `output`.
 
         Args:
             output: an array of as many elements as all received parts together; it holds them in rank order.
@@ -702,7 +702,7 @@ class ProcessGroup:
     # -- several calls as one operation
 
     def coalescing(self) -> Batch:
-        """Record the calls that the block, and tasks started in it, make on this group, and carry them out together.
+        """Record the calls made on this group in the block, and in tasks started there, and run them together.
 
             async with pg.coalescing():
                 for gradient in gradients:
@@ -743,7 +743,7 @@ class ProcessGroup:
     def allreduce_coalesced(
         self, tensors: Any, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
-        """Reduce each of `tensors` over all ranks, in place, as one operation per dtype.
+        """Reduce each of `tensors` over all ranks, in place, with one operation per dtype.
 
         Args:
             tensors: a list of dense arrays of any shapes; each has the same number of elements on every rank.
@@ -777,7 +777,7 @@ class ProcessGroup:
     def allgather_into_tensor_coalesced(
         self, outputs: Any, inputs: Any, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
-        """Gather every rank's `inputs[i]` into `outputs[i]`, for each i, as one operation per dtype.
+        """Gather every rank's `inputs[i]` into `outputs[i]`, for each i, with one operation per dtype.
 
         Args:
             outputs: a list of arrays, each of p times the elements of its input.
@@ -825,7 +825,7 @@ class ProcessGroup:
     def reduce_scatter_tensor_coalesced(
         self, outputs: Any, inputs: Any, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
-        """Reduce `inputs[i]` over all ranks, and write part r into `outputs[i]` of rank r, for each i, as one call.
+        """Reduce each `inputs[i]` over all ranks; rank r gets part r of the result in `outputs[i]`.
 
         Args:
             outputs: a list of arrays, each of 1/p of the elements of its input.
@@ -854,7 +854,7 @@ class ProcessGroup:
     # -- messages between two ranks
 
     def send(self, tensor: M, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
-        """Send `tensor` to rank `dst`; the work is done when the memory may be reused, perhaps before the receive.
+        """Send `tensor` to rank `dst`. The work ends when the memory may be reused, perhaps before the receive.
 
         Only the entries of a sparse array (as in `allreduce`) are sent. The receive passes a sparse array of the same
         shape and dtype.
@@ -878,7 +878,7 @@ class ProcessGroup:
         return self._parts.messages.send(tensor, dst, tag, timeout)
 
     def recv(self, tensor: M, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
-        """Receive a message from rank `src` in `tensor`.
+        """Receive a message from rank `src` into `tensor`.
 
         Args:
             tensor: an array with the number of elements and the dtype of the message. For a sparse message, a sparse
@@ -900,7 +900,7 @@ class ProcessGroup:
         return self._parts.messages.recv(tensor, self._check_rank(src, "src", null=True), tag, timeout)
 
     def recv_anysource(self, tensor: M, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
-        """Receive the next message from any rank in `tensor`; `work.source_rank()` returns the sender.
+        """Receive the next message from any rank into `tensor`; `work.source_rank()` returns the sender.
 
         Args:
             tensor: an array with the number of elements and the dtype of the message; or a sparse array, as for `recv`.
@@ -985,7 +985,7 @@ class ProcessGroup:
         return self._parts.messages.recv_object(src, tag, timeout)
 
     def incoming(self, tag: int = 0) -> AsyncIterator[tuple[int, Any]]:
-        """Iterate over the messages with `tag` that match no posted receive, in order of arrival.
+        """Iterate over messages with `tag` that no posted receive matches, in order of arrival.
 
         A message is removed from the queue only when it is yielded. So cancelling a step loses no message, and the
         iterator remains usable. Several tasks may share the iterator. It ends when this rank closes the group.
@@ -1033,7 +1033,7 @@ class ProcessGroup:
         return self._parts.messages.probe(source, tag, timeout)
 
     def iprobe(self, source: int | None = None, tag: int = 0) -> Envelope | None:
-        """Describe the next message without waiting or receiving it; see `probe`.
+        """Describe the next message if one has arrived, without waiting for it or receiving it; see `probe`.
 
         It checks for messages that have arrived. Connections are opened, and long computations continue, only while the
         program awaits something. So a program that calls `iprobe` repeatedly without an await may never get a message.
@@ -1139,7 +1139,7 @@ class ProcessGroup:
     def scatter_object(
         self, objs: Sequence[Any] | None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[Any]:
-        """Send `objs[r]` of the root to rank r.
+        """Send the root's object `objs[r]` to rank r.
 
         Args:
             objs: at the root one object per rank, each of at most 16 MiB; ignored elsewhere.
@@ -1182,7 +1182,7 @@ class ProcessGroup:
     # -- plans
 
     def plan(self, call: Callable[P, Work[T]], /, *args: P.args, **kwargs: P.kwargs) -> CallPlan[T]:
-        """Check a call once, to start it many times.
+        """Check a call once, so that it can be started many times without checks.
 
             plan = pg.plan(pg.allreduce, gradients, ReduceOp.AVG)
             for batch in batches:
@@ -1218,7 +1218,7 @@ class ProcessGroup:
     @overload
     async def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]: ...
     async def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-        """Allocate an uninitialized array in memory that the other ranks of this host can read in place.
+        """Allocate an uninitialized array in memory that other ranks of this host can read in place.
 
             ordinary array       rank 0 copies a piece into shared memory; rank 1 reduces that copy
             array of `empty`     rank 1 reduces rank 0's memory in place
@@ -1254,7 +1254,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def time_estimator(self) -> Iterator[Estimate]:
-        """Predict the duration of the calls in this block instead of making them.
+        """Estimate the duration of the calls in this block instead of carrying them out.
 
             with pg.time_estimator() as estimate:
                 pg.allreduce(gradients)
@@ -1333,7 +1333,7 @@ class ProcessGroup:
         return self._parts.reconfigurer.split(ranks, timeout, group_name, ending, local, order)
 
     async def shrink(self, exclude: Iterable[int] | None = None, *, assume_dead: Iterable[int] | None = None) -> Self:
-        """Make a new group of the ranks that are alive and make this call, numbered from 0 in the same order.
+        """Make a new group of the ranks that are alive and call `shrink`, numbered from 0 in the same order.
 
         On a failed group, the new group has all ranks that are alive. On a healthy group, it has all ranks but
         `exclude`, and the old group is revoked: pending works on this rank fail, so await them before. The new group is
@@ -1373,7 +1373,7 @@ class ProcessGroup:
         return group
 
     async def grow(self, n: int, timeout: Timeout = None, *, at_least: int | None = None) -> Self:
-        """Make a new group of the ranks of this group, which keep their numbers, followed by `n` newcomers.
+        """Make a new group of this group's ranks, which keep their numbers, and `n` newcomers.
 
         All ranks call it. Newcomers call ``new_group(join=True)`` with the same ``init_method`` or store, before or
         after. The new group has its own connections, so it receives no messages of older groups. This group stays
@@ -1403,7 +1403,7 @@ class ProcessGroup:
     async def merge_remote_group(
         self, store: Store, size: int, timeout: Timeout = None, group_name: str | None = None
     ) -> Self:
-        """Make a group of all ranks of this group and of groups of other jobs.
+        """Make a new group of all ranks of this group and of groups of other jobs.
 
         All ranks of all these groups call it. The new group has its own connections; the old groups stay unchanged.
         Ranks are numbered group by group, and inside a group in their order. Groups are sorted by their lowest rank in
@@ -1432,7 +1432,7 @@ class ProcessGroup:
         return group
 
     async def split(self, color: int | str | None, key: int = 0) -> Self | None:
-        """Make a group of the ranks that pass the same color, for each color.
+        """Make one new group for each color, of the ranks that pass this color.
 
         All ranks of this group call it, in the same order as other calls. Unlike with `split_group`, a rank need not
         know the arguments of the other ranks. The new group shares all connections with this group, as with
@@ -1457,7 +1457,7 @@ class ProcessGroup:
         return group
 
     def cart(self, dims: Sequence[int], periods: bool | Sequence[bool] | None = None) -> CartesianGroup[Self] | None:
-        """Make a group of the first ranks of this group, arranged as a grid.
+        """Make a new group of the first ranks of this group, arranged as a grid.
 
             cart = pg.cart([0, 0], periods=[True, False])  # a cylinder
             below, above = cart.shift(axis=0)
@@ -1487,7 +1487,7 @@ class ProcessGroup:
     # -- state and lifetime
 
     def add_hook(self, hook: Hook) -> HookHandle:
-        """Call `hook` when operations of this group start and end; see `aiocoll.hooks`.
+        """Call `hook` whenever an operation of this group starts or ends; see `aiocoll.hooks`.
 
         Args:
             hook: an object with `on_start(info)`, `on_end(info)`, or both.
@@ -1501,7 +1501,7 @@ class ProcessGroup:
         return self._parts.comm.hooks.add(hook)
 
     def stats(self) -> GroupStats:
-        """Return the counters of this rank in the group: calls, bytes, times, and waits for other ranks.
+        """Return this rank's counters in the group: calls, bytes, times, and waits for other ranks.
 
         Counters start when the group is made. They include collectives, messages, objects and blocks, also on CUDA
         arrays. Any thread may call it, at any time, also after the group was closed or revoked.
@@ -1515,7 +1515,7 @@ class ProcessGroup:
         return self._parts.lifetime.stats()
 
     def pending(self) -> list[Work[Any]]:
-        """Return the works that have not ended.
+        """Return the works of this group that have not ended.
 
         Returns:
             The works, oldest first; works recorded by a block come last.
@@ -1523,7 +1523,7 @@ class ProcessGroup:
         return self._parts.lifetime.pending()
 
     async def drain(self) -> None:
-        """Wait until all currently pending works have ended.
+        """Wait until all works that are pending now have ended.
 
         Raises:
             GroupError: a work failed. The error of the first failed work is raised, whatever its type.
@@ -1542,7 +1542,7 @@ class ProcessGroup:
         return await self._parts.lifetime.wait_revoked()
 
     def abort(self, reason: object = "aborted by the program") -> None:
-        """Revoke the group at once, on all ranks: every pending work fails.
+        """Revoke the group at once, on all ranks, so that every pending work fails.
 
         Args:
             reason: text for the error on all ranks.
@@ -1553,7 +1553,7 @@ class ProcessGroup:
         self._parts.lifetime.abort(reason)
 
     def report_death(self, rank: int, reason: str) -> None:
-        """Report to all ranks that the process of a rank has died, as the program or its supervisor knows.
+        """Report to all ranks that the process of `rank` has died, as the program or its launcher has noticed.
 
         All groups with that rank fail, on all ranks, with ``PeerLostError(how="killed")``. `shrink` treats the rank as
         proven dead: it does not reconnect to it, wait for it or count it. The report may be made after the group has
@@ -1577,7 +1577,7 @@ class ProcessGroup:
         self._parts.lifetime.report_death(rank, reason)
 
     async def shutdown(self) -> None:
-        """Close the group: wait for started works (at most `timeout`), send goodbyes, release all resources.
+        """Close the group: wait at most `timeout` for started works, send goodbyes, release all resources.
 
         Idempotent. A peer whose operation needs this rank gets `PeerLostError` with ``how="left"``; other operations
         are not affected. Open groups that were split off from this group are closed first.

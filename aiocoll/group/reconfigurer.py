@@ -1,4 +1,4 @@
-"""The maker of groups from other groups: `shrink`, `grow`, `split_group`, `split` and `merge_remote_group`."""
+"""Groups made from other groups: `shrink`, `grow`, `split_group`, `split` and `merge_remote_group`."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__ = ["ADOPTED", "Reconfigurer", "strip_generation"]
 
 T = TypeVar("T")
 
-#: Key of the first call in a grown group: a broadcast that confirms to newcomers that the old ranks continue.
+#: Key of the first call in a grown group: a broadcast that confirms to the newcomers that the old ranks continue.
 ADOPTED = "aiocoll/adopted"
-#: Seconds within which the group detects a death; a store or a new connection may notice it earlier (contract: 1 s).
+#: Seconds within which the group detects a death (contract: 1 s). A store or a new connection may notice it earlier.
 DETECTION_TIME = 1.0
 
 
 class Reconfigurer:
-    """The maker of further groups from one group; `ProcessGroup` documents the calls.
+    """The part of one group that makes further groups from it. `ProcessGroup` documents the calls.
 
     Args:
         dispatcher: dispatcher of the group.
@@ -60,7 +60,7 @@ class Reconfigurer:
     def __init__(self, dispatcher: Dispatcher, objects: Objects, origin: Origin, spec: GroupSpec) -> None:
         self.parent: Reconfigurer | None = None
         self.parts: dict[Any, Reconfigurer] = {}
-        # Local splits made so far, counted by list of ranks.
+        # Number of local splits made so far, by list of ranks.
         self._local: Counter[tuple[int, ...]] = Counter()
         self._dispatcher = dispatcher
         self._comm = dispatcher.comm
@@ -71,7 +71,7 @@ class Reconfigurer:
     # -- shrinking
 
     async def shrink(self, exclude: Iterable[int] | None, assume_dead: Iterable[int] | None) -> Any:
-        """Make a group of the ranks that are alive."""
+        """Make a group of the ranks of this group that are alive."""
         comm, d = self._comm, self._dispatcher
         excluded = self._check_others(exclude, "exclude")
         assumed = self._check_others(assume_dead, "assume_dead")
@@ -88,7 +88,8 @@ class Reconfigurer:
                 group=comm.name,
                 ranks=[d.rank],
             ),
-            # Other ranks may still complete operations that are complete here, but none that is in flight here.
+            # Notify the others only if operations are in flight here. Other ranks may still complete operations that
+            # are complete here.
             notify=bool(len(comm.in_flight)),
         )
         outcome = await agreement.shrink(excluded, assumed, report(comm))
@@ -101,7 +102,7 @@ class Reconfigurer:
         return group
 
     def _check_others(self, ranks: Iterable[int] | None, what: str) -> set[int]:
-        """Check the ranks to leave out; return their numbers in the job."""
+        """Check the ranks to be left out; return their numbers in the job."""
         comm, d = self._comm, self._dispatcher
         found = {comm.ranks[d.check_rank(rank, what)] for rank in ranks or ()}
         if comm.endpoint.rank in found:
@@ -122,7 +123,7 @@ class Reconfigurer:
         return await self.take_in(n, least, limit, limit)
 
     async def take_in(self, most: int, least: int, come: float, meet: float) -> Any:
-        """Make a group of this group's ranks and newcomers.
+        """Make a group of this group's ranks and `least` to `most` newcomers.
 
         Args:
             most: most newcomers to add.
@@ -154,7 +155,7 @@ class Reconfigurer:
         return await (self._invite(invitation, come) if comm.rank == 0 else self._receive_assignment())
 
     async def _meet_newcomers(self, assignment: Assignment, limit: float) -> Any:
-        """Meet the newcomers, and agree with all ranks of this group to continue in the new group."""
+        """Meet the newcomers; agree with all ranks of this group to continue in the new group."""
         comm = self._comm
         agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         try:
@@ -167,14 +168,14 @@ class Reconfigurer:
         except BaseException:
             await group.shutdown()
             raise
-        # Confirm to the newcomers that this group continues; without the confirmation they do not continue. If the new
-        # group fails now, its next call raises.
+        # Confirm to the newcomers that this group continues. Without the confirmation, they do not continue. If the new
+        # group fails now, its next call raises the error.
         with contextlib.suppress(GroupError):
             await group.broadcast_object(True, 0, key=ADOPTED)
         return group
 
     async def _invite(self, invitation: Invitation, limit: float) -> Assignment:
-        """Wait for the newcomers on rank 0, and broadcast the outcome."""
+        """Wait for the newcomers on rank 0, and broadcast their assignment to ranks."""
         comm = self._comm
         try:
             assignment = await self._origin.invite(invitation, limit)
@@ -226,7 +227,7 @@ class Reconfigurer:
             made = self._split_locally(members, limit, group_name) if members else None
             return finished_work(d.endpoint, "SPLIT_GROUP", d, made)
         completion = Completion(d.endpoint, "SPLIT_GROUP", None, None, d)
-        # The number is taken first, so that all ranks number their splits equally even if one fails.
+        # Take the number first, so that all ranks number their splits equally even if one split fails.
         number = len(comm.splits)
         comm.splits.append(None)
         try:
@@ -236,7 +237,7 @@ class Reconfigurer:
         return Work(completion)
 
     def _split_locally(self, ranks: Sequence[int], limit: float, name: str | None) -> Any:
-        """Make a group without a call on the other ranks; such calls are counted by their list of ranks."""
+        """Make a group without communication. Its id depends on how often this list of ranks was split off."""
         comm = self._comm
         members = tuple(comm.ranks[rank] for rank in ranks)
         identity = comm.endpoint.group_id(f"{comm.id}\0local\0{members}\0{self._local[members]}")
@@ -244,14 +245,14 @@ class Reconfigurer:
         return self.derive(identity, members, f"{comm.name}/{identity:x}" if name is None else name, limit)
 
     async def split_by_color(self, color: Any, key: Any, is_ending: Callable[[], bool]) -> Any:
-        """Make a group of the ranks that pass the same color, sorted by their keys."""
+        """Make a group of the ranks that pass the same color, sorted by the keys that they pass."""
         comm = self._comm
         self._check_open(is_ending())
         if color is not None and not isinstance(color, str):
             color = to_int(_bool_to_int(color), "color", "an int, a str or None")
         asked = [color, to_int(_bool_to_int(key), "key")]
-        self._objects.dump(asked)  # a color that cannot be encoded must raise before the call takes a number
-        # The split takes its number here, in call order, and not later when the colors are known.
+        self._objects.dump(asked)  # check before the call takes a number: a color that cannot be encoded must raise now
+        # Take the number here, in call order, not later when the colors are known.
         number = len(comm.splits)
         comm.splits.append(None)
 
@@ -261,7 +262,7 @@ class Reconfigurer:
             mine = sorted((its, rank) for rank, (each, its) in enumerate(rows) if each == color and color is not None)
             return self._split_off(number, [rank for _, rank in mine], comm.timeout, None)
 
-        # The group is made even if this task is cancelled, since the other ranks expect this rank in it.
+        # Make the group even if this task is cancelled, because the other ranks expect this rank in it.
         group = await self._objects.allgather(asked, None, None, make)
         self._check_open(is_ending())
         return group
@@ -272,35 +273,35 @@ class Reconfigurer:
             raise GroupClosedError(f"group {self._comm.name!r} is being closed by this rank", group=self._comm.name)
 
     def _split_off(self, number: int, mine: Sequence[int], limit: float, name: str | None) -> Any:
-        """Make the group of the ranks `mine`, by split `number` of this group; return None if `mine` is empty."""
+        """Make the group of the ranks `mine` for split `number` of this group; return None if `mine` is empty."""
         comm = self._comm
         split = comm.splits[number] = Split(comm.id, number, name, tuple(comm.ranks[rank] for rank in mine))
         if not mine:
             return None
-        # The groups of one call differ in their lowest rank.
+        # The groups that one call makes differ in their lowest rank.
         name = f"{comm.name}/{number}.{min(mine)}" if name is None else name
         group = self.derive(split.identity(), split.ranks, name, limit)
         parts_of(group).comm.sender.split_off(comm.sender, split)
         return group
 
     def derive(self, identity: int, ranks: Sequence[int], name: str, timeout: float) -> Any:
-        """Make a group of some ranks, given by their numbers in the job; it is closed together with this group."""
+        """Make a group of ranks, numbered as in the job, that is closed together with this group."""
         spec = self._spec._replace(name=name, timeout=timeout, completed=(None, None))
         group = self._origin.derive(identity, ranks, spec)
         self._add_part(group)
         return group
 
     def open_groups(self) -> list[Any]:
-        """Return this group and the open groups split off from it."""
+        """Return this group and the open groups that were split off from it."""
         return [self._dispatcher.group, *(group for part in self.parts.values() for group in part.open_groups())]
 
     def leave_parent(self) -> None:
-        """Remove this group from the parts of its parent, after it was closed."""
+        """Remove this closed group from the list of groups that its parent closes."""
         if self.parent is not None:
             del self.parent.parts[self._dispatcher.group]
 
     def _add_part(self, group: Any) -> None:
-        """Add `group` to the parts of this group, which are closed together with it."""
+        """Add `group` to the groups that are closed together with this group."""
         family = parts_of(group).reconfigurer
         family.parent = self
         self.parts[group] = family
@@ -341,7 +342,7 @@ class Reconfigurer:
             return await self._meet(assignment, limit, limit, store)
 
     async def _find_assignment(self, store: Store, party: Party, name: str, limit: float) -> Assignment:
-        """Find the other groups on rank 0, and broadcast the outcome."""
+        """Find the groups of the other jobs on rank 0, and broadcast the resulting assignment."""
         try:
             assignment = await find_assignment(store, party, name, limit)
         except BaseException as error:
@@ -368,13 +369,13 @@ class Reconfigurer:
             raise
 
     async def _run_until_revoked(self, doing: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `doing`; if this group fails or is closed first, cancel `doing` and raise the cause."""
+        """Await `doing`; if this group fails or is closed first, cancel `doing` and raise the cause."""
         comm, d = self._comm, self._dispatcher
         task = d.loop.create_task(doing, name=f"aiocoll growth of {comm.name}")
 
         def stop() -> None:
             if comm.cause is not None:
-                d.failures.retrieved(comm.cause)  # raised below
+                d.failures.retrieved(comm.cause)  # the cause is raised below
             task.cancel()
 
         comm.on_revoked.append(stop)
@@ -397,7 +398,7 @@ class Reconfigurer:
     async def _notify_newcomers_on_failure(
         self, assignment: Assignment, store: Store | None = None
     ) -> AsyncIterator[None]:
-        """If the block fails, notify newcomers with an assignment that this group does not come.
+        """If this block fails, notify the assigned newcomers that the ranks of this group will not meet them.
 
         This must enclose the task that does the work: a task cancelled before its first step runs none of its code.
         """
@@ -410,20 +411,20 @@ class Reconfigurer:
             raise
 
     async def _broadcast_assignment(self, assignment: Assignment, store: Store | None = None) -> Assignment:
-        """Broadcast the assignment from rank 0 to the other ranks."""
+        """Broadcast the assignment of ranks from rank 0 to the other ranks."""
         async with self._notify_newcomers_on_failure(assignment, store):
             await self._objects.broadcast({"seat": list(assignment)}, 0, None, None)
         return assignment
 
     def _broadcast_error(self, text: str, gone: bool = False) -> None:
-        """Raise an error on the other ranks, too; a failed group has reported its own failure."""
+        """Raise an error of rank 0 on the other ranks, too, unless the group has failed and reported that itself."""
         with contextlib.suppress(GroupError):
-            # Rank 0 raises its error without waiting for the other ranks; it may even be cancelled.
+            # Do not wait for this broadcast: rank 0 raises its error at once, or may even be cancelled.
             work = self._objects.broadcast({"error": text, "gone": gone}, 0, None, None)
             completion_of(work).note_await()
 
     async def _receive_assignment(self) -> Assignment:
-        # Rank 0 enforces the timeout; its death, or a failure of the group, ends this wait.
+        # No timeout here: rank 0 enforces it, and the death of rank 0 or a failure of the group ends this wait.
         outcome = await self._objects.broadcast(None, 0, float("inf"), None)
         if "error" in outcome:
             raise (StoreUnavailableError if outcome["gone"] else RendezvousError)(outcome["error"])
@@ -438,7 +439,7 @@ def _successor_name(name: str) -> str:
 
 
 def strip_generation(name: str) -> str:
-    """Return a group name without the numbers that `shrink` and `grow` append, at its end or before a `/`."""
+    """Return a group name without the numbers that `shrink` and `grow` append to it or to its parent's name."""
     return re.sub(r"~\d+(?=/|$)", "", name) if "~" in name else name
 
 
@@ -455,11 +456,11 @@ def _check_name(name: Any) -> None:
 
 
 def _check_disjoint(ranks: Any, check_rank: Callable[[Any, str], int]) -> list[list[int]]:
-    """Return the lists of ranks in `ranks`; raise if one is invalid or two lists share a rank."""
+    """Return the lists in `ranks`; raise an error if one is invalid or two have a rank in common."""
     if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
         raise TypeError(f"ranks must be a list of ranks, or a list of such lists, not {type(ranks).__name__}")
     given = list(ranks)
-    # A 0-d array is a number: it has `__iter__`, but cannot be iterated over.
+    # A 0-dimensional array counts as a number: it has `__iter__`, but cannot be iterated over.
     nested = bool(given) and all(hasattr(each, "__iter__") and getattr(each, "shape", None) != () for each in given)
     lists = {f"ranks[{index}]": list(each) for index, each in enumerate(given)} if nested else {"ranks": given}
     owners: dict[int, str] = {}

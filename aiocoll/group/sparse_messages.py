@@ -1,4 +1,4 @@
-"""Sends and receives of sparse arrays: only entries are sent, each with its position.
+"""Sends and receives of sparse arrays, which transfer only entries: indices and values.
 
 The dtype code of such a message is a hash of the dtype and shape. The payload is the number of entries, then the
 entries, then padding with zeros.
@@ -40,7 +40,7 @@ _COUNT = np.dtype(np.int64)
 
 
 def send_sparse(dispatcher: Dispatcher, tensor: Any, dst: int, tag: int, limit: float, longest: int) -> MessageCall:
-    """Prepare a send of a sparse array to rank `dst`; see `ProcessGroup.send`."""
+    """Return a prepared send of a sparse array to rank `dst`; see `ProcessGroup.send`."""
     array = sparse_array(tensor)
     total = _message_nbytes(array, min(array.stored, array.size))
     if total > longest:
@@ -67,7 +67,7 @@ def send_sparse(dispatcher: Dispatcher, tensor: Any, dst: int, tag: int, limit: 
 
 
 def recv_sparse(dispatcher: Dispatcher, tensor: Any, src: int | None, tag: int, limit: float) -> MessageCall:
-    """Prepare a receive of a sparse array from rank `src`, or from any rank; see `ProcessGroup.recv`."""
+    """Return a prepared receive of a sparse array from rank `src`, or from any rank; see `ProcessGroup.recv`."""
     array, matching = sparse_array(tensor), dispatcher.comm.matching
     signature = _signature("RECV_SPARSE", array)
 
@@ -91,13 +91,13 @@ def _code(signature: Signature) -> int:
 
 
 def _message_nbytes(array: SparseArray, count: int) -> int:
-    """Return the number of bytes of a message with `count` entries."""
+    """Return the number of bytes in a message with `count` entries."""
     like = empty_entries(array)
     return _COUNT.itemsize + count * (like.places.itemsize + like.values.itemsize * math.prod(like.values.shape[1:]))
 
 
 def _pack(entries: Entries, total: int | None = None) -> NDArray[np.uint8]:
-    """Return the payload of a message, padded to `total` bytes."""
+    """Return entries as the payload of a message, padded to `total` bytes."""
     body = pack(entries)
     used = _COUNT.itemsize + len(body)
     payload = np.empty(used if total is None else total, np.uint8)
@@ -108,12 +108,12 @@ def _pack(entries: Entries, total: int | None = None) -> NDArray[np.uint8]:
 
 
 def _placeholder(nbytes: int) -> memoryview:
-    """Return a view of `nbytes` zero bytes, without the memory for them, as a placeholder of a later payload."""
+    """Return a view of `nbytes` zero bytes that needs no memory, in place of a payload that is not ready yet."""
     return np.broadcast_to(np.uint8(0), nbytes).data
 
 
 class _AnnouncedSend(OutboundMessage):
-    """A send of a large sparse array, which is announced first, then read in a thread.
+    """A send of a large sparse array: it is announced first, then read in a thread.
 
     Attributes:
         task: reads the array, and returns the payload.
@@ -122,18 +122,18 @@ class _AnnouncedSend(OutboundMessage):
     task: Callable[[], NDArray[np.uint8]]
 
     def enter(self) -> None:
-        """Announce the message, and start reading the array."""
+        """Announce the message to the receiver, and start to read the array."""
         self._sends.outgoing[self.peer, self.id] = self
         self._message = Announced(self, 0, self._view, 0)
         self.comm.channels[self.peer].enqueue(self._message)
         run_in_thread(self, self.task, self._on_payload)
 
     def succeed(self, result: Any) -> None:
-        """End successfully."""
+        """Finish successfully."""
         super().succeed(result)
-        # The payload may have been sent before the receiver has answered the announcement.
+        # Drop the announcement, because the payload may have been sent before the receiver answered it.
         self.comm.channels[self.peer].drop(self)
-        del self._message  # breaks a reference cycle
+        del self._message  # break a reference cycle
 
     def _on_payload(self, payload: NDArray[np.uint8]) -> None:
         self._message.view = payload.data
@@ -142,7 +142,7 @@ class _AnnouncedSend(OutboundMessage):
 
 
 class _AnnouncedSendToSelf(MessageToSelf):
-    """A send of a large sparse array to this rank itself, which is announced first, then read in a thread.
+    """A send of a large sparse array to this rank itself: it is announced first, then read in a thread.
 
     Attributes:
         task: reads the array, and returns the payload.
@@ -151,14 +151,14 @@ class _AnnouncedSendToSelf(MessageToSelf):
     task: Callable[[], NDArray[np.uint8]]
 
     def enter(self) -> None:
-        """Announce the message, and start reading the array."""
+        """Announce the message to this rank, and start to read the array."""
         self._sends.outgoing[self.peer, self.id] = self
         self._is_requested = self._is_ready = False
         self._deliver(FrameKind.READY, EAGER, 0)
         run_in_thread(self, self.task, self._on_payload)
 
     def on_grant(self) -> None:
-        """Handle a matching receive; the payload is delivered once it has been read."""
+        """Handle a matching receive. The payload is delivered when the array has been read."""
         self._is_requested = True
         if self._is_ready:
             super().on_grant()
@@ -171,7 +171,7 @@ class _AnnouncedSendToSelf(MessageToSelf):
 
 
 class _SparseReceive(PostedReceive):
-    """A receive of a sparse array, whose entries are replaced.
+    """A receive of a sparse array, which replaces the array's entries.
 
     Attributes:
         array: the sparse array.
@@ -180,7 +180,7 @@ class _SparseReceive(PostedReceive):
     array: SparseArray
 
     def match(self, arrival: InboundMessage) -> None:
-        """Match this receive with `arrival`, once memory for its payload is allocated."""
+        """Match this receive with the message `arrival`, as soon as memory for the payload is allocated."""
         total, most = arrival.total, _message_nbytes(self.array, self.array.size)
         if arrival.code != self.code:
             super().match(arrival)
@@ -197,12 +197,12 @@ class _SparseReceive(PostedReceive):
             run_in_thread(self, lambda: self._allocate(total), lambda _: super(_SparseReceive, self).match(arrival))
 
     def needs(self, peer: int) -> bool:
-        """Return whether only `peer` can complete this receive; False for all ranks once the message has arrived."""
+        """Return whether only `peer` can complete this receive; False when the whole message has arrived."""
         is_here = self.arrival is not None and self.arrival.complete
         return not is_here and super().needs(peer)
 
     def finish(self) -> None:
-        """Build the array from the received entries, in a thread if there are many."""
+        """Build the array from the received entries, in a thread if there are many of them."""
         assert self.view is not None
         if len(self.view) <= 8 * sparse_reduce.INLINE:
             try:

@@ -1,4 +1,4 @@
-"""Broadcast, allgather and gather of sparse arrays: only entries are sent, each with its position.
+"""Broadcast, allgather and gather of sparse arrays, which transfer only entries: indices and values.
 
 First all ranks exchange the sizes, in 8 bytes each. A thread reads and builds large arrays.
 """
@@ -69,7 +69,7 @@ def _dimensions(array: SparseArray) -> str:
 
 
 def _send(given: SparseInput, tensor: Any) -> StepGenerator[Any]:
-    """Broadcast the entries of the root; this is the root's part."""
+    """Broadcast the root's entries to the other ranks. The root runs this function."""
     block = yield from calculate(given.array.effort, lambda: pack(given.read()))
     yield from exchange(len(block))
     yield from _spread(given, block)
@@ -77,7 +77,7 @@ def _send(given: SparseInput, tensor: Any) -> StepGenerator[Any]:
 
 
 def _receive(given: SparseInput, tensor: Any) -> StepGenerator[Any]:
-    """Receive the entries of a broadcast, and return the caller's array or a new one."""
+    """Receive the root's entries; return the caller's array with them, or a new array."""
     array = given.array
     nbytes = int((yield from exchange(0)).sum())
     (block,) = yield from calculate(nbytes // 8, lambda: allocate_blocks([nbytes]))
@@ -92,7 +92,7 @@ def _spread(given: SparseInput, block: NDArray[Any]) -> StepGenerator[None]:
 
 
 def _gather(given: SparseInput, tensor: Any) -> StepGenerator[list[Any] | None]:
-    """Gather the blocks of all ranks: a shape, which may differ from rank to rank, then the entries."""
+    """Gather a block of every rank: the array's shape, which may differ between ranks, and its entries."""
     array = given.array
     head = np.array(array.shape, np.int64).view(np.uint8)
 

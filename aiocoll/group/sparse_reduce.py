@@ -1,4 +1,4 @@
-"""Allreduce and reduce of sparse arrays: the result has the union of all ranks' positions, with the sums there.
+"""Allreduce and reduce of sparse arrays: the result has an entry wherever any rank has one, with the sum.
 
 1. Each rank sorts its entries, and adds up entries at the same position. Then all ranks exchange their numbers of
    entries.
@@ -43,16 +43,16 @@ __all__ = ["BYTES", "SparseInput", "allocate_blocks", "calculate", "gather_bytes
 
 T = TypeVar("T")
 
-#: Most numbers processed in the event loop. At 25 ns each, the slowest case, they take about 200 µs; handing work to a
-#: thread and back takes about as long.
+#: Maximum number of numbers processed in the event loop. At 25 ns each, the slowest case, they take about 200 µs, as
+#: long as it takes to pass work to a thread and back.
 INLINE = 8192
-#: Additional seconds per entry of merging, compared with writing the entry into a dense array and reading it again.
-#: Merging searches a sorted list and adds (measured with a million entries: 40 ns against 12 ns).
+#: Additional seconds per entry if entries are merged instead of written into a dense array and read again. Merging
+#: searches a sorted list and adds (measured with a million entries: 40 ns against 12 ns).
 MERGE = 28e-9
-#: Seconds per byte of creating a dense array with its marks, and scanning it (measured: 0.9 ns for 5 bytes).
+#: Seconds per byte to create a dense array with its bitmap, and to scan it (measured: 0.9 ns for 5 bytes).
 SWEEP = 0.2e-9
 
-#: Dtype of packed entries.
+#: The dtype of packed entries.
 BYTES = by_name("uint8")
 _INT64 = by_name("int64")
 
@@ -79,13 +79,13 @@ def reduce_sparse(
     def make(identity: int, completion: Completion) -> Operation:
         return SteppedOperation(dispatcher.comm, identity, plan, _reduce(given, op, tensor), completion)
 
-    # Bytes sent to all other ranks if there are few entries: each entry with its position.
+    # Bytes that this rank sends to all other ranks if the arrays have few entries: each entry with its index.
     nbytes = given.nbytes * (dispatcher.size - 1)
     return dispatcher.start(FactoryCall(signature, make, limit, key, array.shape, tensor, nbytes))
 
 
 class SparseInput(NamedTuple):
-    """The input of this rank in a call on sparse arrays.
+    """The sparse array that this rank contributes to a call.
 
     Attributes:
         dispatcher: dispatcher of the group.
@@ -101,32 +101,32 @@ class SparseInput(NamedTuple):
 
     @classmethod
     def of(cls, dispatcher: Dispatcher, array: SparseArray, root: int | None) -> SparseInput:
-        """Make the input of a rank that sends entries; a small array is read now, so that its errors raise here."""
+        """Return the input of a rank that sends entries. A small array is read now, so that its errors raise here."""
         return cls(dispatcher, array, root, array.read() if array.effort <= INLINE else None)
 
     @property
     def nbytes(self) -> int:
-        """Approximate number of bytes of the entries, with their positions."""
+        """The approximate number of bytes of the entries, with indices and values."""
         array = self.array
         return array.effort * (array.dtype.itemsize + _INT64.itemsize // max(array.width, 1))
 
     @property
     def is_receiver(self) -> bool:
-        """Return whether this rank gets the result."""
+        """Return whether this rank gets the result of the call."""
         return self.root in (None, self.dispatcher.rank)
 
     def read(self) -> Entries:
-        """Return the entries; may run in a thread."""
+        """Return the entries of the array. A thread may run this method."""
         return self.array.read() if self.entries is None else self.entries
 
 
 def calculate(effort: int, task: Callable[[], T]) -> StepGenerator[T]:
-    """Run `task`, a calculation with `effort` numbers, and return its result; a thread runs a long one."""
+    """Run `task`, which processes `effort` numbers, and return its result. A long task runs in a thread."""
     return (yield from calculate_in_thread(task)) if effort > INLINE else task()
 
 
 def gather_bytes(given: SparseInput, packed: NDArray[Any], sizes: list[int]) -> StepGenerator[list[NDArray[Any]]]:
-    """Gather one block of bytes per rank, of these sizes; return an empty list on a rank that does not receive."""
+    """Gather one block of bytes per rank; return an empty list on a rank that does not receive the blocks."""
     dispatcher, root = given.dispatcher, given.root
     blocks: list[NDArray[Any]] = []
     if given.is_receiver:
@@ -135,23 +135,23 @@ def gather_bytes(given: SparseInput, packed: NDArray[Any], sizes: list[int]) -> 
     else:
         counts = tuple(size if rank == dispatcher.rank else 0 for rank, size in enumerate(sizes))
     kind, agreed = ("allgather", None) if root is None else ("gather", ())
-    # The plan is not cached, since the next call is unlikely to have the same counts.
+    # Do not cache the plan, because the next call is unlikely to have the same counts.
     plan = dispatcher.planner.build_plan(kind, BYTES, (counts,), None, None, root, agreed)
     yield from collective("gather", plan, [*(blocks or (None for _ in sizes)), packed])
     return blocks
 
 
 def allocate_blocks(sizes: Sequence[int]) -> list[NDArray[Any]]:
-    """Allocate blocks of these numbers of bytes, with all their pages mapped."""
+    """Allocate blocks of these sizes in bytes, with all memory pages mapped."""
     whole = np.empty(sum(sizes), np.uint8)
-    # The first write to a page maps it, which may take a millisecond and would block the event loop later.
+    # Write to each page now: mapping pages later, one by one, could block the event loop for a millisecond.
     whole[:: mmap.PAGESIZE] = 0
     ends = accumulate(sizes)
     return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _reduce(given: SparseInput, op: ReduceOp, tensor: Any) -> StepGenerator[Any]:
-    """Reduce a sparse array, and return the caller's array or a new one."""
+    """Reduce a sparse array; return the caller's array with the result, or a new array."""
     array = given.array
 
     def read() -> tuple[Entries, NDArray[Any]]:
@@ -174,14 +174,14 @@ def _reduce(given: SparseInput, op: ReduceOp, tensor: Any) -> StepGenerator[Any]
 def _merge(
     given: SparseInput, own: Entries, blocks: list[NDArray[Any]], counts: list[int], op: ReduceOp
 ) -> StepGenerator[Callable[[], Any] | None]:
-    """Merge the entries of all ranks; return a function that stores the result, None on other ranks than receivers."""
+    """Add up the entries of all ranks; return a function that stores the result, or None on a rank without result."""
     array = given.array
     if not given.is_receiver:
         return None
 
     def merge() -> Callable[[], Any]:
         parts = [unpack(block, count, own) for block, count in zip(blocks, counts, strict=True)]
-        # For AVG, `divide` turns the sums into averages.
+        # For AVG, `divide` converts the sums to averages.
         wide = by_name("float32") if array.dtype.kind == "half" else array.dtype
         divide = kernel(op, wide, len(counts)).finalize
         return array.build(merge_entries(parts, array.dtype, divide))
@@ -190,7 +190,7 @@ def _merge(
 
 
 def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[Callable[[], Any] | None]:
-    """Reduce dense arrays; return a function that stores the result, None on other ranks than receivers."""
+    """Reduce as dense arrays; return a function that stores the result, or None on a rank without result."""
     array, root, plans = given.array, given.root, given.dispatcher.plans
     effort = array.size * array.width
     dense, bits = yield from calculate(effort, lambda: scatter_entries(own, array.size))
@@ -207,7 +207,7 @@ def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[
 def is_dense_faster(
     total: int, entry: int, size: int, row: int, world_size: int, machine: Machine, passes: int = 2
 ) -> bool:
-    """Return whether a dense reduction takes less time than gathering the entries.
+    """Return whether reducing dense arrays takes less time than gathering and adding up the entries.
 
     With sparse arrays, a rank receives and merges the entries of the other ranks. With dense arrays, it receives, once
     or twice, the array without its own part and one bit per position, and it creates and scans the array. The model of
@@ -225,4 +225,4 @@ def is_dense_faster(
     share = (world_size - 1) / world_size
     sparse = total * (entry * share * machine.beta + MERGE)
     dense = size * (row + 1 / 8) * passes * share * machine.beta + size * (row + 1) * SWEEP
-    return world_size > 1 and dense < sparse  # a single rank merges nothing
+    return world_size > 1 and dense < sparse  # with a single rank, there is nothing to merge

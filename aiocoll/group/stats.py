@@ -1,4 +1,4 @@
-"""Snapshots of the counters of one rank in one group, for `ProcessGroup.stats`: as objects, text and plain data."""
+"""Snapshots of one rank's counters in one group, for `ProcessGroup.stats`: as objects, text and plain data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OperationStats:
     histogram: tuple[tuple[float, int], ...]
 
     def quantile(self, q: float) -> float | None:
-        """Estimate a quantile of the durations from the histogram.
+        """Estimate a quantile of the operation's durations from their histogram.
 
         Args:
             q: share of operations, from 0 to 1: 0.5 for the median.
@@ -59,25 +59,25 @@ class OperationStats:
             raise ValueError(f"q={q!r}: must be from 0 to 1")
         wanted, before = q * self.calls, 0
         for bound, calls in self.histogram:
-            if before + calls >= wanted:  # assumes an even distribution inside a bucket
+            if before + calls >= wanted:  # assume that durations are evenly distributed within a bucket
                 return bound / 2 * (1 + (wanted - before) / calls)
             before += calls
         return None
 
     @property
     def p50(self) -> float | None:
-        """Estimated median of the durations in seconds; see `quantile`."""
+        """The estimated median duration in seconds; see `quantile`."""
         return self.quantile(0.5)
 
     @property
     def p99(self) -> float | None:
-        """Estimated 99th percentile of the durations in seconds; see `quantile`."""
+        """The estimated 99th percentile of the durations in seconds; see `quantile`."""
         return self.quantile(0.99)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """The waits of this rank for one other rank in collectives.
+    """The time that this rank has waited for one other rank in collectives.
 
     Each collective counts as a wait for the rank whose data arrived last and completed it here. The wait lasts from the
     start of the collective on this rank until then. If all ranks exchange data directly, this is the rank that made the
@@ -104,7 +104,7 @@ class PeerStats:
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """A snapshot of the counters of one rank in one group; `ProcessGroup.stats` makes it.
+    """A snapshot of one rank's counters in one group, made by `ProcessGroup.stats`.
 
     Counters of a group only grow. So the difference of two snapshots counts the events between them; divided by the
     difference of `time`, it is a rate. ``print(pg.stats())`` shows a table.
@@ -133,26 +133,26 @@ class GroupStats:
 
     @property
     def calls(self) -> int:
-        """Number of all completed operations."""
+        """The number of all completed operations."""
         return sum(each.calls for each in self.operations)
 
     @property
     def failures(self) -> int:
-        """Number of all failed operations."""
+        """The number of all failed operations."""
         return sum(each.failures for each in self.operations)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all completed operations."""
+        """The bytes of all completed operations."""
         return sum(each.nbytes for each in self.operations)
 
     @property
     def waited(self) -> float:
-        """Seconds that this rank has waited for other ranks in collectives."""
+        """The seconds that this rank has waited for other ranks in collectives."""
         return sum(each.seconds for each in self.peers)
 
     def slowest(self) -> PeerStats | None:
-        """Return the rank that this rank waited for longest in the last minute.
+        """Return the rank for which this rank waited longest in the last minute.
 
         Returns:
             The counters of that rank; None without waits.
@@ -161,7 +161,7 @@ class GroupStats:
         return max(late, key=lambda each: each.recent_seconds, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the snapshot as plain data, which can be written as JSON.
+        """Return the snapshot as plain data that can be written as JSON.
 
         Returns:
             A dict with the attributes. `operations` and `peers` are lists of dicts; those of `operations` also have p50
@@ -178,7 +178,7 @@ class GroupStats:
 
 
 def stats_of(comm: Communicator) -> GroupStats:
-    """Return the stats of this rank in a group; any thread may call it.
+    """Return a snapshot of this rank's counters in a group. Any thread may call this function.
 
     Raises:
         RuntimeError: the group has no counters.
@@ -229,7 +229,7 @@ def _peers(comm: Communicator, pending: list[Operation], now: float) -> Iterable
 
 
 def add_stats(first: GroupStats, second: GroupStats) -> GroupStats:
-    """Add up the counters of two groups; the other values, such as the name, are those of the second group."""
+    """Add up the counters of two groups. Other values, such as the name, are taken from the second group."""
     operations = {(each.op, each.algorithm, each.transport): each for each in first.operations}
     for each in second.operations:
         kind = each.op, each.algorithm, each.transport
@@ -316,7 +316,7 @@ def _waits(each: PeerStats) -> Sequence[str]:
 
 
 def _table(head: Sequence[str], words: int, rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yield the lines of a table; the first `words` columns are text, the others numbers."""
+    """Yield the lines of a text table. The first `words` columns contain text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         cells = [

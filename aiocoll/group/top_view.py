@@ -1,4 +1,4 @@
-"""The state of one rank in one group for `aiocoll top`, collected in another thread at each request of a viewer."""
+"""The state of one rank in one group for `aiocoll top`, collected in a thread when a viewer requests it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from aiocoll.unretrieved import line_of
 
 __all__ = ["GroupView", "offer_to_top"]
 
-#: Most rows for kinds of operations, for ranks that were waited for, and for pending operations; the rest is cut off.
+#: Maximum number of rows for kinds of operations, for awaited ranks, and for pending operations. Further rows are left
+#: out.
 ROWS: Final = 64
 PEERS: Final = 256
 PENDING: Final = 8
-#: Most characters of a text.
+#: Maximum number of characters in a text.
 LONGEST: Final = 500
 
 
 class GroupView:
-    """The state of one rank in one group, for viewers.
+    """The state of one rank in one group, as `aiocoll top` shows it.
 
     Args:
         comm: communicator of the rank.
@@ -36,7 +37,7 @@ class GroupView:
         self._directory = directory
 
     def to_data(self) -> dict[str, Any]:
-        """Return the current state as plain data."""
+        """Return the current state of the rank as plain data."""
         comm = self._comm
         endpoint = comm.endpoint
         now = comm.stamp()
@@ -51,7 +52,7 @@ class GroupView:
             "rank": comm.rank,
             "size": len(comm.ranks),
             "host": socket.gethostname(),
-            # A stopped process does not answer. With these process ids, viewers still know which rank it is.
+            # A stopped process does not answer viewers. These process ids let viewers find out its rank.
             "processes": [cards[rank]["process"][1] if cards[rank]["host"] == mine else None for rank in comm.ranks],
             "state": "open" if comm.cause is None else "revoked",
             "cause": None if comm.cause is None else str(cause_of(comm.cause)["text"])[:LONGEST],
@@ -67,12 +68,12 @@ class GroupView:
         }
 
     def close(self) -> None:
-        """Stop answering viewers."""
+        """Stop answering the requests of viewers."""
         leave(self, self._directory)
 
 
 def offer_to_top(comm: Communicator, directory: str) -> GroupView | None:
-    """Offer a group to `aiocoll top`; if that is not possible, log a warning and return None."""
+    """Make a group visible to `aiocoll top`. If that is not possible, log a warning and return None."""
     view = GroupView(comm, directory)
     try:
         join(view, directory, comm.runtime.ticks)
@@ -103,7 +104,7 @@ def _in_flight(comm: Communicator, operation: Operation, now: float) -> dict[str
 
 
 def _slow(comm: Communicator, pending: list[Operation], now: float) -> list[tuple[int, float, str]]:
-    """Return the silent ranks, with the seconds since their last answer and the states of their processes."""
+    """Return the ranks that do not answer, with the seconds since their last answer and their process states."""
     found: dict[int, tuple[float, str]] = {}
     for operation in pending[:PENDING]:
         finding = comm.stalls.finding(operation.id) if operation.peer is None else None
@@ -114,7 +115,7 @@ def _slow(comm: Communicator, pending: list[Operation], now: float) -> list[tupl
 
 
 def _describe_counters(comm: Communicator) -> dict[str, Any]:
-    from aiocoll.group.stats import stats_of  # few ranks are watched
+    from aiocoll.group.stats import stats_of  # imported here, because few ranks are watched
 
     if not comm.journal.counts:
         return {"counted": False, "operations": [], "peers": []}

@@ -1,4 +1,4 @@
-"""Allgather and gather without outputs: they allocate arrays of the lengths that the ranks contribute."""
+"""Allgather and gather without output arguments: they allocate arrays of the lengths that the ranks contribute."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["allgather_unsized", "gather_unsized"]
 
 
 def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, key: str | None) -> Work[list[Any]]:
-    """Start an allgather without outputs; its first step exchanges the lengths."""
+    """Start an allgather without output arguments. Its first step exchanges the lengths."""
     limit = dispatcher.limit(timeout)
     signature = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
     dtype = array_dtype(source.dtype)
@@ -45,7 +45,7 @@ def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, 
 def gather_unsized(
     dispatcher: Dispatcher, source: Buffer, root: int, timeout: Timeout, key: str | None
 ) -> Work[list[Any] | None]:
-    """Start the root's part of a gather without outputs; the other ranks carry out an ordinary gather."""
+    """Start a gather without output arguments at the root. The other ranks carry out an ordinary gather."""
     limit = dispatcher.limit(timeout)
     signature = Signature("GATHER", source.dtype.name, (), root, None)
     comm, dtype, own = dispatcher.comm, array_dtype(source.dtype), np.empty_like(source.array)
@@ -64,7 +64,7 @@ def gather_unsized(
 
 
 def _allgather(dispatcher: Dispatcher, source: Buffer, dtype: np.dtype[Any]) -> StepGenerator[list[Any]]:
-    """Exchange the numbers of elements, then the elements; return the array of each rank."""
+    """Exchange the ranks' numbers of elements, then the elements; return one array per rank."""
     counts: list[int] = (yield from exchange(source.count)).tolist()
     outputs = [np.empty(_shape(source, count), dtype) for count in counts]
     plan = dispatcher.plans.plan("allgather", source.dtype, (tuple(counts),))
@@ -73,7 +73,7 @@ def _allgather(dispatcher: Dispatcher, source: Buffer, dtype: np.dtype[Any]) -> 
 
 
 def _gather(source: Buffer, own: NDArray[Any], dtype: np.dtype[Any], received: Mapping[int, memoryview]) -> Steps:
-    """Copy the root's own part, and return the parts of all ranks as arrays."""
+    """Copy the root's own block; return the blocks of all ranks as arrays."""
     array, step = source.array, max(SEGMENT // source.array.itemsize, 1)
     for start in range(0, array.size, step):
         own[start : start + step] = array[start : start + step]
@@ -86,7 +86,7 @@ def _gather(source: Buffer, own: NDArray[Any], dtype: np.dtype[Any], received: M
 
 
 def _shape(like: Buffer, count: int) -> Sequence[int]:
-    """Return a shape for `count` elements: the shape of `like`, or rows like those of `like`, or else a flat one."""
+    """Return a shape for `count` elements: that of `like`, or rows like those of `like`, or one dimension."""
     if count == like.count:
         return like.shape
     row = prod(like.shape[1:])

@@ -119,7 +119,9 @@ class Claims:
             await self._runtime.sleep(_LOOK)
             claim = await self.store.compare_set(f"claim/{next_rank}", b"?", b"?")  # a read that never waits
             if self._has_ended(claim) and await self._store.add(_met_key(next_rank), 0) < self.generation:
-                reason = f"rank {next_rank} was lost while the ranks met: its process has ended; start all ranks again"
+                reason = (
+                    f"rank {next_rank} was lost before all ranks had met: its process has ended; start all ranks again"
+                )
                 await call_off(self._store, self._world_size, reason, self.generation)
                 return RendezvousError(reason)
 
@@ -154,7 +156,7 @@ class Claims:
             if found.startswith(CALLED_OFF):
                 return found
         reason = (
-            f"rank {rank} was lost while the ranks met: its process ended after all ranks had published their "
+            f"rank {rank} was lost before all ranks had met: its process ended after all ranks had published their "
             "addresses, so its replacement came too late; start all ranks again"
         )
         await call_off(self._store, size, reason, self.generation)

@@ -1,4 +1,4 @@
-"""Optional accelerator in C; `AIOCOLL_NATIVE` chooses whether it runs (`docs/native.md`)."""
+"""Optional accelerator in C. `AIOCOLL_NATIVE` determines whether it is used (`docs/native.md`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from aiocoll.native import layout
 __all__ = ["IMPLEMENTATION", "core", "describe_implementation"]
 
 _VARIABLE: Final = "AIOCOLL_NATIVE"
-#: Version of the interface between Python and C. An extension module of another version, left by an earlier build, is
-#: not used.
+#: Version number of the interface between Python and C. An extension module of another version, left by an earlier
+#: build, is not used.
 _VERSION: Final = 2
 _BUILD: Final = "build it by `make native` in a clone, or by `AIOCOLL_NATIVE=1 pip install` (docs/native.md)"
 
 
 def _load() -> ModuleType:
-    """Import the extension module.
+    """Import the extension module with the accelerator.
 
     Raises:
         ImportError: the module is not built, or does not fit this version.
@@ -34,7 +34,7 @@ def _load() -> ModuleType:
 
 
 def _choose() -> tuple[ModuleType | None, str]:
-    """Return the extension module, or None and the reason."""
+    """Return the extension module, or None and the reason for pure Python."""
     wanted = os.environ.get(_VARIABLE)
     if wanted not in (None, "0", "1"):
         raise ValueError(f"{_VARIABLE}={wanted!r}: must be 1 (require the accelerator in C) or 0 (run pure Python)")
@@ -52,18 +52,18 @@ def _choose() -> tuple[ModuleType | None, str]:
 
 
 if TYPE_CHECKING:
-    from aiocoll.native import _core as core  # for type checkers only: at run time it may be None
+    from aiocoll.native import _core as core  # for type checkers only; None at run time if pure Python runs
 
     _reason = ""
 else:
     core, _reason = _choose()
     """The extension module; None if pure Python runs."""
-#: The implementation that runs: "pure Python" or "native".
+#: The implementation in use: "pure Python" or "native".
 IMPLEMENTATION: Final = "pure Python" if core is None else "native"
 
 
 def describe_implementation() -> str:
-    """Return the running implementation as one line, with its build target, or the reason for pure Python."""
+    """Return a line that describes the running implementation: its build target, or the reason for pure Python."""
     if core is None:
         return f"{IMPLEMENTATION} ({_reason})"
     return f"{IMPLEMENTATION} (for {core.BUILT_FOR}; built with {core.BUILT_WITH})"

@@ -1,4 +1,4 @@
-/* Types of the accelerator, and the functions that its files share. */
+/* Types of the accelerator, and functions that several of its files use. */
 #ifndef AIOCOLL_ACCELERATOR_H
 #define AIOCOLL_ACCELERATOR_H
 
@@ -9,7 +9,7 @@
 #define PY_SSIZE_T_CLEAN
 #define PY_ARRAY_UNIQUE_SYMBOL aiocoll_array_api
 #define PY_UFUNC_UNIQUE_SYMBOL aiocoll_ufunc_api
-#ifndef IMPORTS_NUMPY /* set by module.c */
+#ifndef IMPORTS_NUMPY /* module.c defines the NumPy API; the other files use it */
 #define NO_IMPORT_ARRAY
 #define NO_IMPORT_UFUNC
 #endif
@@ -23,47 +23,50 @@
 
 #include "protocol.h"
 
-#define INLINE_NBYTES ((LINE_WORDS - LINE_BYTES) * 8) /* bytes of a contribution that fit into its line */
+#define INLINE_NBYTES                                                                                                  \
+    ((LINE_WORDS - LINE_BYTES) * 8) /* largest contribution in bytes that fits into the line of its slot */
 #define NO_PEER (-1)
 
-enum { TRIES = 3 }; /* attempts after calls to Python functions, which may have changed the state */
+enum { TRIES = 3 }; /* number of attempts after calls to Python functions, which may have changed the state */
 
-/* Slots of one lane: lines of eight words, and memory for contributions that do not fit into their lines. */
+/* The slots of one lane: lines of eight words, and memory for contributions that do not fit into their lines. */
 typedef struct {
     char *base;
     Word *lines;
     npy_intp small, small_nbytes, middle, middle_nbytes;
-    int far; /* number of the next posts that bypass the caches */
+    int far; /* number of next posts that bypass the caches */
 } Slots;
 
 /* The common lane of this rank's outbox. */
 typedef struct {
     PyObject_HEAD Py_buffer memory, posted, ready;
     Slots slots;
-    uint64_t *numbers; /* by slot, the number of its last post */
-    char *is_reserved; /* by slot, whether its memory is allocated */
-    PyObject *readers; /* list: by slot, the lanes of the last post's readers */
-    PyObject *reserve; /* Python function that allocates the memory of a slot */
+    uint64_t *numbers; /* for each slot, the number of its last post */
+    char *is_reserved; /* for each slot, whether its memory is allocated */
+    PyObject *readers; /* list: for each slot, the lanes of its last post's readers */
+    PyObject *reserve; /* the Python function that allocates the memory of a slot */
 } CommonLane;
 
-/* One end of a chunk queue. */
+/* An end of a chunk queue. */
 typedef struct {
     char *chunks;
     Word *lines, *taken, *waiting;
     uint64_t *state;
     npy_intp count; /* number of chunks in the queue */
-    int far;        /* number of the next chunks that bypass the caches */
+    int far;        /* number of next chunks that bypass the caches */
 } Queue;
 
-/* The lanes between this rank and one peer: this rank's lane for the peer, and both lanes of the peer. */
+/* The lanes between this rank and one peer: this rank's lane for the peer, and the peer's common lane and lane for
+   this rank. */
 typedef struct {
     PyObject_HEAD Py_buffer memory, posted, ready, theirs, status;
-    Py_buffer region, out_state, in_state; /* buffers of the chunk queues */
+    Py_buffer region, out_state, in_state; /* Python buffers of the chunk queues */
     Queue out, in;
-    npy_intp chunk_nbytes; /* 0 without queues */
+    npy_intp chunk_nbytes; /* bytes per chunk; 0 without queues */
     PyObject *reserve_queue;
-    Slots slots, common_slots, lane_slots; /* of this rank; of the peer */
-    Word *words, *peer_words;              /* words of both lanes */
+    Slots slots, common_slots,
+        lane_slots;           /* slots of this rank's lane; of the peer's common lane; of the peer's lane */
+    Word *words, *peer_words; /* words of both lanes */
     Word *own_status, *peer_status;
     uint64_t *numbers, rung;
     char *is_reserved;
@@ -72,14 +75,15 @@ typedef struct {
     int eventfd, has_lines;
     int can_post; /* true if the link is open and in use */
     int can_look; /* true if the link is open */
-    int pins;     /* number of users of the memory while Python may run; after `close`, the last one releases it */
+    int pins; /* number of functions that use the memory while Python may run; after `close`, the last one releases the
+                 memory */
 } PeerLanes;
 
 typedef struct {
     int buffer, is_common, readers_count, *readers;
     npy_intp nbytes;
     uint32_t first_slot, slots;
-    /* Lanes of the readers, in the form that the common lane stores, valid until the links of the group change. */
+    /* The lanes of the readers, in the form that the common lane stores. Valid until a link of the group changes. */
     PyObject *lanes;
     uint64_t epoch;
 } Contribution;
@@ -90,37 +94,38 @@ typedef struct {
     uint32_t first_slot, slots;
 } Take;
 
-/* Two numbers. Copy: target and source. Move: take and target. This rank's own input: its index among the inputs of
-   a reduction, and its buffer. */
+/* A pair of numbers. For a copy: target and source. For a move: contribution and target. For this rank's own input:
+   its index among the inputs of the reduction, and its buffer. */
 typedef struct {
     int first, second;
 } Pair;
 
-/* Elements of a buffer. */
+/* Elements of a buffer, from `start` to `stop`. */
 typedef struct {
     int buffer;
     npy_intp start, count;
 } Region;
 
-/* One direction of a relay: one region per step, and the number of chunks per region. */
+/* One direction of a relay: one region per step, and the number of chunks per step. */
 typedef struct {
     Region *regions;
     int steps;
     npy_intp chunks;
 } Way;
 
-/* The actions of one rank in a collective of one round, or in a relay: `Round` and `Relay` of Python. */
+/* One rank's actions in a collective of one round, or in a relay: like `Round` and `Relay` in Python. */
 typedef struct {
-    PyObject_HEAD PyObject *plan, *kind, *op, *signature, *fold; /* fold: Python function, used if there is no `loop` */
+    PyObject_HEAD PyObject *plan, *kind, *op, *signature,
+        *fold; /* fold: the Python function for a reduction without `loop` */
     uint64_t fingerprint;
     int copies_count, first_count, takes_count, own_count, moves_count, last_count, buffers_count;
-    int size;               /* of its group */
+    int size;               /* size of the group */
     int is_small;           /* true if all contributions fit into small slots */
-    int is_private, target; /* target: buffer that receives the reduction; -1 for none */
+    int is_private, target; /* target: the buffer that receives the reduction; -1 if there is none */
     Pair *copies, *own, *moves;
     Contribution *first, *last;
     Take *takes;
-    npy_intp *needed; /* by buffer, its minimum size in bytes */
+    npy_intp *needed; /* for each buffer, its minimum size in bytes */
     npy_intp nbytes_folded;
     npy_intp itemsize;
     PyArray_Descr *storage;
@@ -129,9 +134,9 @@ typedef struct {
     /* For a relay: elements per chunk (0 otherwise); regions to send, to receive, and to reduce received data with;
        target and source of a copy. */
     npy_intp chunk;
-    int behind; /* number of steps by which a rank's sends lag behind its receives */
+    int behind; /* number of steps by which this rank's sends follow its receives */
     Way outward, inward, operands, local;
-    /* Position of its counters, valid until the links of the group change. */
+    /* The row of its counters. Valid until a link of the group changes. */
     npy_intp row;
     double nbytes;
     uint64_t epoch;
@@ -139,75 +144,76 @@ typedef struct {
 
 struct Calls;
 
-/* Position of one end of a relay: the next chunk, in the order of `shm_ring.order`, and the number of earlier ones. */
+/* Position of one end of a relay: the next chunk, in the order of `shm_ring.order`, and the number of chunks before
+   it. */
 typedef struct {
     npy_intp count, column;
     int step;
 } Cursor;
 
-/* Additional state of a call that uses the ring of chunk queues; `ShmRing` in Python. */
+/* Additional state of a call that uses the ring of chunk queues, like `ShmRing` in Python. */
 typedef struct {
     Cursor put, taken;
-    npy_intp copied; /* elements */
+    npy_intp copied; /* number of copied elements of the local copy */
     int left, right;
-    int holds;     /* true while the call holds the queue to the right */
+    int holds;     /* true while the call holds the queue to the right neighbour */
     int streams;   /* true if received data is written past the caches */
-    char *bytes[]; /* by buffer, its memory */
+    char *bytes[]; /* for each buffer, its memory */
 } Relay;
 
-/* The base class of `Work`. A work that is carried out here has `calls`, and no completion until Python requests
+/* The base class of `Work`. A work that is carried out here has `calls`; it has no completion until Python requests
    one. */
 typedef struct Handle {
-    PyObject_HEAD PyObject *completion, *owner; /* owner: the dispatcher, which lives as long as its works */
+    PyObject_HEAD PyObject *completion, *owner; /* owner: the dispatcher, which lives at least as long as its works */
     struct Calls *calls;
     struct Handle *previous, *next; /* neighbours in the list of calls in flight */
-    struct Block *block;            /* the block of a recorded call, before its end */
+    struct Block *block;            /* the block of a recorded call, until the call ends */
     Steps *steps;
     Relay *relay;
     PyObject *arrays, *value, *key, *shape, *code, *waiters, *guard;
     uint64_t identity;
-    int64_t seq; /* -1 for none */
+    int64_t seq; /* sequence number; -1 for none */
     double entered, limit;
     int instruction, seen, missing;
     char is_in_flight, is_posted, is_done; /* is_posted: false while the call waits for a slot */
 } Handle;
 
-/* The journal of a group. See aiocoll/engine/journal.py for the layout. */
+/* The journal of a group. aiocoll/engine/journal.py describes the layout. */
 typedef struct {
     PyObject *journal, *ring, *objects;
     Py_buffer records, counters, waits, ring_state, counters_state, waits_state, due;
     int64_t records_generation, counters_generation, waits_generation;
     int counts;
-    npy_intp *wait_rows; /* by rank; -1 if unknown */
+    npy_intp *wait_rows; /* for each rank, its row of waits; -1 if unknown */
 } JournalView;
 
 /* Arguments of a call on plain arrays: no array; one array; two arrays, one of which has a part per rank; or lists. */
 enum { NOTHING, ONE, PARTS, LISTS };
 typedef struct {
     int form;
-    PyObject *kind, *op, *root, *array, *other; /* other: for PARTS */
-    PyObject *blocks, *others;                  /* for LISTS; array is the first one of `others` */
+    PyObject *kind, *op, *root, *array, *other; /* other: only for PARTS */
+    PyObject *blocks, *others;                  /* only for LISTS; `array` is then the first of `others` */
 } Asked;
 
-/* An earlier call, with the properties that identify equal calls. */
+/* A cached earlier call, with the properties that identify equal calls. */
 enum { KNOWN = 64, WAYS = 4, DIMENSIONS = 4 };
 typedef struct {
     int form, dimensions, other_dimensions, has_blocks;
     int gives_whole, gives_list; /* the result is the array with a part per rank; the result is a list */
     npy_intp shape[2 * DIMENSIONS];
     PyArray_Descr *dtype;
-    PyObject *kind, *op, *root, *main_shape; /* main_shape: shape of the call's main array */
+    PyObject *kind, *op, *root, *main_shape; /* main_shape: the shape of the call's main array */
     Steps *steps;
 } Known;
 
-/* A code object of a caller, inside or outside of the package. */
+/* The code object of a caller, inside or outside of this package. */
 enum { SITES = 64 };
 typedef struct {
     PyObject *code;
-    int is_user; /* true if it is outside of the package */
+    int is_user; /* true if the code is outside of this package */
 } Site;
 
-/* The gate of a group. See aiocoll/engine/communicator.py. */
+/* Indices in the gate of a group. See aiocoll/engine/communicator.py. */
 enum { ENTERED, BARRED, DIVERTS, GATE };
 
 /* The calls of one group that are carried out here. */
@@ -215,25 +221,25 @@ typedef struct Calls {
     PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
         *find_lists, *find_barrier, *remember, *operation, *guard, *overwritten, *scope;
     PyObject *left, *early, *asked_early, *hooks, *due, *watch, *runtime, *polling, *is_running, *create_future,
-        *stop_polling, *quiet, *wait, *lookers, *folder, *progress; /* hooks and due: lists that Python changes */
+        *stop_polling, *quiet, *wait, *lookers, *folder, *progress; /* hooks and due: lists that Python code changes */
     allocfunc allocate;
     PeerLanes **peers;
-    Handle *first, *last, *first_waiting; /* in flight; calls that wait for a slot come last */
+    Handle *first, *last, *first_waiting; /* calls in flight; those that wait for a slot are at the end */
     Py_ssize_t count, waiting, relays;
-    uint64_t moved;  /* number of chunks that have been put or taken */
-    double deadline; /* end of the time for moving chunks without an iteration of the loop */
-    int gave_up;     /* true if calls waited too long for slots; no call waits until one finds a free slot */
+    uint64_t moved;  /* number of chunks that have been sent or received */
+    double deadline; /* time at which moving chunks must stop, so that the event loop can run */
+    int gave_up;     /* true after calls waited too long for slots; then no call waits until one finds a free slot */
     JournalView journal;
     uint64_t group, epoch;
     uint64_t asked; /* number of calls to Python functions that may have changed the state */
     uint32_t shift;
     int rank, size, is_crowded, shares_core, watches;
-    unsigned long thread, forks; /* forks: number of forks of this process when the group was made */
+    unsigned long thread, forks; /* forks: the number of forks of this process when the group was made */
     double spin;
-    Py_buffer turn, armed, gate; /* turn: time of the loop's last iteration; armed: whether the timer of `watch` runs */
+    Py_buffer turn, armed, gate; /* turn: time of the last loop iteration; armed: whether the timer of `watch` runs */
     char *scratch;
     npy_intp scratch_nbytes;
-    PyObject *timeout; /* the default timeout; after a change it is another object */
+    PyObject *timeout; /* the default timeout; another object after each change */
     double limit;
     Known known[KNOWN + WAYS - 1];
     Site sites[SITES];
@@ -242,26 +248,26 @@ typedef struct Calls {
 /* The calls of a block: recorded here, and later in flight as children of a Python operation, the flush. */
 typedef struct Block {
     PyObject_HEAD Calls *calls;
-    PyObject *recording, *members; /* Python objects: the recording, which creates completions; its list of calls */
+    PyObject *recording, *members; /* Python objects: the recording, which creates completions; and its list of calls */
     PyObject *flush;
-    uint64_t root, first; /* ids of the flush, and of its first member */
+    uint64_t root, first; /* ids of the flush and of its first member */
     int is_ordered;       /* true if the flush has no key */
     Py_ssize_t left;      /* number of calls in flight here, plus one while more are being started */
-    Py_ssize_t low;       /* the flush starts more members when at most this many are left; 0 if it does not wait for
-                             that */
-    double limit;         /* the smallest timeout of the calls, in seconds */
+    Py_ssize_t
+        low; /* the flush starts more members when at most this many calls are left; 0 if it does not wait for that */
+    double limit; /* the shortest timeout of the calls, in seconds */
 } Block;
 
 extern PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type,
     *Block_type;
 extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Calls_spec, Iteration_spec, Block_spec;
 
-/* Macros of the limited API accept objects only. */
+/* Macros of the limited API accept only objects. */
 #define TYPE_OF(object) Py_TYPE((PyObject *)(object))
 #define KEEP(object) Py_XINCREF((PyObject *)(object))
 #define DROP(object) Py_XDECREF((PyObject *)(object))
 
-/* Replace a reference. */
+/* Store a new reference, and drop the old one. */
 #define SET_REFERENCE(place, value)                                                                                    \
     do {                                                                                                               \
         PyObject *old_ = (PyObject *)(place);                                                                          \
@@ -273,7 +279,7 @@ extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Cal
 extern PyObject *name_back, *name_barrier, *name_closed, *name_default_timeout, *name_group, *name_least_timeout,
     *name_shape, *name_file, *name_instruction, *name_interceptor, *name_native, *name_spun, *name_steps;
 
-/* Free an object of a heap type, the last step of its deallocation. */
+/* Free an object of a heap type. This is the last step of its deallocation. */
 static inline void free_object(void *object) {
     PyTypeObject *type = TYPE_OF(object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
@@ -335,7 +341,7 @@ int journal_ended(Calls *calls, Handle *call, double now);
 void journal_close(JournalView *view);
 
 /* posting.c */
-enum { CANNOT, CAN, IN_USE }; /* IN_USE: the slot has a call of this group that was not read yet */
+enum { CANNOT, CAN, IN_USE }; /* IN_USE: the slot holds a call of this group that has not been read yet */
 PyObject *owner_of(const Calls *calls);
 int are_postable(Calls *calls, Contribution *contributions, int count, uint64_t identity);
 int is_true(PyObject *object, PyObject *name);

@@ -1,15 +1,15 @@
-/* Blocks: calls of a coalescing block that are recorded here, and members of its flush that are carried out here.
+/* Blocks: calls of a coalescing block, which are recorded here and, as members of its flush, carried out here.
 
    A recorded call is a work that has not started. It has no completion until Python requests one, which the block
-   then creates. At the end of the block, Python decides which calls run separately, and numbers the flush. These
-   calls start here as children of the flush. The last one to end, or to be handed over, reports to the flush; `left`
-   counts them. If a call cannot start here, Python starts it with the same id. */
+   then creates. At the end of the block, Python decides which calls are not fused, and numbers the flush. These
+   calls start here, as children of the flush. `left` counts them. The last one to end, or to be handed over, reports
+   to the flush. If a call cannot start here, Python starts it with the same id. */
 #include "accelerator.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-/* Return the recorder of calls for `recording`, which has their list. */
+/* Return the block that records calls for the Python object `recording`, which has their list. */
 PyObject *block_of(Calls *calls, PyObject *recording) {
     PyObject *members = PyObject_GetAttrString(recording, "members");
     Block *block = members && PyList_Check(members)
@@ -27,7 +27,7 @@ PyObject *block_of(Calls *calls, PyObject *recording) {
     return (PyObject *)block;
 }
 
-/* Return the active block, if it belongs to this group and records here; NULL without an exception otherwise. */
+/* Return the active block if it belongs to this group and records here; otherwise NULL without an exception. */
 Block *block_here(Calls *calls) {
     PyObject *scope = is_true(owner_of(calls), name_closed) ? NULL : PyObject_CallNoArgs(calls->scope);
     PyObject *found = NULL;
@@ -44,7 +44,7 @@ Block *block_here(Calls *calls) {
     return NULL;
 }
 
-/* Record a call for the end of its block; NULL without an exception if Python must record it. */
+/* Record a call to be started at the end of its block. Return NULL without an exception if Python must record it. */
 Handle *record(Block *block, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit) {
     Calls *calls = block->calls;
     if (!block->members || !steps->is_small || (steps->target >= 0 && !steps->loop)) return NULL;
@@ -60,7 +60,7 @@ Handle *record(Block *block, Steps *steps, PyObject *arrays, PyObject *shape, Py
     return call;
 }
 
-/* Return the plans of members that were recorded here, with None for other members. */
+/* Return the plans of the members that were recorded here, and None for all other members. */
 static PyObject *Block_plans(Block *self, PyObject *members) {
     if (!PyList_Check(members)) return PyErr_SetString(PyExc_TypeError, "members must be a list"), NULL;
     Py_ssize_t count = PyList_Size(members);
@@ -102,7 +102,7 @@ static int add_span(Spans *all, PyObject *array, Py_ssize_t member) {
     return 1;
 }
 
-/* Record the memory ranges of a member's arrays. Return 0 if they are unknown here, -1 with an exception. */
+/* Add the memory ranges of a member's arrays. Return 0 if they are not known here, -1 with an exception. */
 static int add_spans(Spans *all, PyObject *member, Py_ssize_t number) {
     PyObject *arrays;
     if (PyObject_TypeCheck(member, Handle_type)) {
@@ -186,7 +186,8 @@ static int leave_block(Handle *call, int is_deferred) {
 /* Handle the end of a block's call. */
 int member_ended(Handle *call) { return leave_block(call, 0); }
 
-/* Hand over a block's call, which was removed from the calls in flight. Takes the caller's reference. */
+/* Hand over to Python a call of a block, which is no longer in the list of calls in flight. Takes the caller's
+   reference. */
 int take_member_over(Handle *call) {
     Block *block = call->block;
     PyObject *completion = materialize(call), *arrays = completion ? buffers_of(call, call->arrays) : NULL;
@@ -206,7 +207,7 @@ int take_member_over(Handle *call) {
     return failed;
 }
 
-/* begin(flush, root, first, is_ordered): start the phase in which members start, as children of an operation. */
+/* begin(flush, root, first, is_ordered): begin to start members, as children of the operation `flush`. */
 static PyObject *Block_begin(Block *self, PyObject *args) {
     PyObject *flush;
     unsigned long long root, first;
@@ -223,7 +224,7 @@ static PyObject *Block_begin(Block *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Return the call of a member; NULL without an exception if it cannot be carried out here. */
+/* Return the call of a member; NULL without an exception if the call cannot be carried out here. */
 static Handle *call_of(Block *block, Steps *steps, PyObject *member) {
     if (PyObject_TypeCheck(member, Handle_type)) {
         Handle *call = (Handle *)member;
@@ -244,7 +245,7 @@ static Handle *call_of(Block *block, Steps *steps, PyObject *member) {
     return call;
 }
 
-/* Start a member. Return 0 if Python must start it, before any post, -1 with an exception. */
+/* Start a member. Return 0 if Python must start it (nothing is posted then), -1 with an exception. */
 static int start_member(Block *block, PyObject *plan, PyObject *member, uint64_t identity) {
     Calls *calls = block->calls;
     if (!calls->comm || !is_quiet(calls)) return 0;
@@ -263,7 +264,7 @@ static int start_member(Block *block, PyObject *plan, PyObject *member, uint64_t
     return ready;
 }
 
-/* start(plans, members, begin, end): start the members from `begin` to `end` that have a plan. */
+/* start(plans, members, begin, end): start those members from `begin` to `end` that have a plan. */
 static PyObject *Block_start(Block *self, PyObject *args) {
     PyObject *plans, *members;
     Py_ssize_t begin, end;
@@ -284,7 +285,7 @@ static PyObject *Block_start(Block *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* pause(low): resume the flush when at most `low` calls are in flight; return False if that is already so. */
+/* pause(low): let the flush resume when at most `low` calls are in flight; return False if there are no more now. */
 static PyObject *Block_pause(Block *self, PyObject *low) {
     Py_ssize_t most = PyLong_AsSsize_t(low);
     if (most == -1 && PyErr_Occurred()) return NULL;

@@ -3,14 +3,14 @@
 
 #include "accelerator.h"
 
-/* Incremented with each change of the interface to Python. aiocoll/native/__init__.py has the same number. */
+/* Increment this number with each change of the interface to Python, here and in aiocoll/native/__init__.py. */
 #define VERSION 2
 
 #define BUILT_FOR "Python 3.11 and later, NumPy 2.0 and later"
 _Static_assert(Py_LIMITED_API == 0x030b0000, "BUILT_FOR names this Python");
 _Static_assert(NPY_TARGET_VERSION == NPY_2_0_API_VERSION, "BUILT_FOR names this NumPy");
 
-/* Add a dictionary of the numbers in layout.h. */
+/* Add a dictionary with the numbers in layout.h. */
 static int add_layout(PyObject *module) {
     static const struct {
         const char *name;

@@ -12,7 +12,7 @@ static PyObject *Calls_look(Calls *self, PyObject *Py_UNUSED(unused)) {
 static PyObject *Calls_hand_over(Calls *self, PyObject *args) {
     unsigned long long identity = 0;
     if (!PyArg_ParseTuple(args, "|K", &identity)) return NULL;
-    /* Called functions may end or hand over other calls, so start again from the first one. */
+    /* A called function may end or hand over other calls, so start again from the first call. */
     for (Handle *call = self->first; call;) {
         if (identity && call->identity != identity) {
             call = call->next;
@@ -24,7 +24,7 @@ static PyObject *Calls_hand_over(Calls *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Hand over the calls that wait for slots, since frames need no slots. */
+/* Hand over the calls that wait for slots: Python can send their data in frames, which need no slots. */
 static PyObject *Calls_give_up(Calls *self, PyObject *Py_UNUSED(unused)) {
     self->gave_up = 1;
     while (self->first_waiting)
@@ -32,9 +32,9 @@ static PyObject *Calls_give_up(Calls *self, PyObject *Py_UNUSED(unused)) {
     Py_RETURN_NONE;
 }
 
-/* Return operations that equal the calls in flight, for readers in any thread.
+/* Return Python operations that equal the calls in flight, for readers in any thread.
 
-   Python may run other threads meanwhile, so a call may end while it is copied. */
+   Python may run other threads meanwhile, so a call may end while it is being copied. */
 static PyObject *Calls_copies(Calls *self, PyObject *Py_UNUSED(unused)) {
     PyObject *calls = PyList_New(0), *copies = calls ? PyList_New(0) : NULL;
     for (Handle *call = self->first; copies && call; call = call->next)
@@ -42,10 +42,11 @@ static PyObject *Calls_copies(Calls *self, PyObject *Py_UNUSED(unused)) {
     for (Py_ssize_t i = 0; copies && i < PyList_Size(calls); i++) {
         Handle *call = (Handle *)PyList_GetItem(calls, i);
         PyObject *arrays = call->arrays;
-        if (!call->is_in_flight || !arrays || call->block) continue; /* the flush has the record of a block's call */
+        if (!call->is_in_flight || !arrays || call->block)
+            continue; /* for a call of a block, the flush has the record */
         KEEP(arrays);
         PyObject *completion = completion_of(call, Py_None, Py_None), *copy = NULL;
-        if (completion && !call->is_in_flight) { /* it has ended meanwhile */
+        if (completion && !call->is_in_flight) { /* the call has ended meanwhile */
             DROP(arrays);
             DROP(completion);
             continue;
@@ -69,7 +70,7 @@ static PyObject *attribute(PyObject *object, const char *name, PyObject **place)
     return *place = PyObject_GetAttrString(object, name);
 }
 
-/* Get a buffer of a Python array, which is never replaced. */
+/* Get a buffer of a Python array. The array is never replaced. */
 static int view_numbers(PyObject *object, const char *name, Py_buffer *view, size_t nbytes) {
     PyObject *found = PyObject_GetAttrString(object, name);
     int failed = found ? PyObject_GetBuffer(found, view, PyBUF_WRITABLE) : -1;
@@ -79,7 +80,7 @@ static int view_numbers(PyObject *object, const char *name, Py_buffer *view, siz
     return failed;
 }
 
-/* `seams` are Python functions, `folder` is the directory of the package. */
+/* `seams` holds Python functions that this type calls. `folder` is the directory of the package. */
 static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     PyObject *seams, *journal = NULL, *endpoint = NULL, *loop = NULL, *stalls = NULL, *hooks = NULL;
     int failed = -1;
@@ -155,8 +156,8 @@ end:
     return failed;
 }
 
-/* Positions of references: those that belong to the group, and those that ended works need, too (the loop, and the
-   owner, which then refuses calls). */
+/* Offsets of references. First those that belong to the group, then those that ended works need, too: the loop, and
+   the owner, which then rejects calls. */
 #define AT(member) offsetof(Calls, member)
 static const size_t OF_GROUP[] = {AT(comm),       AT(resolve),      AT(make_steps),   AT(find_one), AT(find_parts),
                                   AT(find_lists), AT(find_barrier), AT(flatten),      AT(remember), AT(operation),

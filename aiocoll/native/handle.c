@@ -1,8 +1,10 @@
-/* `Handle`, the base class of `Work`. Works with a completion use the reference in Python; others are carried out
-   here. */
+/* `Handle`, the base class of `Work`. A work with a completion uses the Python reference implementation; other works
+   are carried out here. */
 #include "accelerator.h"
 
-#define TURN 500e-6 /* seconds after which an await of an ended operation yields to the loop (contract) */
+#define TURN                                                                                                           \
+    500e-6 /* seconds since the last loop iteration after which an await of an ended operation yields to the loop      \
+              (contract) */
 
 PyObject *reference_await, *reference_done, *reference_result, *reference_exception, *make_completion;
 
@@ -63,7 +65,7 @@ static void Handle_dealloc(Handle *self) {
     free_object(self);
 }
 
-/* Return whether this is the thread of the group's loop, in the process in which the group was made. */
+/* Return whether this is the thread of the group's event loop, in the process in which the group was made. */
 static int is_owner(const Calls *calls) {
     return PyThread_get_thread_ident() == calls->thread && calls->forks == forks_of_process;
 }
@@ -88,18 +90,20 @@ PyObject *completion_of(Handle *self, PyObject *waiters, PyObject *guard) {
     return made;
 }
 
-/* Return the completion of a call, which Python creates from its state. A call in flight then uses the completion. */
+/* Return the completion of a call, which Python creates from the call's state. A call in flight uses it from then
+   on. */
 PyObject *materialize(Handle *self) {
     while (!self->completion) {
         if (!self->calls) return PyErr_SetString(PyExc_RuntimeError, "this work was not initialized"), NULL;
         int was_done = self->is_done;
-        /* While another thread creates it, the loop may run, so an await that starts meanwhile must use the same
-           list. */
+        /* While another thread creates the completion, the event loop may run. Awaits that start meanwhile must use
+           this list of waiters. */
         if (!was_done && !self->waiters && !(self->waiters = PyList_New(0))) return NULL;
         PyObject *waiters = self->waiters ? self->waiters : Py_None,
                  *made = completion_of(self, waiters, self->guard ? self->guard : Py_None);
         if (!made) return NULL;
-        if (self->completion || was_done != self->is_done) { /* another thread was faster, or the call has ended */
+        if (self->completion ||
+            was_done != self->is_done) { /* another thread has created it before, or the call has ended */
             DROP(made);
             continue;
         }
@@ -113,18 +117,19 @@ PyObject *materialize(Handle *self) {
 
 static PyObject *Handle_completion(Handle *self, void *Py_UNUSED(unused)) {
     if (self->is_in_flight) {
-        /* Only the loop's thread may use the engine. Other threads and forked children get a copy to read. */
+        /* Only the event loop's thread may use the engine. Other threads and forked children get a copy that they
+           can only read. */
         if (!is_owner(self->calls)) return completion_of(self, Py_None, Py_None);
         if (hand_over(self) < 0) return NULL;
     }
     return materialize(self);
 }
 
-/* Handle the success of a call: drop its references, and wake the tasks that wait for it. */
+/* Handle the success of a call: drop its references, and wake the tasks that await it. */
 int handle_end(Handle *self) {
     self->is_done = 1;
     Py_CLEAR(self->arrays);
-    if (self->completion) { /* another thread waits for it */
+    if (self->completion) { /* another thread waits for the completion */
         PyObject *done = PyObject_CallMethod(self->completion, "finish", "O", self->value);
         DROP(done);
         return done ? 0 : -1;
@@ -144,7 +149,7 @@ int handle_end(Handle *self) {
     return failed ? -1 : 0;
 }
 
-/* Cancel the warning about a work that is never awaited: the program awaits it or reads its outcome. */
+/* Cancel the warning that a work is never awaited, because the program awaits it or reads its outcome. */
 int note_await(Handle *self) {
     if (!self->guard) return 0;
     PyObject *guard = self->guard;
@@ -157,12 +162,12 @@ int note_await(Handle *self) {
 
 /* ---- awaiting */
 
-/* An await of a call, which suspends on a future, yields to the loop once, or returns immediately. */
+/* The iterator of an await. It suspends on a future, yields once to the event loop, or returns immediately. */
 typedef struct {
     PyObject_HEAD Handle *work;
-    PyObject *future, *inner; /* the future, and its iterator */
-    char yields,
-        is_reference; /* is_reference: inner is the generator of the reference, which continues after a hand-over */
+    PyObject *future, *inner;  /* the future on which it suspends, and the future's iterator */
+    char yields, is_reference; /* is_reference: `inner` is the generator of the Python implementation, which continues
+                                  after a hand-over */
 } Iteration;
 
 static int turn_is_due(Calls *calls, double now) {
@@ -172,7 +177,7 @@ static int turn_is_due(Calls *calls, double now) {
     return 1;
 }
 
-/* Run the callbacks that are due before the loop iteration ends. */
+/* Run the callbacks that are due before this loop iteration ends. */
 static int settle(Calls *calls) {
     if (!PyList_Size(calls->due)) return 0;
     PyObject *done = PyObject_CallMethod(calls->runtime, "settle", NULL);
@@ -196,7 +201,7 @@ static int may_poll(Calls *calls) {
 
 static PyObject *Handle_await(Handle *self) {
     if (self->completion || !self->calls) return call_reference(reference_await, self);
-    if (self->block && !self->is_in_flight) { /* a recorded call starts with its block */
+    if (self->block && !self->is_in_flight) { /* a recorded call starts together with its block */
         PyObject *completion = materialize(self);
         DROP(completion);
         return completion ? call_reference(reference_await, self) : NULL;
@@ -205,7 +210,7 @@ static PyObject *Handle_await(Handle *self) {
     if (!self->is_done) {
         int here = is_here(self->calls);
         if (here < 0) return NULL;
-        if (!here) return call_reference(reference_await, self); /* it raises the error */
+        if (!here) return call_reference(reference_await, self); /* the Python implementation raises the error */
         int polls = may_poll(self->calls);
         if (polls < 0 || (polls && poll_for(self) < 0)) return NULL;
         if (self->completion) return call_reference(reference_await, self);
@@ -238,7 +243,7 @@ static PySendResult Iteration_send(Iteration *self, PyObject *argument, PyObject
         *result = Py_None;
         return PYGEN_NEXT;
     }
-    if (!self->inner && !work->is_done && work->completion) { /* it was handed over during the await */
+    if (!self->inner && !work->is_done && work->completion) { /* the call was handed over to Python during the await */
         if (!(self->inner = call_reference(reference_await, work))) return PYGEN_ERROR;
         self->is_reference = 1;
     } else if (!self->inner && !work->is_done) {
@@ -285,7 +290,7 @@ static int Iteration_traverse(Iteration *self, visitproc visit, void *arg) {
     return 0;
 }
 
-/* Handle the cancellation or deletion of an await: remove its future from the work. */
+/* Handle a cancelled or deleted await: remove its future from the work. */
 static void remove_future(Iteration *self) {
     Handle *work = self->work;
     PyObject *future = self->future, *type, *value, *traceback;
@@ -324,7 +329,7 @@ static PyType_Slot Iteration_slots[] = {{Py_tp_doc, "One await of a work."},  {P
 PyType_Spec Iteration_spec = {"aiocoll.native._core.Iteration", sizeof(Iteration), 0,
                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Iteration_slots};
 
-/* ---- for users */
+/* ---- methods for users */
 
 static PyObject *Handle_done(Handle *self, PyObject *Py_UNUSED(unused)) {
     if (self->completion) return call_reference(reference_done, self);

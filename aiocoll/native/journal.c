@@ -1,7 +1,6 @@
-/* Journal of a group: records and counters of successful calls, in the arrays described in
-   aiocoll/engine/journal.py.
+/* Journal of a group: records and counters of successful calls, in the arrays that aiocoll/engine/journal.py describes.
 
-   If a value is unknown here (a row, a longer ring), the Python journal provides it. */
+   If a value is not known here (the row of a counter, or a longer ring), the Python journal provides it. */
 #include "accelerator.h"
 
 #include <math.h>
@@ -17,7 +16,7 @@ enum {
     WAITED = 1,
     ROW = BUCKET + BUCKETS
 };
-enum { COUNT = 0, GENERATION = 1, SIZE = 2 }; /* indices of a table's state */
+enum { COUNT = 0, GENERATION = 1, SIZE = 2 }; /* indices in the state of a table */
 
 typedef struct {
     uint64_t identity;
@@ -39,7 +38,7 @@ static int view_attribute(PyObject *object, const char *name, Py_buffer *view, i
     return failed;
 }
 
-/* Update the view of a table, if its memory has been replaced. */
+/* Update the view of a table if the table's memory has been replaced. */
 static int refresh(PyObject *owner, const char *name, Py_buffer *memory, const Py_buffer *state, int64_t *generation) {
     if (state_of(state, GENERATION) == *generation) return 0;
     PyObject *table = PyObject_GetAttrString(owner, name);
@@ -124,7 +123,7 @@ static int write_record(JournalView *view, Handle *call, double now) {
     return 0;
 }
 
-/* Find the row of counters for calls with the same plan and shape. */
+/* Find the row of counters for calls with this plan and shape. */
 static int find_counters(Calls *calls, Handle *call) {
     Steps *steps = call->steps;
     PyObject *found = PyObject_CallMethod(calls->journal.journal, "row_of_plan", "OO", steps->plan, call->shape);

@@ -1,4 +1,4 @@
-/* Lanes of outboxes: post a contribution, look for one, free it; wake a sleeping peer.
+/* Lanes of outboxes: posting, finding and freeing contributions, and waking a sleeping peer.
 
    Layout and rules are those of aiocoll/transport/shm/slots.py, whose writers and readers use the same memory. The
    private state of a writer (numbers of posts, allocated slots, readers) is in arrays that both implementations use. */
@@ -7,12 +7,12 @@
 #include <sched.h>
 #include <unistd.h>
 
-/* Return whether `count` items of `size` bytes, from `start` on, lie within `nbytes` bytes. */
+/* Return whether `count` items of `size` bytes from `start` on fit into `nbytes` bytes. */
 static int is_inside(Py_ssize_t start, Py_ssize_t count, Py_ssize_t size, Py_ssize_t nbytes) {
     return start >= 0 && size >= 0 && start <= nbytes && size <= (nbytes - start) / count;
 }
 
-/* Copy and check a layout of slots. `words` words precede its lines. */
+/* Copy and check a layout of slots. `words` words precede the lines of the slots. */
 static int slots_from(Slots *slots, char *base, Py_ssize_t nbytes, Py_ssize_t words, PyObject *layout) {
     Py_ssize_t lines, small, small_nbytes, middle, middle_nbytes, end;
     if (!PyArg_ParseTuple(layout, "nnnnnn", &lines, &small, &small_nbytes, &middle, &middle_nbytes, &end)) return -1;
@@ -205,13 +205,13 @@ static PyObject *PeerLanes_retire(PeerLanes *self, PyObject *Py_UNUSED(unused)) 
 
 static PyObject *PeerLanes_close(PeerLanes *self, PyObject *Py_UNUSED(unused)) {
     self->can_post = self->can_look = 0;
-    self->eventfd = -1; /* the number may be reused for another file */
+    self->eventfd = -1; /* do not close it twice: the number may be reused for another file */
     PeerLanes_clear(self);
     if (!self->pins) release_memory(self);
     Py_RETURN_NONE;
 }
 
-/* Keep the memory of lanes mapped while Python code may close the link. */
+/* Keep the memory of the lanes mapped while Python code runs, which may close the link. */
 void pin(PeerLanes *peer) {
     KEEP(peer);
     peer->pins++;
@@ -239,8 +239,8 @@ static int queue_from(Queue *queue, const Py_buffer *region, const Py_ssize_t *l
     return 0;
 }
 
-/* connect_queues(memory, outward, state, inward, peer_state, reserve): layout and state of both queues of the link,
-   and the function that allocates the memory of this rank's queue. */
+/* connect_queues(memory, outward, state, inward, peer_state, reserve): set the memory, layout and state of both
+   queues of the link, and the function that allocates the memory of this rank's queue. */
 static PyObject *PeerLanes_connect_queues(PeerLanes *self, PyObject *args) {
     PyObject *memory, *out_state, *in_state, *reserve;
     Py_ssize_t out[6], in[6];
@@ -257,7 +257,8 @@ static PyObject *PeerLanes_connect_queues(PeerLanes *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Allocate the memory of the queue to the peer. Return 0 if there is no queue or no memory, -1 with an exception. */
+/* Allocate the memory of the queue to the peer. Return 0 if there is no queue or no memory left, -1 with an
+   exception. */
 int queue_is_ready(PeerLanes *peer) {
     if (!peer->chunk_nbytes || !peer->reserve_queue) return 0;
     if (peer->out.state[LAYOUT_CHUNK_READY]) return 1;
@@ -312,8 +313,8 @@ int common_has(const CommonLane *common, uint32_t slot, npy_intp nbytes) {
     return nbytes <= INLINE_NBYTES || common->is_reserved[slot];
 }
 
-/* Allocate the memory of a slot. Return 0 if the host has none, -1 with an exception. A lane's lines are allocated
-   with its first slot, those of the common lane with the outbox. */
+/* Allocate the memory of a slot. Return 0 if the host has none left, -1 with an exception. The lines of a lane are
+   allocated with its first slot, those of the common lane with the outbox. */
 int lane_reserve(PeerLanes *peer, uint32_t slot, npy_intp nbytes) {
     KEEP(peer);
     int is_there = reserve_slot(peer->reserve, slot, nbytes);
@@ -333,7 +334,7 @@ static void fill(Slots *slots, const Post *post) {
     if (nbytes) copy_to_reader(&slots->far, slot_bytes(slots, post->slot, nbytes), post->bytes, nbytes);
 }
 
-/* Return the group of the slot's last post. */
+/* Return the group for which the slot's last post was made. */
 uint64_t group_of_slot(const Slots *slots, uint32_t slot) { return load(line_of(slots, slot) + LINE_GROUP); }
 
 int lane_is_free(PeerLanes *peer, uint32_t slot) {
@@ -345,10 +346,11 @@ void lane_post(PeerLanes *peer, const Post *post) {
     publish(peer->words + LAYOUT_LANE_NAMED + post->slot, ++peer->numbers[post->slot], peer->words + LAYOUT_POSTS);
 }
 
-/* Return whether all readers of the last post have consumed it. Return 0 also if only Python can find out. */
+/* Return whether all readers of the slot's last post have consumed it. Return 0 also if only Python can find that
+   out. */
 int common_is_free(CommonLane *common, uint32_t slot) {
     PyObject *readers = common->readers ? PyList_GetItem(common->readers, slot) : NULL;
-    if (!common->readers) return 0; /* it was closed */
+    if (!common->readers) return 0; /* the lane has been closed */
     Py_ssize_t count = readers ? PySequence_Size(readers) : -1;
     if (count < 0) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -386,8 +388,8 @@ int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Head *expecte
                     compares_length);
 }
 
-/* Mark a post as consumed. Return 0 if it was overwritten while it was read, because the peer has given up this
-   rank. */
+/* Mark a post as consumed. Return 0 if it was overwritten while this rank read it, because the peer no longer waits
+   for this rank. */
 int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group) {
     const Word *named = peer->peer_words + (is_common ? LAYOUT_COMMON_NAMED : LAYOUT_LANE_NAMED) + slot;
     Word *consumed = peer->words + (is_common ? LAYOUT_COMMON_CONSUMED : LAYOUT_LANE_CONSUMED) + slot;
@@ -396,7 +398,7 @@ int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group) {
 
 /* ---- the doorbell */
 
-/* Make this rank check its links in the next loop iteration, so that its peers need not wake it to reply. */
+/* Let this rank check its links in the next loop iteration, so that its peers need not wake it for their replies. */
 int poll_soon(PeerLanes *peer) {
     if (!(load(peer->own_status + LAYOUT_STATUS) & 1)) return 0;
     PyObject *function = peer->poll_soon;
@@ -407,22 +409,23 @@ int poll_soon(PeerLanes *peer) {
     return done ? 0 : -1;
 }
 
-/* Wake the peer if it sleeps. It then sees all data stored before the preceding full fence. */
+/* Wake the peer if it sleeps. It then sees all data that was stored before the preceding full fence. */
 void wake(PeerLanes *peer) {
     uint64_t status = sleeping(peer->peer_status + LAYOUT_STATUS, peer->rung), one = 1;
     if (status) {
         peer->rung = status;
-        if (write(peer->eventfd, &one, sizeof one) < 0) return; /* the counter is full, which wakes the peer as well */
+        if (write(peer->eventfd, &one, sizeof one) < 0)
+            return; /* if the eventfd's counter is full, the peer wakes up, too */
     }
 }
 
-/* Publish the CPU core of this rank to the peers. */
+/* Publish to the peers the CPU core on which this rank runs. */
 void note_core(PeerLanes *peer) {
     uint64_t core = (uint64_t)(sched_getcpu() + 1);
     if (load(peer->own_status + LAYOUT_CORE) != core) store(peer->own_status + LAYOUT_CORE, core);
 }
 
-/* Return whether the peer was on this rank's core when it last posted, or waited for long. */
+/* Return whether the peer was on this rank's core when it last posted data or waited for long. */
 int shares_core(PeerLanes *peer) {
     note_core(peer);
     uint64_t core = load(peer->own_status + LAYOUT_CORE);

@@ -33,60 +33,61 @@ __all__ = [
     "STATUS",
 ]
 
-#: Bytes of a cache line.
+#: Number of bytes in a cache line.
 LINE: Final = 64
 
 #: Number of chunks in a queue if both of its ends run the accelerator. Together they are as large as a second-level
-#: cache, since overwriting data that another core has just read is slow. With queues of 256 KiB, an allreduce of 1 MiB
-#: takes twice as long.
+#: cache, because it is slow to overwrite data that another core has just read. With queues of 256 KiB, an allreduce of
+#: 1 MiB takes twice as long.
 CHUNKS: Final = 8
-#: Number of chunks in a queue if an end runs pure Python. The chunks are larger, since Python needs 3 µs per chunk.
+#: Number of chunks in a queue if one of its ends runs pure Python. The chunks are larger, because Python needs 3 µs per
+#: chunk.
 LARGE_CHUNKS: Final = 4
 
-#: Number of small slots in a lane, which come first. It is twice the number of operations that can be in flight without
+#: Number of small slots at the start of a lane. It is twice the number of operations that can be in flight without
 #: frames, because a rank may finish all of these before a peer has read the first.
 SMALL_SLOTS: Final = 128
 MIDDLE_SLOTS: Final = 4
 #: Number of slots in a lane.
 SLOTS: Final = SMALL_SLOTS + MIDDLE_SLOTS
 
-# Words of an outbox.
+# Indices of the words in an outbox, before its lanes.
 STATUS: Final = 0
-"""Even while the rank checks all its links before it sleeps, odd while it must be woken."""
+"""The status of the rank: even while it will check all links before it sleeps, odd while it must be woken."""
 CORE: Final = 8
-"""CPU core that the rank ran on when it last waited for long."""
+"""The CPU core on which the rank ran when it last waited for long."""
 
-# Words of a lane. The rows of words are indexed by slot number.
+# Indices of the words in a lane. Each row has one word per slot.
 _ROW: Final = SLOTS + -SLOTS % 8
 POSTS: Final = 0
-"""Number of posts for the lane's reader."""
+"""Number of posts so far for the reader of this lane."""
 CHUNKED: Final = 1
-"""Number of operations that have put their last chunk into a queue of a link to the reader."""
+"""Number of operations that have written their last chunk to the chunk queue to the reader."""
 COMMON_NAMED: Final = 8
-"""One word per slot of the common lane: number of the last post for this reader; 0 if the post was withdrawn."""
+"""Per slot of the common lane: the number of the last post for this reader; 0 if the post was withdrawn."""
 LANE_NAMED: Final = COMMON_NAMED + _ROW
-"""One word per slot of this lane: number of the last post for its reader; 0 if the post was withdrawn."""
+"""Per slot of this lane: the number of the last post for its reader; 0 if the post was withdrawn."""
 COMMON_CONSUMED: Final = LANE_NAMED + _ROW
-"""One word per slot of the reader's common lane: number of the last post that this rank has consumed."""
+"""Per slot of the reader's common lane: the number of the last post that this rank has consumed."""
 LANE_CONSUMED: Final = COMMON_CONSUMED + _ROW
-"""One word per slot of the reader's lane for this rank: number of the last post that this rank has consumed."""
+"""Per slot of the reader's lane for this rank: the number of the last post that this rank has consumed."""
 LANE_WORDS: Final = LANE_CONSUMED + _ROW
 """Number of words in a lane."""
 
-# Private state of the two ends of a chunk queue. Python and C share these indices.
+# Indices in the private state of the two ends of a chunk queue, which Python and C share.
 CHUNK_NUMBER: Final = 0
 """At the writer: number of chunks written. At the reader: number of the next chunk."""
 CHUNK_HOLDER: Final = 1
 """At the writer: id of the operation that holds the queue; 0 while the queue is free."""
 CHUNK_HOLDER_GROUP: Final = 2
-"""At the writer: the group of that operation, or of the last one."""
+"""At the writer: the group of the operation that holds the queue, or that held it last."""
 CHUNK_LAST: Final = 3
-"""At the writer: id of the last operation that put all its chunks; the largest number if the last one failed."""
+"""At the writer: id of the last operation that wrote all its chunks; the largest number if the last one failed."""
 CHUNK_READY: Final = 4
 """At the writer: 1 if the memory of the queue is allocated."""
 CHUNK_GROUPS_OVER: Final = 5
 """At the reader: number of ended groups that may have left chunks in the queue."""
 CHUNK_FIRST: Final = 6
-"""At the writer: number of chunks written when that operation got the queue, or when it left after a failure."""
+"""At the writer: number of chunks written before the current operation, or up to the last failure."""
 CHUNK_STATE: Final = 7
-"""Number of words in this state."""
+"""Number of words in the private state of an end."""

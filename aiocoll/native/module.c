@@ -69,12 +69,12 @@ static int add_types(PyObject *module) {
     return 0;
 }
 
-/* Counted because a forked child has the thread and the loop of its parent, and must not use its groups. */
+/* Number of forks. A forked child has copies of its parent's thread and loop, but must not use its parent's groups. */
 unsigned long forks_of_process;
 static void count_fork(void) { forks_of_process++; }
 
 static int exec_module(PyObject *module) {
-    /* Types and names belong to one interpreter. */
+    /* The interpreter that uses the types and names, which belong to one interpreter only. */
     static PyInterpreterState *interpreter;
     if (interpreter && interpreter != PyInterpreterState_Get()) {
         PyErr_SetString(PyExc_ImportError, "another interpreter of this process already uses the accelerator");

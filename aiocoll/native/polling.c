@@ -1,13 +1,14 @@
-/* Polling of an await for its call before it suspends. See aiocoll/engine/polling.py for the rules. */
+/* Polling by an await for its call, before the await suspends. aiocoll/engine/polling.py has the rules. */
 #include "accelerator.h"
 
 #include <sched.h>
 
 enum {
-    LOOKS_WITH_INTERPRETER = 64,  /* some 2 µs, before other threads may run */
-    LOOKS_BEFORE_CORE_CHECK = 32, /* checks before it finds out whether a peer runs on this core */
-    OTHERS = 8,                   /* checks between two checks of the group's other calls */
-    CLOCK = 16                    /* checks between two readings of the clock */
+    LOOKS_WITH_INTERPRETER =
+        64, /* number of checks, some 2 µs, before the interpreter is released and other threads may run */
+    LOOKS_BEFORE_CORE_CHECK = 32, /* number of checks before the first test whether a peer runs on this core */
+    OTHERS = 8,                   /* number of checks between two checks of the group's other calls */
+    CLOCK = 16                    /* number of checks between two readings of the clock */
 };
 
 static int has_neighbour(Calls *calls) {
@@ -17,14 +18,15 @@ static int has_neighbour(Calls *calls) {
     return found;
 }
 
-/* Return whether any other call in flight can end. */
+/* Return whether any other call in flight is ready to end. */
 static int can_others_end(Calls *calls, const Handle *call) {
     for (Handle *each = calls->first; each != calls->first_waiting; each = each->next)
         if (each != call && look_at(each)) return 1;
     return 0;
 }
 
-/* The released interpreter. Other threads run meanwhile and may close links, so the memory of the links is pinned. */
+/* State while the interpreter is released. Other threads run then and may close links, so the memory of the links is
+   pinned. */
 typedef struct {
     PyThreadState *state;
     PeerLanes **pinned;
@@ -46,8 +48,8 @@ static void take_back(Released *released) {
         if (released->pinned[i]) unpin(released->pinned[i]);
 }
 
-/* Check a call until it can end, for at most `spin` seconds. Return -1 with an exception. The clock is read rarely,
-   since most calls end before. */
+/* Check a call until it is ready to end, for at most `spin` seconds. Return -1 with an exception. The clock is read
+   rarely, because most calls end early. */
 int poll_for(Handle *call) {
     Calls *calls = call->calls;
     PeerLanes *pinned[calls->size];
@@ -57,7 +59,7 @@ int poll_for(Handle *call) {
     double now = gives_way || call->relay ? seconds() : 0.0, idle = now + calls->spin, limit = now + BUDGET;
     uint64_t moved = calls->moved;
     calls->deadline = limit;
-    if (call->relay) release(calls, &released); /* chunks take long */
+    if (call->relay) release(calls, &released); /* moving chunks takes long, so release the interpreter at once */
     for (int looks = 1; now < idle && now < limit; looks++) {
         if ((found = look_at(call))) break;
         if (calls->moved != moved) {
@@ -67,7 +69,7 @@ int poll_for(Handle *call) {
         }
         if (looks % OTHERS == 0 && calls->count > 1) {
             take_back(&released);
-            if (!call->is_in_flight) return 0; /* another thread has handed it over */
+            if (!call->is_in_flight) return 0; /* another thread has handed the call over */
             if (calls->waiting || can_others_end(calls, call)) {
                 int moved = look_at_all(calls);
                 if (moved < 0) return -1;
@@ -98,12 +100,12 @@ int poll_for(Handle *call) {
     take_back(&released);
     if (!call->is_in_flight) return 0;
     if (!found && call->relay) {
-        /* Chunks may arrive after this time, and no wake-up is sent for them. */
+        /* Check again in the next loop iteration: chunks may arrive later, and no wake-up is sent for them. */
         if (relay_poll_soon(call) < 0) return crash(calls);
         if (!call->is_in_flight) return 0;
     }
     if (found) return found > 0 ? complete(call) : hand_over(call);
-    /* No progress: no other await polls in this loop iteration. */
+    /* Polling was without result, so no other await polls in this loop iteration. */
     *(double *)calls->turn.buf = now;
     PyObject *done = PyObject_CallNoArgs(calls->stop_polling);
     DROP(done);

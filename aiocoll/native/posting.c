@@ -1,12 +1,13 @@
-/* Posting of contributions: the peers of a group, and free slots. */
+/* Posting of contributions: the peers of a group, and the search for free slots. */
 #include "accelerator.h"
 
 uint32_t slot_of(const Calls *calls, uint64_t identity, uint32_t first, uint32_t slots) {
     return first + (uint32_t)((identity + calls->shift) % slots);
 }
 
-/* Return the group's dispatcher, as a borrowed reference. The engine keeps `Calls` until the end of the group, so
-   `Calls` must not keep a group alive that the program has dropped. The caller holds a reference to the group. */
+/* Return the group's dispatcher, as a borrowed reference. The reference in `Calls` is weak, because the engine keeps
+   `Calls` until the end of the group: a strong one would keep alive a group that the program has dropped. The caller
+   holds a reference to the group. */
 PyObject *owner_of(const Calls *calls) { return PyWeakref_GetObject(calls->owner); }
 int is_true(PyObject *object, PyObject *name) {
     PyObject *value = PyObject_GetAttr(object, name);
@@ -17,7 +18,7 @@ int is_true(PyObject *object, PyObject *name) {
 
 /* ---- peers */
 
-/* Return the lanes of a rank; NULL without an exception while no link shares memory with it. */
+/* Return the lanes of a rank; NULL without an exception if no link shares memory with it. */
 PeerLanes *peer_of(Calls *calls, int rank) {
     PeerLanes *peer = calls->peers[rank];
     if (peer && peer->can_post) return peer;
@@ -34,10 +35,10 @@ PeerLanes *peer_of(Calls *calls, int rank) {
     return calls->peers[rank];
 }
 
-/* Create the tuple of the readers' lane writers (Python objects), which the common lane stores. */
+/* Create the tuple of the readers' lane writers (Python objects), which the common lane stores for each post. */
 static int lanes_of(Calls *calls, Contribution *each) {
     if (each->lanes && each->epoch == calls->epoch) return 0;
-    calls->asked++; /* the allocation may start a garbage collection */
+    calls->asked++; /* the allocation may start a garbage collection, which runs Python code */
     PyObject *lanes = PyTuple_New(each->readers_count);
     for (int i = 0; lanes && i < each->readers_count; i++) {
         PeerLanes *peer = calls->peers[each->readers[i]];
@@ -51,7 +52,8 @@ static int lanes_of(Calls *calls, Contribution *each) {
     return 0;
 }
 
-/* Allocate the memory of a slot for a contribution. Return 0 if it is too long, or the host has no memory. */
+/* Allocate the memory of a slot for a contribution. Return 0 if the contribution is too long, or the host has no
+   memory left. */
 static int reserved(Calls *calls, PeerLanes *peer, uint32_t slot, const Contribution *each) {
     const Slots *slots = each->is_common ? &peer->common->slots : &peer->slots;
     if (each->nbytes > INLINE_NBYTES && each->nbytes > slot_nbytes(slots, slot)) return 0;
@@ -60,14 +62,14 @@ static int reserved(Calls *calls, PeerLanes *peer, uint32_t slot, const Contribu
     return each->is_common ? common_reserve(peer->common, slot, each->nbytes) : lane_reserve(peer, slot, each->nbytes);
 }
 
-/* Return the result for an occupied slot. If it has a call of another group, this call must not wait for its
-   readers. */
+/* Return the result for a slot that is in use. If the slot holds data of another group's call, this call must not
+   wait for the readers of that data. */
 static int in_use(const Calls *calls, const Slots *slots, uint32_t slot) {
     return group_of_slot(slots, slot) == calls->group ? IN_USE : CANNOT;
 }
 
 /* Return whether a contribution can be posted; -1 with an exception. If `asked` has changed, earlier results for
-   other contributions are no longer valid. */
+   other contributions are not valid any more. */
 static int is_postable(Calls *calls, Contribution *each, uint64_t identity) {
     uint32_t slot = slot_of(calls, identity, each->first_slot, each->slots);
     for (int i = 0; i < each->readers_count; i++) {

@@ -1,16 +1,17 @@
-/* Relays: large arrays through the ring of chunk queues.
+/* Relays: transfer of large arrays through the ring of chunk queues.
 
-   The schedule, the order of the chunks and the memory are those of aiocoll/engine/operations/shm_ring.py, so each rank
-   may run either. A call that finds anything else than chunks, such as a queue in other use, goes on there. Calls of a
-   group wait here only for earlier ones of the same order, which all ranks know. */
+   The schedule, the order of the chunks and the memory are the same as in aiocoll/engine/operations/shm_ring.py, so
+   each rank may run either implementation. If anything unusual happens to a call, such as a queue that another group
+   uses, Python takes the call over. A call waits here only for earlier calls of its group that all ranks make in the
+   same order. */
 #include "accelerator.h"
 
-enum { LAG = 2 };             /* columns by which a step is behind the one before */
-enum { STREAMED = 16 << 20 }; /* bytes written by a call of which no cache holds anything when it ends */
+enum { LAG = 2 };             /* number of columns by which each step follows the previous step */
+enum { STREAMED = 16 << 20 }; /* a call that writes at least this many bytes leaves none of the first ones in a cache */
 
 static npy_intp total_of(const Way *way) { return way->steps * way->chunks; }
 
-/* Go to the next chunk: by columns, in each of them the highest step first. */
+/* Advance to the next chunk. Chunks are ordered by column, and within a column by descending step. */
 static void next_chunk(const Way *way, Cursor *cursor) {
     if (++cursor->count == total_of(way)) return;
     do {
@@ -23,7 +24,7 @@ static void next_chunk(const Way *way, Cursor *cursor) {
     } while (cursor->column - LAG * cursor->step >= way->chunks);
 }
 
-/* Whether the chunk that has to come before the next one to be put has been taken. */
+/* Return whether the chunk has arrived that must arrive before the next chunk can be sent. */
 static int is_due(const Handle *call) {
     const Cursor *put = &call->relay->put, *taken = &call->relay->taken;
     int behind = call->steps->behind;
@@ -37,7 +38,7 @@ typedef struct {
     npy_intp count;
 } Piece;
 
-/* Return what a chunk of a region has, which may be nothing. */
+/* Return the memory and length of a chunk of a region. The length may be 0. */
 static Piece piece_of(const Handle *call, const Region *region, npy_intp chunk) {
     const Steps *steps = call->steps;
     npy_intp first = chunk * steps->chunk;
@@ -57,17 +58,17 @@ static char *bytes_of(const PeerLanes *peer, const Queue *queue, uint64_t number
     return queue->chunks + (number - 1) % queue->count * peer->chunk_nbytes;
 }
 
-/* Copy received elements to their place in the target. */
+/* Copy received elements to their place in the target buffer. */
 static void copy_to_target(const Handle *call, char *target, const char *source, npy_intp nbytes) {
     if (call->relay->streams) copy_past_caches(target, source, nbytes);
     else memcpy(target, source, nbytes);
 }
 
-/* ---- the queue to the right */
+/* ---- the queue to the right neighbour */
 
 static int is_ordered(const Handle *call) { return call->key == Py_None; }
 
-/* Whether no operation holds the queue, and the reader will read what is left in it. */
+/* Return whether no operation holds the queue, and the reader will read all chunks that are left in it. */
 static int is_free(const Handle *call, const Queue *queue) {
     if (queue->state[LAYOUT_CHUNK_HOLDER]) return 0;
     uint64_t taken = load_acquire(queue->taken);
@@ -76,8 +77,8 @@ static int is_free(const Handle *call, const Queue *queue) {
            queue->state[LAYOUT_CHUNK_LAST] < call->identity;
 }
 
-/* Whether an earlier call of this group has the queue: all ranks carry that out first. Ids of ordered calls are their
-   numbers, which are smaller than those of keyed ones. */
+/* Return whether an earlier call of this group holds the queue. All ranks carry out that call first. The ids of
+   ordered calls are their numbers, which are smaller than the ids of keyed calls. */
 static int is_next_in_line(const Handle *call, const Queue *queue) {
     uint64_t holder = queue->state[LAYOUT_CHUNK_HOLDER];
     return is_ordered(call) && holder && holder < call->identity &&
@@ -90,7 +91,7 @@ static int is_behind_another(const Handle *call) {
     return 0;
 }
 
-/* Take the queue: 0 if it is not this call's turn yet, -1 if it has to go on in frames. */
+/* Reserve the queue. Return 0 if this call must still wait for it, -1 if the call must be continued in frames. */
 static int take_queue(Handle *call, Queue *queue) {
     if (is_behind_another(call) || is_next_in_line(call, queue)) return 0;
     if (!is_free(call, queue)) return -1;
@@ -107,7 +108,7 @@ static void leave_queue(Handle *call, PeerLanes *right) {
     finish_chunks(right->words + LAYOUT_CHUNKED);
 }
 
-/* Put the next chunk: 1 if that was done, 0 if not yet, -1 if the call has to be handed over. */
+/* Send the next chunk. Return 1 if it was sent, 0 if it cannot be sent yet, -1 if the call must be handed over. */
 static int put_next(Handle *call, PeerLanes *right) {
     Relay *relay = call->relay;
     Queue *queue = &right->out;
@@ -132,7 +133,7 @@ static int put_next(Handle *call, PeerLanes *right) {
     return 1;
 }
 
-/* ---- the queue from the left */
+/* ---- the queue from the left neighbour */
 
 static void use(const Handle *call, char *incoming) {
     const Steps *steps = call->steps;
@@ -147,7 +148,7 @@ static void use(const Handle *call, char *incoming) {
     }
 }
 
-/* Take the next chunk; returns as `put_next`. */
+/* Receive the next chunk. Returns the same values as `put_next`. */
 static int take_next(Handle *call, PeerLanes *left) {
     Relay *relay = call->relay;
     Queue *queue = &left->in;
@@ -160,7 +161,7 @@ static int take_next(Handle *call, PeerLanes *left) {
     npy_intp length = call->steps->inward.regions[relay->taken.step].count * call->steps->itemsize;
     if (load(line + CHUNK_FINGERPRINT) != call->steps->fingerprint) return -1;
     if (load(line + CHUNK_LENGTH) != (uint64_t)length) return -1;
-    if (load(line + CHUNK_SEGMENT)) return -1; /* it lies elsewhere */
+    if (load(line + CHUNK_SEGMENT)) return -1; /* the chunk was sent by reference, which only Python reads */
     use(call, bytes_of(left, queue, number));
     queue->state[LAYOUT_CHUNK_NUMBER] = number + 1;
     if (take_chunk(queue->taken, queue->waiting, number)) wake(left);
@@ -168,9 +169,9 @@ static int take_next(Handle *call, PeerLanes *left) {
     return 1;
 }
 
-/* ---- a call */
+/* ---- calls */
 
-/* Go on with the local copy: whether there was anything left. */
+/* Continue the local copy; return whether there was anything left to copy. */
 static int copy_next(Handle *call) {
     const Way *local = &call->steps->local;
     npy_intp chunk = call->relay->copied / call->steps->chunk;
@@ -191,8 +192,8 @@ static int has_moved_all(const Handle *call) {
            (!steps->local.steps || relay->copied == steps->local.regions[0].count);
 }
 
-/* Put and take chunks until there are none, or the time of this callback ends; needs no interpreter. Returns as
-   `look_at`. */
+/* Send and receive chunks until none is ready, or the time of this callback is used up. Needs no interpreter.
+   Returns the same values as `look_at`. */
 int relay_move(Handle *call) {
     Calls *calls = call->calls;
     Relay *relay = call->relay;
@@ -211,7 +212,7 @@ int relay_move(Handle *call) {
     }
 }
 
-/* Whether what comes is better written past the caches: it is much, and this rank does not read it. */
+/* Return whether received data should bypass the caches: there is much of it, and this rank does not read it again. */
 static int streams(const Steps *steps) {
     if (steps->operands.steps || steps->outward.steps > steps->behind) return 0;
     npy_intp count = steps->local.steps ? steps->local.regions[0].count : 0;
@@ -219,7 +220,7 @@ static int streams(const Steps *steps) {
     return count * steps->itemsize >= STREAMED;
 }
 
-/* Prepare a call, which is not in flight yet. */
+/* Prepare a call that is not in flight yet. */
 int relay_open(Handle *call) {
     Calls *calls = call->calls;
     const Steps *steps = call->steps;
@@ -239,7 +240,7 @@ void relay_close(Handle *call) {
     call->relay = NULL;
 }
 
-/* Whether a call has both queues, now or after earlier calls of its group; see `is_ready`. */
+/* Return whether a call has both queues, now or after earlier calls of its group; see `is_ready`. */
 int relay_is_startable(Handle *call) {
     Calls *calls = call->calls;
     npy_intp nbytes = call->steps->chunk * call->steps->itemsize;
@@ -256,7 +257,7 @@ int relay_is_startable(Handle *call) {
     return is_free(call, &right->out) || is_next_in_line(call, &right->out) ? CAN : CANNOT;
 }
 
-/* Let this rank look at its links in the next turn of the loop. */
+/* Let this rank check its links in the next loop iteration. */
 int relay_poll_soon(Handle *call) {
     PeerLanes *right = call->calls->peers[call->relay->right];
     return right && right->can_post ? poll_soon(right) : 0;

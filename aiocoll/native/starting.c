@@ -1,15 +1,16 @@
-/* Collectives of one group that are carried out here, from the call to the end.
+/* Collectives of one group that are carried out here, from the call to its end.
 
-   A call is accepted only in the plain case: a prepared collective of one round, free slots, no hook, no early
-   frame, the group's own timeout. Otherwise `start` returns None before any post, and Python carries out the call.
-   If a slot still has an earlier call of this group that its readers are about to read, the new call waits for the
-   slot. If anything unusual happens to a call later (a frame instead of a post, another call of a peer, a report, a
-   failure), it is handed over: Python creates an operation that has posted, and continues it. */
+   Only plain calls are accepted: a prepared collective of one round, free slots, no hook, no early frame, the
+   group's own timeout. For any other call, `start` returns None before anything is posted, and Python carries it
+   out. If a slot still holds an earlier call of this group that its readers are about to read, the new call waits
+   for the slot. If anything unusual happens to a call later (a frame instead of a post, another call of a peer, a
+   report, a failure), the call is handed over: Python creates an operation in the state of this call, and continues
+   it. */
 #include "accelerator.h"
 
 #include <math.h>
 
-/* Return whether no rank has left, and no data has arrived for a call that was not made yet. */
+/* Return whether no rank has left the group, and no data has arrived for calls that this rank has not made yet. */
 int is_quiet(const Calls *calls) {
     return !PySet_Size(calls->left) && !PyDict_Size(calls->early) && !PyObject_Size(calls->asked_early);
 }
@@ -29,10 +30,10 @@ Steps *steps_of(Calls *calls, PyObject *plan) {
     return (Steps *)steps;
 }
 
-/* Return whether arrays have the sizes that the steps need of each buffer.
+/* Return whether arrays have the sizes that the steps require of each buffer.
 
-   The buffers are those of `buffer_bytes`: one array as the only buffer, or an array with a part per rank, and
-   another one. */
+   The buffers are those of `buffer_bytes`: one array as the only buffer, or one array with a part per rank, and
+   another array. */
 static int are_plain_arrays_right(const Calls *calls, const Steps *steps, PyArrayObject *whole, PyArrayObject *other) {
     if (steps->buffers_count > (other ? 2 * calls->size : 1)) return 0;
     npy_intp part = other ? PyArray_NBYTES(whole) / calls->size : PyArray_NBYTES(whole);
@@ -62,7 +63,7 @@ int are_arrays_right(const Steps *steps, PyObject *arrays) {
     return 1;
 }
 
-/* Start the timer that checks long calls, unless it runs. */
+/* Start the timer that checks long calls, unless it is running. */
 int watch(Calls *calls) {
     if (*(char *)calls->armed.buf) return 0;
     PyObject *done = PyObject_CallMethod(calls->watch, "start", NULL);
@@ -70,7 +71,7 @@ int watch(Calls *calls) {
     return done ? 0 : -1;
 }
 
-/* Take the next count of a key. */
+/* Take the next count of a key for this call. */
 static int take_count(Calls *calls, PyObject *key, uint64_t *identity, int64_t *seq) {
     PyObject *pair = PyObject_CallMethod(owner_of(calls), "numbered", "O", key);
     if (!pair) return -1;
@@ -83,7 +84,7 @@ static int take_count(Calls *calls, PyObject *key, uint64_t *identity, int64_t *
     return parsed ? 0 : -1;
 }
 
-/* Return whether a code object is outside of the package; -1 with an exception. */
+/* Return whether a code object is outside of this package; -1 with an exception. */
 static int is_of_user(Calls *calls, PyObject *code) {
     Site *site = calls->sites + ((uintptr_t)code >> 5 ^ (uintptr_t)code >> 11) % SITES;
     if (site->code == code) return site->is_user;
@@ -96,7 +97,7 @@ static int is_of_user(Calls *calls, PyObject *code) {
     return site->is_user = !is_inside;
 }
 
-/* Add a guard that warns if the work is never awaited. */
+/* Add a guard object that warns if the work is never awaited. */
 static int set_guard(Handle *call) {
     PyObject *number = call->key;
     if (number == Py_None) number = PyLong_FromLongLong(call->seq);
@@ -108,7 +109,7 @@ static int set_guard(Handle *call) {
     return call->guard ? 0 : -1;
 }
 
-/* Find the user's call site: the first frame outside of the package. */
+/* Find the user's call site: the innermost frame outside of this package. */
 int find_call_site(Calls *calls, Handle *call) {
     PyFrameObject *frame = PyEval_GetFrame();
     KEEP(frame);
@@ -124,7 +125,7 @@ int find_call_site(Calls *calls, Handle *call) {
             DROP(back);
             DROP(frame);
             if (!instruction) return -1;
-            /* Calls of a block need no guard, since the end of the block waits for them. */
+            /* A call of a block needs no guard, because the end of the block awaits it. */
             return calls->watches && !call->block ? set_guard(call) : 0;
         }
         DROP(code);
@@ -135,7 +136,7 @@ int find_call_site(Calls *calls, Handle *call) {
     return -1;
 }
 
-/* Create a call without posting its contributions. */
+/* Create a call, without posting its contributions yet. */
 Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
                   PyObject *key) {
     Handle *call = (Handle *)calls->allocate((PyTypeObject *)calls->work_type, 0);
@@ -152,14 +153,14 @@ Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape,
     return call;
 }
 
-/* Return whether all ranks start the call in the same order, as they do without a key. */
+/* Return whether all ranks start the call in the same order, as they do if it has no key. */
 static int is_ordered(const Handle *call) { return call->block ? call->block->is_ordered : call->key == Py_None; }
 
-/* Return whether a call may wait for its slots. The order of the calls then decides which one waits. */
+/* Return whether a call may wait for its slots. That requires an order of the calls in which they get the slots. */
 static int may_wait(const Handle *call) { return is_ordered(call) && !call->calls->gave_up; }
 
-/* Return whether a call can be posted, or waits for a slot; -1 with an exception. No Python function has run since
-   the check. A call without a key has the next sequence number. */
+/* Return whether a call can be posted, or must wait for a slot; -1 with an exception. No Python function has run
+   since the check. A call without a key has the next sequence number. */
 int is_ready(Handle *call) {
     Calls *calls = call->calls;
     const Steps *steps = call->steps;
@@ -168,7 +169,7 @@ int is_ready(Handle *call) {
         if (!calls->comm || gate_of(calls)[BARRED]) return CANNOT;
         if (!call->is_in_flight && is_ordered(call)) {
             int is_next = call->block || call->seq == gate_of(calls)[ENTERED] + 1;
-            if (!is_next) return CANNOT; /* a finalizer has made a call */
+            if (!is_next) return CANNOT; /* a finalizer has run and made a call */
             if (calls->waiting) return IN_USE;
         }
         int postable = call->relay ? relay_is_startable(call)
@@ -186,8 +187,8 @@ int is_ready(Handle *call) {
     return CANNOT;
 }
 
-/* Handle a call that waits for a slot: Python checks in every loop iteration for a free one. The readers of a slot
-   may wait in turn for this rank to read their posts. */
+/* Handle a call that waits for a slot: Python looks for free slots in every loop iteration. The readers of a slot
+   may themselves be waiting until this rank reads their posts. */
 static int wait_for_slots(Calls *calls) {
     if (calls->waiting == 1) {
         PyObject *done = PyObject_CallNoArgs(calls->wait);
@@ -197,7 +198,7 @@ static int wait_for_slots(Calls *calls) {
     return advance(calls);
 }
 
-/* Start a call that is `ready`, and end it if no contribution is missing. It may be handed over instead. */
+/* Start a call with the state `ready`. If no contribution is missing, end it. It may also be handed over. */
 int launch(Handle *call, int ready) {
     call->entered = seconds();
     call->is_posted = ready == CAN;
@@ -207,14 +208,14 @@ int launch(Handle *call, int ready) {
     return begin(call);
 }
 
-/* Start a call with prepared steps. Return NULL without an exception if Python must carry it out, before any post.
-   For a call with a key, `taken` then has the count that was taken. */
+/* Start a call with prepared steps. Return NULL without an exception if Python must carry it out; nothing is posted
+   then. For a call with a key, `taken` then contains the count that was taken. */
 Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
               PyObject *key, PyObject **taken) {
     if (watch(calls) < 0) return NULL;
     Handle *call = make_call(calls, steps, arrays, shape, value, limit, key);
     if (!call) return NULL;
-    /* The slots follow from the sequence number, which is taken only if they are free. */
+    /* The slots follow from the sequence number, which is taken only if the slots are free. */
     int failed = 0;
     if (key == Py_None) call->identity = (uint64_t)(call->seq = gate_of(calls)[ENTERED] + 1);
     else failed = take_count(calls, key, &call->identity, &call->seq);
@@ -222,7 +223,7 @@ Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyO
     int ready = failed || find_call_site(calls, call) < 0 ? -1 : is_ready(call);
     if (!ready && key != Py_None)
         *taken = Py_BuildValue("KL", (unsigned long long)call->identity, (long long)call->seq);
-    if (!ready && note_await(call) < 0) ready = -1; /* this work is discarded */
+    if (!ready && note_await(call) < 0) ready = -1; /* this work is discarded, so it must not warn */
     if (ready <= 0) {
         DROP(call);
         return NULL;
@@ -236,7 +237,7 @@ Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyO
 }
 
 /* start(plan, arrays, shape, result, limit, key): return a work; None if Python must carry out the call. If the
-   count of its key was taken before that, return the id and the count. */
+   count of the key was taken before that was known, return the id and the count. */
 PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 6) return PyErr_SetString(PyExc_TypeError, "start takes 6 arguments"), NULL;
     if (!calls->comm) Py_RETURN_NONE;
@@ -255,9 +256,9 @@ PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-/* ---- calls on plain arrays, from the group's methods */
+/* ---- calls on plain arrays, made by the group's methods */
 
-enum { LISTED = 16 }; /* maximum number of ranks of a call on lists */
+enum { LISTED = 16 }; /* maximum number of ranks for calls on lists */
 
 static int is_carray(PyObject *array) {
     return TYPE_OF(array) == &PyArray_Type &&
@@ -265,7 +266,7 @@ static int is_carray(PyObject *array) {
            PyArray_NDIM((PyArrayObject *)array) <= DIMENSIONS;
 }
 
-/* Return the first of the places that may have an equal call. */
+/* Return the first of the table entries that may hold an equal call. */
 static Known *known_at(Calls *calls, const Asked *asked) {
     PyArrayObject *arrays[] = {(PyArrayObject *)asked->array, (PyArrayObject *)asked->other};
     uint64_t hash = (uintptr_t)asked->kind ^ (uintptr_t)asked->op >> 5 ^ (uintptr_t)asked->root >> 3;
@@ -307,7 +308,7 @@ void clear_known(Known *known) {
     Py_CLEAR(known->steps);
 }
 
-/* Return the shape of a call's main array. For an array of parts, return the shape of a part. */
+/* Return the shape of a call's main array; for an array of parts, the shape of one part. */
 static PyObject *main_shape_of(const Calls *calls, const Known *known, const Asked *asked) {
     if (!asked->array) return PyTuple_New(0);
     if (!asked->other) return PyObject_GetAttr(asked->array, name_shape);
@@ -330,15 +331,15 @@ static PyObject *plan_of(Calls *calls, const Asked *asked) {
     }
 }
 
-/* Return whether the steps of a call fit its arrays. */
+/* Return whether the arrays of a call have the sizes that its steps require. */
 static int are_right(const Calls *calls, const Steps *steps, const Asked *asked, PyObject *arrays) {
     if (asked->array && steps->storage != PyArray_DESCR((PyArrayObject *)asked->array)) return 0;
     if (PyList_Check(arrays)) return are_arrays_right(steps, arrays);
     return are_plain_arrays_right(calls, steps, (PyArrayObject *)asked->array, (PyArrayObject *)asked->other);
 }
 
-/* Find an equal earlier call. `made` holds a result that is not cached. Return NULL without an exception if the call
-   has no steps. */
+/* Find an earlier call equal to this one. `made` holds a result that is not cached. Return NULL without an exception
+   if the call has no steps. */
 static Known *find_known(Calls *calls, const Asked *asked, PyObject *arrays, Known *made) {
     Known *known = known_at(calls, asked);
     for (int i = 0; i < WAYS; i++)
@@ -368,19 +369,19 @@ static Known *find_known(Calls *calls, const Asked *asked, PyObject *arrays, Kno
                         !PyUnicode_CompareWithASCIIString(made->kind, "gather");
     made->gives_list = asked->form == LISTS && (made->gives_whole || is_alltoall);
     if (!(made->main_shape = main_shape_of(calls, made, asked))) return NULL;
-    /* A root of another type may have another value the next time. */
+    /* Do not cache a root of another type, which may have another value next time. */
     if (made->root != Py_None && !PyLong_CheckExact(made->root)) return made;
     int place = 0;
     while (place < WAYS - 1 && known[place].steps) place++;
     Known old = known[place];
-    memmove(known + 1, known, place * sizeof *known); /* the oldest is last */
+    memmove(known + 1, known, place * sizeof *known); /* make room: the oldest entry is last */
     known[0] = *made;
-    *made = old; /* the caller releases it */
+    *made = old; /* the caller releases the replaced entry */
     return known;
 }
 
-/* Find the timeout of a call in seconds. Return 0 if Python must handle it: the timer learns of a call's own timeout
-   only at a hand-over, so short timeouts are not accepted here. */
+/* Find the timeout of a call in seconds. Return 0 if Python must handle it: the timer learns about a call's own
+   timeout only when the call is handed over, so short timeouts are not accepted here. */
 static int find_limit(Calls *calls, PyObject *given, double *limit) {
     PyObject *timeout = PyObject_GetAttr(calls->comm, name_default_timeout);
     if (!timeout) return -1;
@@ -399,12 +400,12 @@ static int find_limit(Calls *calls, PyObject *given, double *limit) {
     DROP(least);
     if (shortest == -1.0 && PyErr_Occurred()) return -1;
     *limit = PyFloat_AsDouble(given);
-    if (*limit == -1.0 && PyErr_Occurred()) PyErr_Clear(); /* a number that is too large */
+    if (*limit == -1.0 && PyErr_Occurred()) PyErr_Clear(); /* the number is too large for a double */
     return *limit >= shortest;
 }
 
-/* Return whether a call made now is plain: this thread and loop, an open group, and no interceptor except a `block`,
-   which records it. */
+/* Return whether a call made now is plain: the right thread and loop, an open group, and no interceptor except a
+   `block` that records the call. */
 static int may_start(Calls *calls, PyObject *timeout, double *limit, Block **block) {
     if (PyThread_get_thread_ident() != calls->thread || calls->forks != forks_of_process) return 0;
     PyObject *running = PyObject_CallNoArgs(calls->is_running);
@@ -420,7 +421,8 @@ static int share_memory(PyArrayObject *first, PyArrayObject *second) {
     return a < b + PyArray_NBYTES(second) && b < a + PyArray_NBYTES(first);
 }
 
-/* Return the result of a call. A list is a new one, except for the outputs of an allgather that are given as a list. */
+/* Return the result of a call. A list is new, unless it is the list that the caller has passed for the outputs of an
+   allgather. */
 static PyObject *result_of(const Known *known, const Asked *asked) {
     PyObject *given = asked->form == NOTHING                                               ? Py_None
                       : asked->form == ONE || (asked->form == PARTS && known->gives_whole) ? asked->array
@@ -435,7 +437,7 @@ static PyObject *result_of(const Known *known, const Asked *asked) {
 }
 
 /* Start or record a call on plain arrays, with `arrays` in the form that calls use. Return NULL without an exception
-   if it is not plain. */
+   if the call is not plain. */
 static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, PyObject *timeout) {
     double limit;
     Block *block = NULL;
@@ -445,7 +447,7 @@ static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, P
     if (known) {
         Steps *steps = known->steps;
         PyObject *shape = known->main_shape, *result = result_of(known, asked);
-        KEEP(steps), KEEP(shape); /* Python may run, and replace the cached call */
+        KEEP(steps), KEEP(shape); /* Python code may run, and replace the cached call */
         if (result && block) call = record(block, steps, arrays, shape, result, limit);
         else if (result) call = start(calls, steps, arrays, shape, result, limit, Py_None, NULL);
         DROP(result), DROP(steps), DROP(shape);
@@ -455,7 +457,7 @@ static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, P
     return call;
 }
 
-/* one(kind, tensor, op, root, writable, timeout, key): like `Dispatcher.one`, which handles calls that are not
+/* one(kind, tensor, op, root, writable, timeout, key): like `Dispatcher.one`, which is called if the call is not
    plain. */
 PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 7) return PyErr_SetString(PyExc_TypeError, "one takes 7 arguments"), NULL;
@@ -474,8 +476,8 @@ PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     return work;
 }
 
-/* parts(kind, whole, other, op, timeout, key): start a call on an array of equal parts, and another array of one
-   part or as many. Return None if it is not plain. */
+/* parts(kind, whole, other, op, timeout, key): start a call on an array of equal parts, and another array that has
+   one part or as many. Return None if the call is not plain. */
 PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 6) return PyErr_SetString(PyExc_TypeError, "parts takes 6 arguments"), NULL;
     PyObject *whole = args[1], *other = args[2];
@@ -490,7 +492,7 @@ PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-/* barrier(timeout, key): start a barrier; None if it is not plain. */
+/* barrier(timeout, key): start a barrier; return None if the call is not plain. */
 PyObject *Calls_barrier(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 2) return PyErr_SetString(PyExc_TypeError, "barrier takes 2 arguments"), NULL;
     if (calls->comm && args[1] == Py_None) {
@@ -513,7 +515,7 @@ static PyObject *item_of(PyObject *list, Py_ssize_t index) {
     return PyList_CheckExact(list) ? PyList_GetItem(list, index) : PyTuple_GetItem(list, index);
 }
 
-/* Return whether any of the arrays from `start` to `end`, which are written, shares memory with another one. */
+/* Return whether any of the arrays from `start` to `end`, which are written, shares memory with another array. */
 static int overlap(PyObject *arrays, Py_ssize_t start, Py_ssize_t end) {
     for (Py_ssize_t i = start; i < end; i++)
         for (Py_ssize_t n = 0; n < PyList_Size(arrays); n++) {
@@ -523,8 +525,8 @@ static int overlap(PyObject *arrays, Py_ssize_t start, Py_ssize_t end) {
     return 0;
 }
 
-/* Return the arrays of lists in buffer order. Return NULL without an exception if they are not plain, differ in
-   dtype or shape, or are too many to compare quickly. */
+/* Return the arrays in lists, in the order of the buffers. Return NULL without an exception if they are not plain,
+   differ in dtype or shape, or are too many for a quick comparison. */
 static PyObject *arrays_of(const Calls *calls, Asked *asked) {
     Py_ssize_t blocks = asked->blocks == Py_None ? 0 : length_of(asked->blocks), others = length_of(asked->others);
     int is_one = others < 0;
@@ -550,7 +552,7 @@ static PyObject *arrays_of(const Calls *calls, Asked *asked) {
 }
 
 /* lists(kind, blocks, other, op, root, timeout, key): start a call on a list with one array per rank, or None, and
-   another array or list. Return None if it is not plain. */
+   another array or list. Return None if the call is not plain. */
 PyObject *Calls_lists(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 7) return PyErr_SetString(PyExc_TypeError, "lists takes 7 arguments"), NULL;
     Asked asked = {LISTS, args[0], args[3], args[4], NULL, NULL, args[1], args[2]};

@@ -1,8 +1,8 @@
-/* Steps: a collective of one round, as in Python's `Round`, with offsets in bytes; and its reduction.
+/* Steps: a collective of one round, with the content of Python's `Round` and offsets in bytes; and its reduction.
 
    Reductions run the inner loops of NumPy's own ufuncs on the contributions in place, in rank order. So results have
-   the same bits as those of the reference. A reduction without such a loop (half precision, averages) runs the
-   Python kernel. */
+   the same bits as in the Python implementation. If there is no such loop (half precision, averages), the Python
+   kernel reduces. */
 #include "accelerator.h"
 
 #include <math.h>
@@ -16,9 +16,9 @@ static void *rows(PyObject *tuple, int *count, size_t size) {
     return made;
 }
 
-/* Record the minimum size of a buffer in bytes; -1 with an exception if there is no such buffer. */
+/* Record the minimum size of a buffer in bytes; return -1 with an exception if there is no such buffer. */
 static int need(Steps *steps, int buffer, npy_intp nbytes) {
-    if (!nbytes) return 0; /* an empty buffer may be missing */
+    if (!nbytes) return 0; /* a buffer without data may be missing */
     if (buffer < 0 || buffer >= steps->buffers_count) {
         PyErr_Format(PyExc_ValueError, "buffer %d does not exist", buffer);
         return -1;
@@ -27,7 +27,7 @@ static int need(Steps *steps, int buffer, npy_intp nbytes) {
     return 0;
 }
 
-/* Check the slots of a contribution, which must all have one size. */
+/* Check the slots that a contribution may take, which must all have one size. */
 static int are_slots_wrong(Py_ssize_t nbytes, uint32_t first_slot, uint32_t slots) {
     uint32_t end = first_slot < LAYOUT_SMALL_SLOTS ? LAYOUT_SMALL_SLOTS : LAYOUT_SLOTS;
     if (nbytes >= 0 && slots && first_slot < end && slots <= end - first_slot) return 0;
@@ -90,7 +90,7 @@ static int pairs_from(PyObject *tuple, Pair **made, int *count) {
     return 0;
 }
 
-/* Check the numbers of buffers and takes, and that all inputs of the reduction have one length. */
+/* Check the numbers of buffers and of contributions to read, and that all inputs of the reduction have one length. */
 static int check(Steps *steps) {
     for (int i = 0; i < steps->copies_count; i++)
         if (need(steps, steps->copies[i].first, 1) < 0 || need(steps, steps->copies[i].second, 1) < 0) return -1;
@@ -100,7 +100,7 @@ static int check(Steps *steps) {
         if (need(steps, steps->moves[i].second, steps->takes[take].nbytes) < 0) return -1;
     }
     if (steps->target < 0) return 0;
-    /* The first rank of a scan reads no contribution, and posts the array that it keeps. */
+    /* The first rank of a scan reads no contribution, and posts an array that it keeps. */
     if ((!steps->takes_count && !steps->first_count) || (!steps->takes_count && !steps->own_count)) goto wrong;
     steps->nbytes_folded = steps->takes_count ? steps->takes[0].nbytes : steps->first[0].nbytes;
     if (steps->nbytes_folded % steps->itemsize) goto wrong;
@@ -119,7 +119,7 @@ wrong:
 static void find_loop(Steps *steps, PyObject *ufunc) {
     PyUFuncObject *found = (PyUFuncObject *)ufunc;
     int type = steps->storage->type_num;
-    /* The loop requires native byte order. */
+    /* The NumPy loop requires native byte order. */
     if (PyDataType_REFCHK(steps->storage) || !PyArray_ISNBO(steps->storage->byteorder)) return;
     if (found->nin != 2 || found->nout != 1 || !found->functions) return;
     for (int i = 0; i < found->ntypes; i++) {
@@ -132,7 +132,7 @@ static void find_loop(Steps *steps, PyObject *ufunc) {
     }
 }
 
-/* Copy the regions of one direction of a relay: buffer, start and stop of each. */
+/* Copy the regions of one direction of a relay: the buffer, start and stop of each. */
 static int way_from(Steps *steps, PyObject *regions, Way *way) {
     if (!(way->regions = rows(regions, &way->steps, sizeof(Region)))) return -1;
     npy_intp longest = 0;
@@ -151,8 +151,8 @@ static int way_from(Steps *steps, PyObject *regions, Way *way) {
     return 0;
 }
 
-/* Copy a relay: elements per chunk; number of steps by which sends lag behind receives; by step, the regions to put,
-   to take, and to reduce taken data with; target and source of a copy. */
+/* Copy a relay: the elements per chunk; the number of steps by which sends follow receives; by step, the regions to
+   send, to receive, and to reduce received data with; and the target and source of a copy. */
 static int relay_from(Steps *self, PyObject *relay) {
     PyObject *puts, *takes, *sources, *copy;
     Py_ssize_t chunk;
@@ -176,7 +176,7 @@ wrong:
     return -1;
 }
 
-/* `round` is a `Round`, or the argument of `relay_from`. */
+/* `round` is a `Round` of Python, or the argument of `relay_from`. */
 static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     PyObject *plan, *kind, *op, *signature, *storage, *round, *ufunc, *fold_function, *copies, *first, *takes, *target,
         *own, *moves, *last;
@@ -291,8 +291,8 @@ static char *bytes_of(PyObject *array) { return PyArray_BYTES((PyArrayObject *)a
 
 /* Return the memory of a buffer.
 
-   `arrays` is a list of the buffers, one array that is the only buffer, or a pair. A pair has an array with one part
-   per rank, each of which is a buffer, and an array of one part or of as many. */
+   `arrays` is a list of the buffers, one array that is the only buffer, or a pair. A pair consists of an array with
+   one part per rank, each of which is a buffer, and an array that has one part or as many. */
 char *buffer_bytes(Handle *call, int buffer) {
     PyObject *arrays = call->arrays;
     if (PyList_Check(arrays)) return bytes_of(PyList_GetItem(arrays, buffer));
@@ -336,7 +336,7 @@ end:
     return 0;
 }
 
-/* Return whether a result is a NaN, or a complex number with one. */
+/* Return whether a result is a NaN, or a complex number that contains one. */
 static int is_nan(const Steps *steps, const char *bytes) {
     int is_single = steps->storage->type_num == NPY_FLOAT || steps->storage->type_num == NPY_CFLOAT;
     for (npy_intp at = 0; at < steps->itemsize; at += is_single ? sizeof(float) : sizeof(double)) {
@@ -355,7 +355,7 @@ static int is_one_number(const Steps *steps) {
            (type == NPY_FLOAT || type == NPY_DOUBLE || type == NPY_CFLOAT || type == NPY_CDOUBLE);
 }
 
-/* Reduce arrays of one element. The reference uses scalars for them, which yield other NaNs than a loop over arrays. */
+/* Reduce arrays of one element. For these, Python uses scalars, which produce other NaNs than a loop over arrays. */
 static int fold_numbers(Handle *call, char **inputs, int count, char *out) {
     const Steps *steps = call->steps;
     char result[2 * sizeof(double)];
@@ -375,7 +375,7 @@ static char *scratch_of(Calls *calls, npy_intp nbytes) {
     return calls->scratch;
 }
 
-/* Reduce contributions, in rank order, into the target. `found` has the memory of the peers' contributions. */
+/* Reduce contributions into the target, in rank order. `found` points to the contributions of the peers. */
 int fold(Handle *call, char **found) {
     const Steps *steps = call->steps;
     npy_intp nbytes = steps->nbytes_folded;
@@ -393,7 +393,7 @@ int fold(Handle *call, char **found) {
         memmove(out, inputs[0], nbytes);
     } else if (count == 2) {
         combine(steps, inputs[0], inputs[1], out);
-    } else { /* written last, so the target may be any of the inputs */
+    } else { /* the target is written last, so it may be one of the inputs */
         char *scratch = scratch_of(call->calls, nbytes);
         if (!scratch) return PyErr_NoMemory(), -1;
         combine(steps, inputs[0], inputs[1], scratch);

@@ -1,1 +1,1 @@
-"""Authentication of a job's peers: the job key, the handshake, and connections that have not proven the key."""
+"""Authentication of a job's ranks: the job key, the handshake, and connections that have not proven the key."""

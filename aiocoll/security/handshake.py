@@ -1,4 +1,4 @@
-"""Handshake that opens every connection: five fixed-width messages, in which both ends prove the job key.
+"""Handshake that opens every connection: five messages of fixed length, in which both ends prove the job key.
 
     client                                              server
       HELLO      nonce                    ------>
@@ -83,27 +83,27 @@ HELLO_SIZE = CHALLENGE_SIZE = _OPENING.size
 PROOF_SIZE = VERDICT_SIZE = _CLAIM.size + _MAC_SIZE
 CONFIRM_SIZE = _MAC_SIZE
 
-#: Seconds in which the other end must prove the key, including TLS: ample for a loaded host. A silent client is removed
-#: within 5 s, even if a loaded host notices the timeout late.
+#: Seconds in which the other end must prove the job key, TLS included: ample for a loaded host. A silent client is
+#: removed within 5 s, even if a loaded host notices the timeout late.
 HANDSHAKE_TIMEOUT = 4.5
 
 
 class ConnKind(IntEnum):
-    """Purpose of a connection."""
+    """The purpose of a connection."""
 
     STORE = 0
     CONTROL = 1
     DATA = 2
     HEARTBEAT = 3
-    """Heartbeats of one byte each, in both directions; no frames."""
+    """A connection for heartbeats of one byte each, in both directions, without frames."""
     STRIPE = 4
     """A further connection of a data link."""
     PROBE = 5
-    """A single measurement of the path between two hosts; no frames."""
+    """A connection for one measurement of the path between two hosts, without frames."""
 
 
 class Status(IntEnum):
-    """Server's answer to a client that has proven the key."""
+    """The server's answer to a client that has proven the job key."""
 
     OK = 0
     CROSSED = 1
@@ -116,11 +116,11 @@ class Status(IntEnum):
     WRONG_WORLD_SIZE = 6
     WRONG_KIND = 7
     WRONG_CERTIFICATE = 8
-    """The client's certificate does not have the name of the claimed rank."""
+    """The client's certificate does not contain the name of the rank that the client claims to be."""
 
 
 class Identity(NamedTuple):
-    """Identity of one end: 16-byte job id, epoch, rank (-1: none), world size (0: unknown), connection kind.
+    """The identity of one end: job id (16 bytes), epoch, rank (-1: none), world size (0: unknown), connection kind.
 
     `ended` is the number of its ended connections of that kind with the other end, modulo 65536. `striped` is True if
     the link will have further connections.
@@ -136,17 +136,17 @@ class Identity(NamedTuple):
 
 
 class Peer(Identity):
-    """Proven identity of the other end."""
+    """The proven identity of the other end."""
 
     __slots__ = ()
 
 
 class UnprovenError(AuthenticationError):
-    """Raised when the other end has not proven that it holds the key, so its messages have no effect."""
+    """Raised when the other end has not proven that it has the job key, so its messages have no effect."""
 
 
 class HandshakeRefusedError(AuthenticationError):
-    """Raised when one end rejected the other, though both hold the key; `status` is the reason."""
+    """Raised when one end rejects the other, although both have the job key; `status` is the reason."""
 
     def __init__(self, message: str, status: Status) -> None:
         super().__init__(message)
@@ -154,7 +154,7 @@ class HandshakeRefusedError(AuthenticationError):
 
 
 def job_id(name: str) -> bytes:
-    """Return the 16-byte id of the job `name` on the wire.
+    """Return the 16-byte id of the job `name`, as sent in handshakes.
 
     Raises:
         ValueError: `name` has a lone surrogate.
@@ -162,16 +162,18 @@ def job_id(name: str) -> bytes:
     try:
         return hashlib.sha256(name.encode()).digest()[:16]
     except UnicodeEncodeError:
-        raise ValueError(f"job={name!r} is no text: it has a lone surrogate, which UTF-8 cannot hold") from None
+        raise ValueError(
+            f"job={name!r} is not valid text: it has a lone surrogate, which UTF-8 cannot encode"
+        ) from None
 
 
 def may_be_handshake(received: bytes) -> bool:
-    """Return whether a handshake message may begin with the bytes `received` (possibly none)."""
+    """Return whether the bytes `received`, which may be empty, can be the start of a handshake message."""
     return received[: len(MAGIC)] == MAGIC[: len(received)]
 
 
 class ClientHandshake:
-    """Handshake of the dialling end: it sends `hello()`, answers CHALLENGE by `prove()` and VERDICT by `confirm()`.
+    """The handshake at the dialling end: `hello()`, then `prove()` for CHALLENGE and `confirm()` for VERDICT.
 
     Args:
         identity: the identity of this end.
@@ -195,11 +197,11 @@ class ClientHandshake:
         self.peer: Peer | None = None
 
     def hello(self) -> bytes:
-        """Return the first message."""
+        """Return HELLO, the first message of the handshake."""
         return self._transcript[:HELLO_SIZE]
 
     def prove(self, challenge: bytes) -> bytes:
-        """Return PROOF, the answer to `CHALLENGE_SIZE` bytes.
+        """Return PROOF, the reply to a CHALLENGE of `CHALLENGE_SIZE` bytes.
 
         Raises:
             UnprovenError: the other end is not an aiocoll process, or uses another version.
@@ -215,7 +217,7 @@ class ClientHandshake:
         return proof
 
     def confirm(self, verdict: bytes) -> bytes:
-        """Return CONFIRM, the answer to `VERDICT_SIZE` bytes; sending it accepts the connection.
+        """Return CONFIRM, the reply to a VERDICT of `VERDICT_SIZE` bytes. Sending it accepts the connection.
 
         Raises:
             HandshakeRefusedError: the server, which holds the key, rejected the client; `status` is the reason.
@@ -232,7 +234,7 @@ class ClientHandshake:
 
 
 class ServerHandshake:
-    """Handshake of the dialled end: it answers HELLO by `challenge()`, PROOF by `verdict()`, and checks CONFIRM.
+    """The handshake at the dialled end: `challenge()` for HELLO, `verdict()` for PROOF, `accept()` for CONFIRM.
 
     Args:
         identity: the identity of this end. Kind STORE accepts only STORE connections; another kind accepts all others.
@@ -256,7 +258,7 @@ class ServerHandshake:
         self.refusal: AuthenticationError | None = None
 
     def challenge(self, hello: bytes) -> bytes:
-        """Return CHALLENGE, the answer to `HELLO_SIZE` bytes.
+        """Return CHALLENGE, the reply to a HELLO of `HELLO_SIZE` bytes.
 
         Raises:
             UnprovenError: this is not a HELLO; close without a reply.
@@ -271,7 +273,7 @@ class ServerHandshake:
     def verdict(
         self, proof: bytes, decide: Callable[[Peer], Status], ended: Callable[[Peer], int] = lambda peer: 0
     ) -> bytes:
-        """Return VERDICT, the answer to `PROOF_SIZE` bytes.
+        """Return VERDICT, the reply to a PROOF of `PROOF_SIZE` bytes.
 
         Args:
             proof: the client's message.
@@ -291,14 +293,14 @@ class ServerHandshake:
         return verdict
 
     def accept(self, confirm: bytes) -> Peer:
-        """Check the client's last message, `CONFIRM_SIZE` bytes, and return the client's identity.
+        """Check CONFIRM, the client's last message of `CONFIRM_SIZE` bytes; return the client's identity.
 
         Raises:
             AuthenticationError: the client was rejected, or this is not its last message.
         """
         if self.refusal is not None:
             raise self.refusal
-        assert self._peer is not None  # `verdict` was called before
+        assert self._peer is not None  # `verdict` has set it
         if not hmac.compare_digest(confirm, _mac(self._secret, b"D", self._transcript)):
             raise UnprovenError(f"{_name(self._peer.rank)} did not send a valid CONFIRM")
         return self._peer
@@ -317,19 +319,19 @@ class ServerHandshake:
 
 
 def _opening(random_bytes: Callable[[int], bytes]) -> bytes:
-    """Return a HELLO or a CHALLENGE."""
+    """Return a HELLO or CHALLENGE message."""
     return _OPENING.pack(MAGIC, WIRE_VERSION, random_bytes(32))
 
 
 def _version(message: bytes, sender: str) -> int:
-    """Return the wire version of a HELLO or a CHALLENGE."""
+    """Return the protocol version in a HELLO or CHALLENGE message."""
     if message[: len(MAGIC)] != MAGIC or len(message) != _OPENING.size:
         raise UnprovenError(f"{sender} does not use aiocoll's protocol: it sent {bytes(message[:8])!r}")
     return message[len(MAGIC)]
 
 
 def _derive(key: bytes | None, salt: bytes) -> bytes:
-    """Return K by HKDF-SHA256: extract, then the first block of expand."""
+    """Return the key K by HKDF-SHA256: extract, then the first block of expand."""
     extracted = hmac.digest(salt, key or b"", "sha256")
     return hmac.digest(extracted, b"aiocoll/2\x01", "sha256")
 
@@ -339,7 +341,7 @@ def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
 
 
 def _proven(secret: bytes, label: bytes, transcript: bytes, message: bytes, sender: str) -> bytes:
-    """Return the claim in a PROOF or a VERDICT whose mac is right."""
+    """Return the claim in a PROOF or VERDICT message if its MAC is right; otherwise raise an error."""
     claim, mac = message[: _CLAIM.size], message[_CLAIM.size :]
     if not hmac.compare_digest(mac, _mac(secret, label, transcript + claim)):
         raise UnprovenError(

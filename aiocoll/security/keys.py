@@ -10,7 +10,7 @@ __all__ = ["KEY_SIZE", "MIN_KEY_SIZE", "is_loopback", "require_key"]
 
 #: Minimum size of a job key in bytes: 128 bits cannot be guessed from a recorded handshake.
 MIN_KEY_SIZE = 16
-#: Size of a generated key in bytes: 256 bits, the width of the hash that the handshake uses.
+#: Size of a generated job key in bytes: 256 bits, the width of the handshake's hash.
 KEY_SIZE = 32
 
 _HOW_TO_GET_A_KEY = (
@@ -20,7 +20,7 @@ _HOW_TO_GET_A_KEY = (
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or "localhost"; False for all other names."""
+    """Return whether `host` is a loopback address or "localhost". All other names count as remote."""
     if host == "localhost":
         return True
     try:
@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_key(host: str, key: bytes | None) -> None:
-    """Raise an error if a key is too short, or missing although other machines can reach `host`.
+    """Raise an error if a job key is too short, or missing although other machines can reach `host`.
 
     Raises:
         AuthenticationError: the message describes how to make a key.

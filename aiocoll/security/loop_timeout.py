@@ -10,18 +10,19 @@ from aiocoll.runtime import Runtime
 
 __all__ = ["LoopTimeout", "loop_timeout"]
 
-#: Minimum number of loop iterations: twice as many as an encrypted handshake takes between ranks of one loop.
+#: Minimum number of loop iterations: twice as many as an encrypted handshake between ranks of one loop takes.
 _TURNS = 32
-#: Maximum number of further waits, each for a message that has arrived but is not read yet, and seconds of each wait. A
-#: peer without the key sends three messages: a TLS message, HELLO and PROOF.
+#: Maximum number of extensions of the timeout, each because a message has arrived and is not read yet; and the seconds
+#: of each. A peer without the key sends three messages: a TLS message, HELLO and PROOF.
 _LAST_LOOKS = 3
 _LOOK_AGAIN = 0.1
-#: Seconds. A timer that runs so late shows that the loop was blocked; the load of the host explains shorter delays.
+#: Seconds of delay from which a late timer shows that the loop was blocked. The load of the host explains shorter
+#: delays.
 _BLOCKED = 0.1
 
 
 class LoopTimeout:
-    """A timeout that also requires 32 loop iterations, and does not expire before a message that has arrived.
+    """A timeout that also requires 32 loop iterations, and lets a message that has arrived be read first.
 
     An iteration may take longer than the timeout of a handshake: if the loop is blocked, or if many ranks of one loop
     connect at the same time. By the clock alone, each attempt would end after its first step, and none would succeed.
@@ -57,7 +58,7 @@ class LoopTimeout:
             self._wait(self._part)
 
     def cancel(self) -> None:
-        """Stop the timeout; idempotent."""
+        """Stop the timeout. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -79,7 +80,7 @@ class LoopTimeout:
 
 @asynccontextmanager
 async def loop_timeout(runtime: Runtime, seconds: float, arrived: Callable[[], bool]) -> AsyncIterator[None]:
-    """Raise `TimeoutError` in the body of this context when a `LoopTimeout` of the same arguments expires."""
+    """Raise `TimeoutError` in this ``async with`` block when a `LoopTimeout` with these arguments expires."""
     async with asyncio.timeout(None) as limit:
         timeout = LoopTimeout(runtime, seconds, lambda: limit.reschedule(runtime.time()), arrived)
         try:

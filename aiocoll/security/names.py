@@ -1,4 +1,4 @@
-"""Names in certificates of the user's own CA: URIs among the subjectAltNames, which name parts of a job.
+"""Names in certificates of the user's own CA: URIs in subjectAltName that name the parts of a job.
 
     aiocoll://JOB/rank/3    rank 3 of the job whose id is JOB
     aiocoll://JOB/rank/*    any rank of the job
@@ -27,34 +27,34 @@ __all__ = [
     "store_name",
 ]
 
-#: Characters that a job id may have, both in a URI and wherever users write it.
+#: Characters that are allowed in a job id, in URIs and wherever users write it.
 _JOB = re.compile(r"[A-Za-z0-9._:-]+")
 _SCHEME = "aiocoll://"
-#: Maximum number of names in an error message: a certificate may be for hundreds of ranks.
+#: Maximum number of names in an error message. A certificate may contain the names of hundreds of ranks.
 _SHOWN = 4
 
 
 class WrongCertificateError(UnprovenError):
-    """Raised when the certificate of one end of a connection is missing, or is rejected by the other end."""
+    """Raised when a certificate of one end is missing, or is rejected by the other end."""
 
 
 def rank_name(job: str, rank: int) -> str:
-    """Return the name that the certificate of a rank must have."""
+    """Return the name that a rank's certificate must contain."""
     return f"{_SCHEME}{job}/rank/{rank}"
 
 
 def store_name(job: str) -> str:
-    """Return the name that the certificate of the process with the store must have."""
+    """Return the name that the certificate of the process that runs the store must contain."""
     return f"{_SCHEME}{job}/store"
 
 
 def part_name(job: str) -> str:
-    """Return the prefix of all names of a job. A user of the store needs any name with this prefix."""
+    """Return the prefix of all names of a job. A client of the store needs any name with this prefix."""
     return f"{_SCHEME}{job}/"
 
 
 def check_job(job: str) -> None:
-    """Raise an error if the id of a job cannot be in a certificate.
+    """Raise an error if a job id cannot be part of a name in a certificate.
 
     Raises:
         ValueError: the message contains the remedy.
@@ -68,13 +68,13 @@ def check_job(job: str) -> None:
 
 
 def certificate_names(certificate: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names in a certificate, as `ssl.SSLSocket.getpeercert` describes it."""
+    """Return the names in a certificate, given as by `ssl.SSLSocket.getpeercert`."""
     names = certificate.get("subjectAltName", ())
     return tuple(name for kind, name in names if kind == "URI" and name.startswith(_SCHEME))
 
 
 def check_names(names: Sequence[str], expected: str, whose: str) -> None:
-    """Raise an error if a certificate does not have the expected name.
+    """Raise an error if a certificate does not contain the expected name.
 
     Args:
         names: the certificate's names, from `certificate_names`.
@@ -96,6 +96,6 @@ def check_names(names: Sequence[str], expected: str, whose: str) -> None:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first names as text, for an error message."""
+    """Return the first of several names as text, for an error message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}" if names else "no job"

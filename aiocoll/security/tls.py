@@ -1,4 +1,4 @@
-"""TLS 1.3 for connections between hosts: the contexts of this process, and the binding of a handshake to a connection.
+"""TLS 1.3 between hosts: the TLS contexts of this process, and the binding of a handshake to its connection.
 
 Without certificates of the user's own CA (`aiocoll.security.user_ca`), each process makes a certificate for itself.
 That certificate proves nothing: its names are not checked, and it lives as long as the process. The handshake binds it
@@ -32,17 +32,17 @@ __all__ = [
     "new_context",
 ]
 
-#: Validity of a certificate before and after its creation: clock differences of hosts, and the lifetime of a process.
-#: Peers check neither.
+#: Validity of a certificate before and after its creation, for clock differences between hosts and for the lifetime of
+#: a process. Peers check neither.
 _SKEW, _LIFE = timedelta(days=1), timedelta(days=3650)
 
 
 class TlsOptions(Protocol):
-    """The options of a group that concern encryption; see `aiocoll.GroupOptions`."""
+    """The group options for encryption; see `aiocoll.GroupOptions`."""
 
     @property
     def job_id(self) -> str | None:
-        """Return the job id that certificates name."""
+        """Return the job id that must be in the certificates' names."""
 
     @property
     def encryption(self) -> str:
@@ -54,15 +54,15 @@ class TlsOptions(Protocol):
 
     @property
     def tls_certificate(self) -> str | None:
-        """Return the path of the certificate of this rank."""
+        """Return the path of this rank's certificate."""
 
     @property
     def tls_key(self) -> str | None:
-        """Return the path of the private key of this rank."""
+        """Return the path of this rank's private key."""
 
 
 class OwnCertificate(NamedTuple):
-    """A certificate from the user: its file, its names, and its validity in seconds since 1970."""
+    """A certificate that the user has given: its file, its names, and its validity in seconds since 1970."""
 
     path: str
     names: tuple[str, ...]
@@ -71,7 +71,7 @@ class OwnCertificate(NamedTuple):
 
 
 class Tls(NamedTuple):
-    """TLS contexts of this process.
+    """The TLS contexts of this process.
 
     Attributes:
         server: the context of the end that is dialled.
@@ -90,7 +90,7 @@ class Tls(NamedTuple):
 
 @cache
 def make_own_contexts() -> Tls:
-    """Return contexts with a certificate that this process makes for itself; the first call takes up to a second.
+    """Return TLS contexts with a self-signed certificate. The first call takes up to a second.
 
     Raises:
         BackendUnavailableError: the package `cryptography` is not installed.
@@ -100,12 +100,12 @@ def make_own_contexts() -> Tls:
     load_chain(server, chain)
     client = new_context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.verify_mode = ssl.CERT_NONE  # `binding` replaces the verification
+    client.verify_mode = ssl.CERT_NONE  # `binding` replaces the verification of certificates
     return Tls(server, client, certificate)
 
 
 def is_encrypted(encryption: str, host: str) -> bool:
-    """Return whether a connection to `host` is encrypted, by the `encryption` option of both ends."""
+    """Return whether a connection to `host` is encrypted, according to the option `encryption` at both ends."""
     return encryption == "tls" or (encryption == "auto" and not is_loopback(host))
 
 
@@ -130,13 +130,13 @@ def agreed(options: Mapping[int, str], hosts: int) -> bool:
 
 
 def binding(certificate: bytes | None) -> bytes:
-    """Return the value that binds a handshake to its connection: the hash of the dialled end's `certificate`."""
+    """Return the hash of the dialled end's `certificate`, by which a handshake is bound to its TLS connection."""
     return hashlib.sha256(certificate).digest() if certificate is not None else b""
 
 
 class _Socket(ssl.SSLSocket):
     def getpeername(self) -> Any:
-        """Return the peer's address. Close the socket if the peer is gone: `wrap_socket` raises and would leak it."""
+        """Return the peer's address. If the peer is gone, close the socket, which `wrap_socket` would leak."""
         try:
             return super().getpeername()
         except OSError as error:
@@ -147,19 +147,19 @@ class _Socket(ssl.SSLSocket):
 
 
 def new_context(protocol: int) -> ssl.SSLContext:
-    """Return a context for TLS 1.3 without a certificate."""
+    """Return a TLS 1.3 context without a certificate."""
     context = ssl.SSLContext(protocol)
     context.sslsocket_class = _Socket
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # no connection is resumed
+        context.num_tickets = 0  # connections are never resumed
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # A peer may close TCP without closing TLS: links and stores detect a premature end from their own messages.
+    # A peer may close TCP without closing TLS: links and stores detect a premature end by their own messages.
     context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
     return context
 
 
 def _certificate() -> tuple[bytes, bytes]:
-    """Return a certificate signed by its own key: in DER, and with the key in PEM."""
+    """Return a self-signed certificate: alone in DER format, and with its key in PEM format."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -189,7 +189,7 @@ def _certificate() -> tuple[bytes, bytes]:
 
 
 def load_chain(context: ssl.SSLContext, chain: bytes) -> None:
-    """Load a certificate and its key from a temporary file, since `ssl` reads them only from files.
+    """Load a certificate and its key from a temporary file, because `ssl` reads them only from files.
 
     The file has no name, or only this user can read it.
     """
@@ -203,7 +203,7 @@ def load_chain(context: ssl.SSLContext, chain: bytes) -> None:
         return
     import tempfile
 
-    with tempfile.NamedTemporaryFile() as file:  # readable by this user only
+    with tempfile.NamedTemporaryFile() as file:  # only this user can read the file
         file.write(chain)
         file.flush()
         context.load_cert_chain(file.name)

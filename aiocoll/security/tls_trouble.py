@@ -1,4 +1,4 @@
-"""Explanations of TLS errors, with a remedy: the messages of OpenSSL contain none."""
+"""Explanations of TLS errors, with a remedy, which OpenSSL's messages lack."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = [
     "format_utc",
 ]
 
-#: Numbers of OpenSSL's X509_V_ERR_... constants: not valid yet; expired; signed by an unknown CA (several constants);
-#: not made for servers, or not for clients.
+#: Values of OpenSSL's X509_V_ERR_... constants: not valid yet; expired; signed by an unknown CA (several values); not
+#: made for servers, or not for clients.
 NOT_YET, EXPIRED = 9, 10
 _UNKNOWN_CA = (2, 7, 18, 19, 20, 21)
 WRONG_PURPOSE = 26
@@ -30,7 +30,7 @@ PURPOSE = (
     "extendedKeyUsage=serverAuth,clientAuth, or leave it out"
 )
 
-#: The peer's reason for rejecting this certificate, by the suffix of the alert's name in OpenSSL.
+#: Why the peer rejected this certificate, by the suffix of the alert's name in OpenSSL.
 _ALERT_REASONS = {
     "CERTIFICATE_EXPIRED": "as expired",
     "BAD_CERTIFICATE": "as invalid, which also covers a certificate before its first day",
@@ -41,7 +41,7 @@ _ALERT_REASONS = {
 
 
 def clock() -> float:
-    """Return the time of this host's clock in seconds since 1970."""
+    """Return this host's current time in seconds since 1970."""
     return datetime.now(UTC).timestamp()
 
 
@@ -51,7 +51,7 @@ def format_utc(seconds: float) -> str:
 
 
 def explain_tls_error(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertificateError | None:
-    """Return the error to raise in place of a TLS error; None if the error is not about certificates.
+    """Return the error to raise instead of a TLS error; None if it is not about certificates.
 
     Args:
         error: the error raised by `ssl`.
@@ -75,7 +75,7 @@ def explain_tls_error(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertific
 
 
 def explain_silent_close(tls: Tls) -> str:
-    """Return possible reasons of a peer that closes the connection without an alert, as asyncio does."""
+    """Return possible reasons why a peer closed the connection without a TLS alert, as asyncio does."""
     if tls.own is None:
         return "an end that accepts only certificates of a CA: then this process needs tls_ca, as every rank does"
     return f"an end that rejects the certificate of this process, and has logged the reason: {_validity_text(tls.own)}"

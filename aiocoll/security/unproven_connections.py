@@ -1,4 +1,4 @@
-"""Bounded table of a listener's connections that have not proven the job key, at a rank or a store.
+"""Table of the connections that have not proven the job key, of limited size, for one listener.
 
 A client without the key can occupy an entry of the table, and has no other effect. When the table is full, a new
 connection replaces the oldest one, which is closed. An honest client needs its entry for one round trip, and dials
@@ -13,15 +13,15 @@ from typing import Generic, TypeVar
 
 __all__ = ["MIN_PLACES", "UnprovenConnections"]
 
-#: Minimum size of the table, small compared with the usual limit of 1024 open files. At 200 new connections a second,
-#: each is kept for more than half a second, which is several round trips between continents.
+#: Minimum capacity of the table, small compared to the usual limit of 1024 open files. At 200 new connections per
+#: second, each is kept for more than half a second: several round trips between continents.
 MIN_PLACES = 128
 
 T = TypeVar("T")
 
 
 class UnprovenConnections(Generic[T]):
-    """Connections of one listener that have not proven the key yet.
+    """The connections of one listener that have not proven the job key yet.
 
     Args:
         world_size: number of ranks that may connect at the same time; 0 if unknown.
@@ -43,7 +43,7 @@ class UnprovenConnections(Generic[T]):
         return connection in self._oldest_first
 
     def admit(self, connection: T) -> None:
-        """Add a new connection; if the table is full, remove the oldest."""
+        """Add a new connection. If the table is full, remove and close the oldest connection."""
         if len(self._oldest_first) >= self._most:
             oldest = next(iter(self._oldest_first))
             del self._oldest_first[oldest]
@@ -51,5 +51,5 @@ class UnprovenConnections(Generic[T]):
         self._oldest_first[connection] = None
 
     def release(self, connection: T) -> None:
-        """Remove a connection that has proven the key or ended; do nothing if it was removed before."""
+        """Remove a connection that has proven the key or ended, if it is still in the table."""
         self._oldest_first.pop(connection, None)

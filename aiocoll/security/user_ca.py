@@ -1,4 +1,4 @@
-"""TLS with certificates of the user's own CA: reading the files, and checking them as the peer will.
+"""TLS with certificates of the user's own CA: the files are read, and checked as the peer will check them.
 
 Both ends present a certificate, and `ssl` verifies both. The names in a certificate are checked later, when the rank of
 the peer is known: `aiocoll.security.names`. Everything else works as without a CA, including the job key.
@@ -20,16 +20,16 @@ from aiocoll.security.tls_trouble import EXPIRED, NOT_YET, PURPOSE, WRONG_PURPOS
 
 __all__ = ["RenewedContexts", "prepare", "read"]
 
-#: Maximum size of a file in bytes: far above any key or chain of certificates.
+#: Maximum size of a file in bytes, far above the size of any key or certificate chain.
 _MAX_PEM = 1 << 20
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _KEY = re.compile(b"-----BEGIN [A-Z ]*PRIVATE KEY-----.+?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
-#: OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which has no name in `ssl`.
+#: OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which the module `ssl` does not define.
 _NO_CHECK_TIME = 0x200000
 
 
 def prepare(files: TlsFiles | None, job: str, name: str) -> Tls:
-    """Return the TLS contexts for this process's later connections; read and check the files, if there are any.
+    """Return the TLS contexts for later connections. Read and check the user's files, if there are any.
 
     Args:
         files: the files of the user's CA; None: use the certificate that this process has made for itself.
@@ -53,7 +53,7 @@ def prepare(files: TlsFiles | None, job: str, name: str) -> Tls:
 
 
 def read(files: TlsFiles) -> Tls:
-    """Return the result of `prepare` without a check of the certificate's names.
+    """Return the result of `prepare`, but without checking the names in the certificate.
 
     Raises:
         ValueError: as `prepare`.
@@ -74,7 +74,7 @@ def read(files: TlsFiles) -> Tls:
 
 
 class RenewedContexts:
-    """Newest usable TLS contexts of a process that keeps running while its files are replaced.
+    """The newest usable TLS contexts of a running process whose certificate files may be replaced.
 
     Args:
         files: the files, if there are any.
@@ -88,7 +88,7 @@ class RenewedContexts:
         self._version: object = None
 
     def get(self) -> Tls:
-        """Return the newest usable contexts; if replaced files are unusable, log that once.
+        """Return the newest usable TLS contexts. If replaced files are unusable, log that once.
 
         Raises:
             ValueError, BackendUnavailableError: see `prepare`.
@@ -106,7 +106,7 @@ class RenewedContexts:
 
 
 def _version(path: str) -> tuple[int, int, int]:
-    """Return a value that changes when a file is replaced or written to."""
+    """Return a value that changes when a file is replaced or written."""
     try:
         found = stat(path)
     except OSError:
@@ -115,7 +115,7 @@ def _version(path: str) -> tuple[int, int, int]:
 
 
 def _certificates(path: str, label: str) -> list[str]:
-    """Return the certificates in a file, ignoring its other content."""
+    """Return the certificates in a file, ignoring the file's other content."""
     try:
         with open(path, "rb") as file:
             found = _CERTIFICATE.findall(file.read(_MAX_PEM).decode("latin-1"))
@@ -163,7 +163,7 @@ def _load(context: ssl.SSLContext, chain: bytes, files: TlsFiles) -> None:
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, files: TlsFiles) -> ssl.SSLObject:
-    """Connect the two contexts to each other in memory; return the client's end."""
+    """Connect two TLS contexts to each other in memory; return the client's end."""
     coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
     dialling = client.wrap_bio(coming, going)
     dialled = server.wrap_bio(going, coming, server_side=True)
@@ -183,7 +183,7 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, files: TlsFiles) 
 
 
 def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files: TlsFiles) -> NoReturn:
-    """Raise an error that explains why this process's certificate is unusable; its dates were checked before."""
+    """Raise an error that explains why this process's certificate is unusable. Its dates were checked before."""
     where = f"tls_certificate={files.certificate!r}"
     if error.verify_code in (EXPIRED, NOT_YET):
         ends = (
@@ -206,7 +206,7 @@ def _format_time(text: object) -> str:
 
 
 def _inspect(server: ssl.SSLContext, certificate_pem: str, files: TlsFiles) -> tuple[bytes, OwnCertificate]:
-    """Return this process's certificate and its content, unless it has expired or is not valid yet.
+    """Return this process's certificate and its content; raise an error outside its period of validity.
 
     `ssl` describes only a certificate that it has verified. So `client` trusts the certificate itself, whatever its
     dates.

@@ -142,7 +142,9 @@ def count_bytes(name: str, text: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        raise ValueError(f"{name}={text[:40]!r} is no text: it has a lone surrogate, which UTF-8 cannot hold") from None
+        raise ValueError(
+            f"{name}={text[:40]!r} is not valid text: it has a lone surrogate, which UTF-8 cannot encode"
+        ) from None
 
 
 def _check_value(value: object) -> None:

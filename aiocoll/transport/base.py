@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Card", "Link", "SharedMemoryLink", "Sink", "Transport"]
 
-#: The data that a rank publishes so that peers can connect to it: plain strings and numbers.
+#: The card that a rank publishes so that peers can connect to it: a dict of plain strings and numbers.
 Card = dict[str, Any]
 
 
 class Sink(Protocol):
-    """The receiver of a link's frames and events: the engine.
+    """The receiver of a link's frames and events, implemented by the engine.
 
     An exception from `route` or `deliver` ends the link. The other methods must not raise.
     """
 
     def route(self, link: Link, header: Header) -> memoryview | None:
-        """Return the memory for the payload of `header`, exactly `length` bytes; None to use temporary memory.
+        """Return memory for a frame's payload of exactly `length` bytes, or None to receive it in temporary memory.
 
         The link calls it only for payloads that have not fully arrived yet.
         """
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        """Handle a complete frame.
+        """Handle a frame that has arrived completely.
 
         Args:
             link: the link on which it arrived.
@@ -51,13 +51,13 @@ class Sink(Protocol):
         """
 
     def withdrawn(self, link: Link, header: Header) -> None:
-        """Handle a frame whose writer has withdrawn the payload, or the rest of it, before this rank read it."""
+        """Handle a frame whose sender has withdrawn the payload before this rank had read all of it."""
 
     def drained(self, link: Link) -> None:
-        """Handle an empty send queue of the link. Called only after `writable` was False."""
+        """Handle a link whose send queue has become empty. Called only after `writable` was False."""
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """Handle a lost link. Called once, never after `close`.
+        """Handle a link that has closed or failed. Called once, and never after `close`.
 
         Args:
             link: the link.
@@ -71,10 +71,10 @@ class Link(Protocol):
     """A framed, ordered, reliable connection to one peer."""
 
     peer: int
-    """Rank of the other end in the job."""
+    """The rank at the other end of the link, numbered as in the job."""
     kind: ConnKind
     sink: Sink
-    """May be replaced before the first frame is read."""
+    """The receiver of frames and events. May be replaced before the first frame is read."""
 
     @property
     def carrier(self) -> str:
@@ -86,16 +86,16 @@ class Link(Protocol):
 
     @property
     def shared(self) -> SharedMemoryLink | None:
-        """The link itself if it uses memory that both ends map, else None."""
+        """The link itself if it uses memory that both ends map, otherwise None."""
 
     def peer_process(self) -> PidFd | None:
-        """Return the process at the other end, or None if it is not known. The caller closes it."""
+        """Return a handle of the process at the other end, which the caller closes; None if it is not known."""
 
     def start(self) -> None:
-        """Start to read. The caller has set `sink` before."""
+        """Start to read. The caller must have set `sink`."""
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
-        """Send one frame.
+        """Send a frame, or queue it.
 
         Returns:
             Whether the frame was sent as a whole. The caller may then overwrite `payload` at once.
@@ -109,64 +109,64 @@ class Link(Protocol):
         """
 
     def divert(self) -> None:
-        """Discard the rest of the payload that is arriving, because the memory from `route` is no longer available."""
+        """Discard the rest of the arriving payload, because the memory from `route` must not be used any more."""
 
     def finish(self) -> None:
-        """Send the queued frames, then end this side; `Sink.lost` follows when the peer has ended its side."""
+        """Send the queued frames, then end the sending side. `Sink.lost` follows when the peer has ended its side."""
 
     def close(self) -> None:
         """Close the link now and discard queued frames. Idempotent."""
 
 
 class SharedMemoryLink(Link, Protocol):
-    """A link through memory that both ends map. Operations also use its lanes and chunk queues directly."""
+    """A link through memory that both ends map. Operations use its lanes and chunk queues directly."""
 
     @property
     def native(self) -> core.PeerLanes | None:
-        """The accelerator's view of the lanes; None without the accelerator."""
+        """The accelerator's view of the link's lanes; None without the accelerator."""
 
     @property
     def common_writer(self) -> CommonWriter:
-        """The writer of this rank's common lane, which all peers read; the same for all links."""
+        """The writer of this rank's common lane, which all peers read. All links share it."""
 
     @property
     def lane_writer(self) -> LaneWriter:
-        """The writer of this rank's lane for the peer."""
+        """The writer of this rank's lane that only the peer reads."""
 
     @property
     def common_reader(self) -> SlotReader:
-        """The reader of the peer's common lane."""
+        """The reader of the peer's common lane, which all its peers read."""
 
     @property
     def lane_reader(self) -> SlotReader:
-        """The reader of the peer's lane for this rank."""
+        """The reader of the peer's lane that only this rank reads."""
 
     @property
     def peer_outbox(self) -> PeerOutbox:
-        """The outbox of the peer."""
+        """The peer's outbox: the memory in which it posts data."""
 
     @property
     def chunks(self) -> Chunks:
-        """The chunk queues, one in each direction."""
+        """The two chunk queues of the link, one per direction."""
 
     @property
     def references(self) -> ReferenceWriter:
         """The writer of frames by reference, whose payload the peer reads in place."""
 
     def announce(self) -> None:
-        """Wake the peer, if it sleeps, after a slot or a chunk queue has changed. Only for an open link."""
+        """Wake the peer if it sleeps, because this rank has changed a slot or a chunk queue. Only for an open link."""
 
     def announce_to(self, links: Sequence[Any]) -> None:
-        """Wake the peers of several links, as `announce` does for one. This link may be one of them."""
+        """Wake the peers of several links, which may include this link, as `announce` does."""
 
     def shares_core(self) -> bool:
-        """Return whether this rank now runs on the core on which the peer ran when it last waited for long."""
+        """Return whether this rank runs on the core on which the peer ran when it last waited for long."""
 
     def refuse(self, error: Exception) -> None:
-        """End the link in the next loop iteration, because the peer has written invalid data to shared memory."""
+        """End the link in the next loop iteration, because the peer has written invalid data to the shared memory."""
 
     def purge(self, group: int, has_left: bool) -> None:
-        """Free the slots and chunks of the peer that belong to a group that has ended.
+        """Free the peer's slots and chunks for a group that has ended.
 
         Args:
             group: id of the group.
@@ -175,17 +175,17 @@ class SharedMemoryLink(Link, Protocol):
         """
 
     def on_departure(self, group: int) -> None:
-        """Handle a peer that has left a group: it no longer reads contributions posted there."""
+        """Record that the peer has left a group, and reads no more contributions that are posted for it."""
 
     def unmap(self) -> None:
-        """Unmap the segments of the peer, after `close`. Slots can still be read."""
+        """Unmap the peer's segments, after `close`. Its slots can still be read."""
 
     def forget(self) -> None:
-        """Release the memory of slots, after `close`, even if references to this object remain."""
+        """Release the memory of the slots, after `close`, even if other objects still refer to this link."""
 
 
 class Transport(Protocol):
-    """The transport of one rank: accepts links of peers and opens links to them."""
+    """The transport of one rank: it accepts the links that peers open, and opens links to peers."""
 
     name: str
     accepted: Callable[[Link], None]
@@ -202,22 +202,22 @@ class Transport(Protocol):
 
     @property
     def registered_memory(self) -> RegisteredMemory | None:
-        """Memory of this rank that peers read in place; None if no memory is shared."""
+        """The memory of this rank that peers read in place; None if no memory is shared."""
 
     async def listen(self) -> Card:
         """Start to accept links; return this rank's card."""
 
     async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
-        """Open a link to `peer`; return None if the peer is opening a link at the same time, which will be accepted."""
+        """Open a link to `peer`; return None if `peer` is opening a link, which this rank will accept."""
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
-        """Open a connection to another process for heartbeats; return None as `connect` does."""
+        """Open a heartbeat connection to another process; return None in the same case as `connect`."""
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
-        """Return the medium of the data link to `peer` ("none" before the first), and why it is not shared memory."""
+        """Return the medium of the data link to `peer` ("none" if not open), and why it is not shared memory."""
 
     def catch_up(self) -> None:
-        """Deliver frames that peers wrote before another notice that has just arrived on a different path.
+        """Deliver the frames that peers wrote before they sent a notice that has arrived on a faster path.
 
         Do nothing if frames and notices arrive in order anyway.
         """
@@ -226,4 +226,4 @@ class Transport(Protocol):
         """Stop accepting links. Open links stay open."""
 
     def close(self) -> None:
-        """Stop accepting links, as `aclose`, but without waiting for tasks in progress. The loop may be closed."""
+        """Stop accepting links without waiting for running tasks. The event loop may be closed already."""

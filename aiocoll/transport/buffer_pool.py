@@ -1,4 +1,4 @@
-"""Receive buffers that the links of one transport share.
+"""The pool of receive buffers that the links of one transport share.
 
 A link needs a buffer only while it reads, and while a part of a frame is in it. That is rare, and rarely true of two
 links at once. So an idle link holds no buffer, whatever it has carried, and all links read into memory that is in the
@@ -11,14 +11,15 @@ from aiocoll.transport.frame import HEADER_SIZE, SEGMENT
 
 __all__ = ["BufferPool"]
 
-#: One buffer holds the largest frame and the header of the next frame, which one read may return together.
+#: Bytes in a buffer: one read may return the largest frame and the header of the next frame.
 NBYTES = 2 * HEADER_SIZE + SEGMENT
-#: Unused buffers kept, 2 MiB. More are in use at once only while that many peers send large frames in small parts.
+#: Maximum number of unused buffers kept (2 MiB). More are in use at once only while more peers than that send large
+#: frames in small parts.
 MOST = 8
 
 
 class BufferPool:
-    """A pool of unused buffers of `NBYTES` bytes."""
+    """A pool of unused receive buffers of `NBYTES` bytes."""
 
     __slots__ = ("_free",)
 
@@ -26,10 +27,10 @@ class BufferPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """Return a buffer with arbitrary content."""
+        """Return a buffer from the pool, with arbitrary content."""
         return self._free.pop() if self._free else memoryview(bytearray(NBYTES))
 
     def give(self, buffer: memoryview) -> None:
-        """Put a buffer back; no view of it may exist."""
+        """Return a buffer to the pool. No view of the buffer may exist."""
         if len(self._free) < MOST:
             self._free.append(buffer)

@@ -1,4 +1,4 @@
-"""Byte stream of a link: a plain socket, or an encrypted one."""
+"""Interface of a link's byte stream: a plain or an encrypted socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class ByteStream(Protocol):
-    """A connection that carries ordered bytes in both directions. No method waits.
+    """A connection that carries ordered bytes in both directions. No method blocks.
 
     A method that moves bytes raises `BlockingIOError` if it cannot move any now. It raises another `OSError` if the
     connection is broken. While neither `start_reading` nor `start_writing` is in effect, any thread may use the stream.
@@ -21,14 +21,14 @@ class ByteStream(Protocol):
 
     @property
     def sock(self) -> socket.socket:
-        """Return the underlying socket, for its options and for the kernel's knowledge of the peer; not for bytes."""
+        """Return the underlying socket, to set options or to query the peer, but not to transfer bytes."""
 
     @property
     def bound(self) -> bytes:
-        """Return the part of the connection that a handshake must bind: its certificate. Empty without encryption."""
+        """Return the bytes that a handshake must authenticate: the TLS certificate; empty without encryption."""
 
     def check_rank(self, rank: int) -> None:
-        """Check that the peer's certificate names `rank`; do nothing without a certificate.
+        """Check that the peer's certificate names `rank`. Without a certificate, do nothing.
 
         Raises:
             WrongCertificateError: the certificate does not name that rank.
@@ -36,21 +36,21 @@ class ByteStream(Protocol):
 
     @property
     def send(self) -> Callable[[Bytes], int]:
-        """Send some bytes and return their number. After `BlockingIOError` the caller offers the same bytes again."""
+        """Send some bytes; return how many. After `BlockingIOError`, the caller must pass the same bytes again."""
 
     @property
     def send_parts(self) -> Callable[[Iterable[Bytes]], int]:
-        """Send bytes as `send` does, from several buffers in order."""
+        """Send bytes from several buffers in order, as `send` does from one buffer."""
 
     @property
     def receive_into(self) -> Callable[[memoryview], int]:
-        """Receive some bytes and return their number, or 0 if the peer sends no more.
+        """Receive some bytes into a buffer; return how many, or 0 if the peer has ended its sending side.
 
         A short result means that the rest has not arrived, or that `readable` will be called for it.
         """
 
     def start_reading(self, readable: Callable[[], object]) -> None:
-        """Call `readable` in the loop, again and again, while there may be bytes to receive.
+        """Call `readable` from the event loop repeatedly, as long as there may be bytes to receive.
 
         This includes bytes that have left the socket and wait in the stream. The stream also handles all that it has to
         send or await itself before it can continue, so the caller need not.
@@ -60,23 +60,23 @@ class ByteStream(Protocol):
         """Stop calling `readable`."""
 
     def start_writing(self, writable: Callable[[], object]) -> None:
-        """Call `writable` in the loop, again and again, while the stream can take bytes."""
+        """Call `writable` from the event loop repeatedly, as long as the stream accepts bytes."""
 
     def stop_writing(self) -> None:
         """Stop calling `writable`."""
 
     def shutdown(self) -> None:
-        """End the sending side: the peer receives the bytes sent so far, then the end. Receiving continues."""
+        """End the sending side: the peer receives all bytes sent before, then the end. Receiving continues."""
 
     def close(self) -> None:
         """Close the connection; stop reading and writing. Idempotent."""
 
 
 class OpenStream(Protocol):
-    """A factory that makes a stream from a socket."""
+    """A function that makes a byte stream from a socket."""
 
     async def __call__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
-        """Return the stream for a connected socket; close `sock` on failure.
+        """Return the byte stream for a connected socket; on failure, close `sock`.
 
         Args:
             loop: the caller's loop.
@@ -106,7 +106,7 @@ async def receive_message(stream: ByteStream, nbytes: int) -> bytes:
 
 
 def send_message(stream: ByteStream, message: bytes) -> None:
-    """Send a handshake message. A new connection always has room for it."""
+    """Send a handshake message. The buffers of a new connection always have room for it."""
     if stream.send(message) != len(message):
         raise ConnectionResetError("the new connection has no room for a handshake message")
 
@@ -121,6 +121,6 @@ async def _readable(stream: ByteStream) -> None:
 
 
 def resolve(future: asyncio.Future[None]) -> None:
-    """Resolve a future that another call may already have resolved."""
+    """Set the result of a future, unless another callback has already done that."""
     if not future.done():
         future.set_result(None)

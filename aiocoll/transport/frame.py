@@ -1,4 +1,4 @@
-"""Frame of a link: a header of 40 bytes, then the payload.
+"""Frames, the messages on a link: a header of 40 bytes, then the payload.
 
      0  u8   kind         FrameKind
      1  u8   flags        bit 0 EAGER: counts against the link's window of eager bytes
@@ -25,27 +25,27 @@ __all__ = ["EAGER", "HEADER", "HEADER_SIZE", "SEGMENT", "FrameKind", "Header", "
 HEADER = struct.Struct("<BBH4xQQIIII")
 HEADER_SIZE = HEADER.size
 
-#: Largest payload of a frame. Small enough to reduce it while it is in the cache (half of a 1 MiB L2 holds the payload
-#: and the array it is added to), and to move it in a third of a callback's time. Large because TCP on loopback moves
-#: 256 MiB 20 to 25 % faster in calls of 256 KiB than in calls of 128 KiB.
+#: Largest payload of a frame. It is small enough to be reduced while in the cache (half of a 1 MiB L2 holds the payload
+#: and the array it is added to), and to be moved in a third of a callback's time. It is large because TCP on loopback
+#: moves 256 MiB 20 to 25 % faster in calls of 256 KiB than in calls of 128 KiB.
 SEGMENT = 256 * 1024
 
 EAGER = 1
 
-#: Fields: kind, flags, step, group, op, fingerprint, offset, length, total.
+#: The fields of a frame header: kind, flags, step, group, op, fingerprint, offset, length, total.
 Header = tuple[int, int, int, int, int, int, int, int, int]
 
 
 class FrameKind(IntEnum):
-    """Purpose of a frame."""
+    """The purpose of a frame."""
 
     DATA = 1
     """A segment of a message that belongs to an operation."""
     READY = 2
-    """No payload: the message is ready, and its bytes wait for a GRANT. With a `step`, a point-to-point message could
+    """No payload: the message is ready, and the sender waits for a GRANT. With a `step`, a point-to-point message could
     also go from device to device: it is one of `step` such messages in batch number `offset` of its sender."""
     GRANT = 3
-    """No payload: the receiver has entered the operation. The sender may ignore its windows."""
+    """No payload: the receiver has entered the operation. The sender may send all data of the operation."""
     WINDOW = 4
     """No payload: the receiver has consumed `offset` bytes of eager data."""
     CONTROL = 5
@@ -53,7 +53,7 @@ class FrameKind(IntEnum):
 
 
 def describe(header: Header) -> str:
-    """Describe a frame for error messages."""
+    """Describe a frame header for error messages."""
     kind, _, step, group, op, _, offset, length, total = header
     return (
         f"{FrameKind(kind).name} frame of operation {op:#x} of group {group:#x}, step {step}, "

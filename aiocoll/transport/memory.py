@@ -20,7 +20,7 @@ __all__ = ["Hub", "MemoryLink", "MemoryTransport"]
 
 
 class Hub:
-    """Network in memory: its ranks, the latency of frames, and blocked connections.
+    """A network in memory, with simulated latency and blocked connections between its ranks.
 
     Args:
         runtime: clock and loop of all ranks.
@@ -35,36 +35,36 @@ class Hub:
         self.awaited: dict[int, list[asyncio.Future[None]]] = {}
         self.connected: set[tuple[int, int, ConnKind]] = set()
         self.links: dict[MemoryLink, None] = {}
-        #: Pairs (source, target) between which no frame passes now.
+        #: Pairs (source, target) of ranks between which frames are delayed now.
         self.blocked: set[tuple[int, int]] = set()
         self._opened: asyncio.Event = asyncio.Event()
 
     def cut(self, a: int, b: int) -> None:
-        """Break every link between ranks `a` and `b`, as if a cable had been pulled and the loss noticed at once."""
+        """Break all links between ranks `a` and `b`, as if a pulled cable was noticed at once."""
         for link in [link for link in self.links if link.ends == (min(a, b), max(a, b))]:
             link.break_off(ConnectionResetError(f"the link between rank {a} and rank {b} was cut"))
 
     def block(self, source: int, target: int) -> None:
-        """Hold back frames from `source` to `target`; new links wait, too. Needs a latency."""
+        """Delay frames and new links from `source` to `target` until `unblock`. Requires a latency."""
         self.blocked.add((source, target))
 
     def unblock(self, source: int, target: int) -> None:
-        """Deliver the frames that were held back, in order."""
+        """Deliver the frames that `block` has delayed, in order."""
         self.blocked.discard((source, target))
         self.deliver_unblocked()
 
     def is_blocked(self, source: int, target: int) -> bool:
-        """Return whether frames from `source` to `target` are held back."""
+        """Return whether frames from `source` to `target` are delayed by `block`."""
         return (source, target) in self.blocked
 
     def deliver_unblocked(self) -> None:
-        """Deliver the frames that are no longer blocked."""
+        """Deliver the delayed frames of ranks that are no longer blocked."""
         self._opened.set()
         for link in list(self.links):
             link.release()
 
     async def wait_until_unblocked(self, a: int, b: int) -> None:
-        """Wait until frames pass between ranks `a` and `b`, in both directions."""
+        """Wait until ranks `a` and `b` can send frames in both directions."""
         while self.is_blocked(a, b) or self.is_blocked(b, a):
             self._opened.clear()
             await self._opened.wait()
@@ -87,7 +87,7 @@ class MemoryLink:
         self._inbox: deque[tuple[Header, bytes]] = deque()
         self._started = False
         self._closed = False
-        # Set once the sink has refused a frame: no more frames are delivered.
+        # Set when the sink has refused a frame. From then on, no frames are delivered.
         self._refusing = False
         self._due = 0.0
         self._held_count = 0
@@ -96,11 +96,11 @@ class MemoryLink:
 
     @property
     def writable(self) -> bool:
-        """Return whether the link takes a frame now: always, because frames are copied."""
+        """Return True: frames are copied, so a link always accepts one."""
         return True
 
     def peer_process(self) -> None:
-        """Return None: both ends are in one process."""
+        """Return None, because both ends are in this process."""
 
     def start(self) -> None:
         """Start delivering frames."""
@@ -129,22 +129,22 @@ class MemoryLink:
         return moved
 
     def divert(self) -> None:
-        """Do nothing: payloads arrive whole."""
+        """Do nothing, because every payload arrives in one piece."""
 
     def finish(self) -> None:
-        """End this side after the frames written so far."""
+        """End the sending side after the frames written so far."""
         if not self._closed:
             self._after_latency(self.other._on_peer_ended)
 
     def close(self) -> None:
-        """Close this side; the other end sees a broken link unless it has ended, too."""
+        """Close this end. The other end sees a broken link, unless it has finished."""
         if not self._closed:
             self._detach()
             if not self._hub.runtime.loop.is_closed():
                 self._after_latency(self.other.break_off, ConnectionResetError(f"rank {self._rank} closed the link"))
 
     def break_off(self, error: Exception | None) -> None:
-        """Break the link on both sides, unless it is closed."""
+        """Break the link at both ends, unless it is closed."""
         if not self._closed:
             self._detach()
             if not self._refusing:
@@ -156,7 +156,8 @@ class MemoryLink:
         if latency is None:
             runtime.call_soon(call, *args)
             return
-        # A link keeps the order of frames whatever their latencies, but timers with equal deadlines fire in any order.
+        # Frames of a link must stay in order, even if latencies differ. Timers with equal deadlines fire in any order,
+        # so each timer delivers the frame that was written first.
         now = runtime.time()
         self._due = max(self._due, now + latency(self._rank, self.peer))
         self._in_transit.append((call, args))
@@ -170,7 +171,7 @@ class MemoryLink:
         call(*args)
 
     def release(self) -> None:
-        """Deliver the frames that were held back, unless the peer is still blocked."""
+        """Deliver the delayed frames, unless the peer is still blocked."""
         held, self._held_count = self._held_count, 0
         for _ in range(held):
             self._hub.runtime.call_soon(self._on_due)
@@ -194,7 +195,7 @@ class MemoryLink:
 
 
 class MemoryTransport:
-    """Access of one rank to a `Hub`; see `aiocoll.transport.base.Transport`."""
+    """The transport of one rank over a `Hub`; see `aiocoll.transport.base.Transport`."""
 
     name = "memory"
     registered_memory = None
@@ -208,7 +209,7 @@ class MemoryTransport:
         self._rank = rank
 
     async def listen(self) -> Card:
-        """Join the hub."""
+        """Join the hub, so that other ranks can connect."""
         self._hub.ranks[self._rank] = self
         for newcomer in self._hub.awaited.pop(self._rank, ()):
             if not newcomer.done():
@@ -216,7 +217,7 @@ class MemoryTransport:
         return {}
 
     async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
-        """Make both ends of a link at once, so that dials never cross; wait for a peer that has not joined yet."""
+        """Make both ends of a link at once. Wait for a peer that has not joined the hub yet."""
         hub = self._hub
         await self.reachable(peer)
         if (self._rank, peer, kind) in hub.connected:
@@ -230,10 +231,10 @@ class MemoryTransport:
         return near
 
     async def connect_heartbeat(self, peer: int, card: Card) -> None:
-        """Do nothing: ranks of one process exchange no heartbeats."""
+        """Do nothing, because ranks of one process exchange no heartbeats."""
 
     async def reachable(self, peer: int) -> None:
-        """Wait until a peer has joined and frames reach it."""
+        """Wait until a peer has joined the hub and frames reach it."""
         hub = self._hub
         while peer not in hub.ranks or hub.is_blocked(self._rank, peer) or hub.is_blocked(peer, self._rank):
             if peer not in hub.ranks:
@@ -247,12 +248,12 @@ class MemoryTransport:
         return "memory", None
 
     def catch_up(self) -> None:
-        """Do nothing: frames arrive in the order in which they were written, also across links."""
+        """Do nothing, because all frames arrive in the order in which they were written, even across links."""
 
     async def aclose(self) -> None:
-        """Leave the hub."""
+        """Leave the hub, so that peers can open no more links to this rank."""
         self.close()
 
     def close(self) -> None:
-        """Leave the hub."""
+        """Leave the hub, so that peers can open no more links to this rank."""
         self._hub.ranks.pop(self._rank, None)

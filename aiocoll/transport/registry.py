@@ -1,4 +1,4 @@
-"""The registry of transports: how the ranks of a group are connected, and what carries their data.
+"""Registry of transports, which connect the ranks of a group and carry their data.
 
 Every group has sockets: peers are found, authenticated and monitored on them. A transport determines the kind of
 sockets, and may bring a carrier, which takes over the data links between ranks once a connection is authenticated.
@@ -29,25 +29,25 @@ __all__ = [
     "transports",
 ]
 
-#: Of the interfaces `TransportProvider` and `DataCarrier`.
+#: Version number of the interfaces `TransportProvider` and `DataCarrier`.
 TRANSPORT_VERSION: Final = 1
-#: The option for the fastest transport available.
+#: The value of the option `transport` that selects the fastest transport available.
 AUTO: Final = "auto"
 
 
 class DataLink(Link, Protocol):
-    """A link of a carrier."""
+    """A data link made by a plugin's carrier."""
 
     @property
     def closed(self) -> bool:
         """Return whether the link is closed."""
 
     def fail(self, error: Exception) -> None:
-        """Close the link and report the error to the sink, as if reading had failed."""
+        """Close the link and report `error` to the sink, like a failed read."""
 
 
 class CarrierRequest(NamedTuple):
-    """The rank that requests a carrier.
+    """The description of the rank for which a carrier is made.
 
     Attributes:
         runtime: clock, timers and randomness of its event loop.
@@ -61,10 +61,10 @@ class CarrierRequest(NamedTuple):
 
 
 class DataCarrier(Protocol):
-    """The medium of the data links of one rank."""
+    """A plugin's carrier: it makes the data links of one rank."""
 
     async def open(self, stream: ByteStream, peer: int, *, dialled: bool) -> DataLink | None:
-        """Make a link to a peer, whose carrier is called at the same time.
+        """Make a link to a peer on an authenticated connection. The peer's carrier does the same at its end.
 
         The two send each other addresses and keys over `stream`. The link owns `stream` afterwards: it closes it at its
         end, and the peer has gone once `stream` ends.
@@ -83,15 +83,15 @@ class DataCarrier(Protocol):
         """
 
     def catch_up(self) -> None:
-        """Deliver what peers wrote to their links before what has just arrived in another way."""
+        """Deliver the data that peers wrote to their links before they sent a notice on another path."""
 
     def close(self) -> None:
-        """Make no more links; open ones stay open. Idempotent."""
+        """Make no more links. Open links stay open. Idempotent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportProvider:
-    """A transport, as it is registered by name.
+    """A transport, as registered under its name.
 
     Attributes:
         medium: whose measured costs choose the algorithms: those of the shipped transport that is most similar.
@@ -110,17 +110,17 @@ class TransportProvider:
 
     @property
     def crosses_hosts(self) -> bool:
-        """Return whether it connects ranks of several hosts."""
+        """Return whether the transport connects ranks on different hosts."""
         return self.sockets in ("auto", "tcp")
 
     @property
     def always_tcp(self) -> bool:
-        """Return whether ranks of one host are connected by TCP, too."""
+        """Return whether the transport uses TCP even between ranks of one host."""
         return self.sockets == "tcp"
 
     @property
     def shares_memory(self) -> bool:
-        """Return whether data between ranks of one host goes through shared memory."""
+        """Return whether the transport sends data between ranks of one host through shared memory."""
         return self.sockets in ("auto", "shm") and self.make_carrier is None
 
 
@@ -129,12 +129,12 @@ UNIX: Final = TransportProvider(medium="unix", sockets="unix")
 SHM: Final = TransportProvider(medium="shm", sockets="shm")
 _AUTO: Final = TransportProvider(medium="shm", sockets="auto")
 
-#: The transports by name.
+#: The registered transports by name.
 transports: Final = Registry[TransportProvider]("transport", TRANSPORT_VERSION)
 
 
 def find_transport(name: str) -> TransportProvider:
-    """Return the transport of the option `transport`.
+    """Return the transport registered as `name`, the value of the option `transport`.
 
     Raises:
         ValueError: no transport has this name.

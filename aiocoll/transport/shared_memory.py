@@ -1,4 +1,4 @@
-"""Interfaces and sizes of shared memory: the part of a link in shared memory that the engine uses.
+"""Interfaces and sizes of shared memory that the engine uses.
 
 A rank has an **outbox**. Its **slots** hold the rank's contributions to small operations: the **common lane** those for
 several peers, the **lane** of a peer those for that peer alone. In each direction a link has a **chunk queue**, which
@@ -26,28 +26,29 @@ __all__ = [
     "Segment",
 ]
 
-#: Number of small slots, and of middle slots, that together have the size of one chunk.
+#: Numbers of small slots and of middle slots whose total size is that of one chunk.
 SMALL_PER_CHUNK = 32
 MIDDLE_PER_CHUNK = 2
 
-#: Smallest payload, in bytes, that is read in place faster than through the ring.
+#: Smallest payload in bytes for which reading in place is faster than the ring.
 LEAST_BY_REFERENCE = 64 * 1024
-#: Largest payload of a frame by reference: frames cost little at this size, and later frames do not wait long.
+#: Largest payload in bytes of a frame by reference: at this size the cost per frame is small, and later frames do not
+#: wait long.
 MOST_BY_REFERENCE = 16 * SEGMENT
 
 
 class PeerOutbox(Protocol):
-    """Posts of a peer for this rank."""
+    """A peer's outbox: the memory in which it posts data for this rank."""
 
     def has_news(self) -> bool:
-        """Return whether the peer has posted anything, or put all chunks of an operation, since the last call."""
+        """Return whether, since the last call, the peer has posted data or written the last chunk of an operation."""
 
     def unread(self) -> list[tuple[int, int, int]]:
-        """Return operation, group and fingerprint of each unread post for a group that is still open."""
+        """Return the operation, group and fingerprint of each unread post for an open group."""
 
 
 class Segment:
-    """Memory of this rank that peers can map.
+    """A memory segment of this rank that peers can map.
 
     Attributes:
         number: number of the segment in messages to peers, from 1.
@@ -67,7 +68,7 @@ class Segment:
         self.readers: list[Callable[[int], None]] = []
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the segment's file descriptor."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -92,12 +92,12 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
     "grants for operations not called": (
         lambda link, pg, number: send_frame(link, GRANT, 0, 0, comm_of(pg).id, 9 + number, 0, 0),
         FEW,
-        f"granted more than {FEW} operations",
+        f"sent more than {FEW} grants for operations not entered here",
     ),
     "a message beyond its window": (
         lambda link, pg, number: send_frame(link, DATA, EAGER, 0, UNMADE, 1, 0, number, payload=bytes(SEGMENT)),
         1,
-        "more bytes of operation 0x1 than were granted",
+        "more bytes of operation 0x1 than this rank had granted",
     ),
     "goodbyes to unknown groups": (
         lambda link, pg, number: send_control_message(link, t="bye", g=number, cause=None),

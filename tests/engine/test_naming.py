@@ -154,7 +154,7 @@ def test_waiting_message_names_what_it_waits_for(caplog: pytest.LogCaptureFixtur
         "5.0 s: no message with tag 7 has arrived from rank 1",
         "5.0 s: no message with tag 8 has arrived from any rank",
         "5.0 s: no message with tag 0 has arrived from rank 0",
-        "5.0 s: rank 0 has not taken all of it",
+        "5.0 s: rank 0 has not received the whole message",
     ]
     assert [text.split("waiting for ")[1] for text in warnings] == ends
     assert not any("sequence" in text for text in warnings)

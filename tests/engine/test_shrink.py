@@ -467,7 +467,8 @@ def test_broken_connection_between_living_ranks_excludes_none() -> None:
                 cause = await wait_for_loss(pg)
                 assert cause.how == "unreachable"
                 if len(set(where)) == 1:
-                    text = f"the connection between ranks {one} and {other} of group 'world:0' broke, though both live"
+                    pair = f"ranks {one} and {other} of group 'world:0'"
+                    text = f"the connection between {pair} broke, although both ranks are alive"
                     assert (str(cause), cause.ranks) == (text, (one, other))
                 else:
                     assert set(cause.ranks) <= {one, other}

@@ -585,7 +585,7 @@ async def test_mismatch_is_compared_once_and_blocks_later_confirmations() -> Non
     rank.comparison.reported(1, 2, first + 1)
     rank.comparison.reported(1, 3, second)
     assert rank.sent == [("confirm", 1), ("compare", 1, 2, 1)]
-    with pytest.raises(ValueError, match="rank 1 has been at position 3 before"):
+    with pytest.raises(ValueError, match="rank 1 has already reported position 3"):
         rank.comparison.reported(1, 3, second)
     rank.comparison.end()
 

@@ -234,7 +234,7 @@ def test_method_calls_its_nccl_function(api: Any, log: Log) -> None:
     [
         (4, False, "ncclAllReduce: NCCL_ERROR_4"),
         (3, True, "ncclAllReduce: NCCL_ERROR_3"),
-        (7, True, "ncclAllReduce: in progress: NCCL_COMM_BLOCKING=0 is not for CuPy"),
+        (7, True, "ncclAllReduce: in progress: CuPy does not support NCCL_COMM_BLOCKING=0"),
         (8, True, "ncclAllReduce: it took too long"),
         (9, True, "ncclAllReduce: status 9"),
     ],
@@ -315,7 +315,7 @@ def test_cupy_without_nccl_is_reported(log: Log, monkeypatch: pytest.MonkeyPatch
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     api = import_cupy_api(log)
-    assert api.nccl() == (None, "NCCL is not there")
+    assert api.nccl() == (None, "NCCL is not available")
 
     def missing(name: str) -> Any:
         if name != "nccl":

@@ -86,6 +86,6 @@ async def test_group_that_requires_nccl_works_or_raises(way: str, examples: dict
         if way == "nccl":
             await pg.allreduce(tensor)
         else:
-            with pytest.raises(BackendUnavailableError, match="is to use NCCL, but rank 0: it was left out"):
+            with pytest.raises(BackendUnavailableError, match="must use NCCL, but rank 0: NCCL was not provided"):
                 await pg.allreduce(tensor)
         await pg.shutdown()

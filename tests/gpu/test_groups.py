@@ -96,8 +96,8 @@ async def test_arrays_are_staged_without_nccl(caplog: pytest.LogCaptureFixture) 
     caplog.set_level("INFO", "aiocoll")
     with gpus(2, "staged") as gpu:
         found = await run_ranks(2, first_decision, gpu)
-    assert found == [cards.Decision(False, "rank 0: it was left out", b"")] * 2
-    assert "rank 0: CUDA arrays go through the host: rank 0: it was left out" in caplog.text
+    assert found == [cards.Decision(False, "rank 0: NCCL was not provided", b"")] * 2
+    assert "rank 0: CUDA arrays go through the host: rank 0: NCCL was not provided" in caplog.text
 
 
 async def test_ranks_on_one_device_are_staged() -> None:
@@ -121,7 +121,7 @@ def test_decision_depends_on_versions_and_hosts() -> None:
 async def test_required_nccl_is_an_error_if_unavailable() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
-        with pytest.raises(BackendUnavailableError, match=r"group .* is to use NCCL, but rank 0: it was left out"):
+        with pytest.raises(BackendUnavailableError, match=r"group .* must use NCCL, but rank 0: NCCL was not provided"):
             await pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
         assert await pg.allreduce(1) == 2
 

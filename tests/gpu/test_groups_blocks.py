@@ -258,7 +258,7 @@ async def test_blocks_with_different_exchange_counts_are_a_mismatch(way: str) ->
 async def test_list_in_a_group_that_requires_nccl_raises_without_it() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
-        with pytest.raises(BackendUnavailableError, match="is to use NCCL, but rank 0"):
+        with pytest.raises(BackendUnavailableError, match="must use NCCL, but rank 0"):
             await pg.allreduce_coalesced([gpu.tensor(np.ones(2), pg.rank()) for _ in range(2)])
 
     with gpus(2, "staged") as gpu:

@@ -63,8 +63,8 @@ async def test_all_ranks_refuse_nonblocking_communicators(
         texts = await run_ranks(world_size, body, gpu)
         assert gpu.cuda.calls["copy_to_host"] == (0 if way == "nccl" else world_size)
     assert len(set(texts)) == 1
-    assert f" takes no CUDA arrays: {named} {SETTING}=0, with which NCCL's calls return" in texts[0]
-    assert texts[0].endswith(": unset it and make a new group")
+    assert f" cannot use CUDA arrays: {named} {SETTING}=0, with which NCCL's calls return" in texts[0]
+    assert texts[0].endswith("; unset it and make a new group")
     assert f"CUDA arrays are refused: {named} {SETTING}=0" in caplog.text
 
 
@@ -72,7 +72,7 @@ async def test_all_ranks_refuse_nonblocking_communicators(
 async def test_groups_of_any_backend_refuse_nonblocking_communicators(backends: dict[str, str]) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, backends.get("cuda") == "nccl")
-        assert "takes no CUDA arrays: rank 1 has" in await first_call(pg, gpu.tensor(np.ones(2), pg.rank()), (1,))
+        assert "cannot use CUDA arrays: rank 1 has" in await first_call(pg, gpu.tensor(np.ones(2), pg.rank()), (1,))
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)

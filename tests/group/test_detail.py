@@ -204,7 +204,7 @@ async def test_mismatch_shows_a_limited_number_of_calls() -> None:
 
     for error in await run_detailed(10, rank):
         assert error.ranks == tuple(range(10))
-        assert str(error).endswith("; and ranks with 2 more different calls")
+        assert str(error).endswith("; and 2 more distinct calls of other ranks")
 
 
 def test_equal_calls_of_many_ranks_are_counted() -> None:

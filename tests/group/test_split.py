@@ -154,7 +154,7 @@ async def test_rank_without_the_colours_is_waited_for() -> None:
             assert group is not None
             work = group.barrier()
             operation, missing = comm_of(group).in_flight._operations[1], comm_of(group).stalls.missing
-            await until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
+            await until(lambda: "rank 1 (which has split group 'world:0' only 0 times" in missing(operation)[1])
             called.set()
             await work
         else:

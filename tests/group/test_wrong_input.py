@@ -148,7 +148,11 @@ WRONG: list[Row] = [
     (lambda pg: pg.recv_object(1, True), TypeError, "tag must be an int, not bool"),
     (lambda pg: pg.batch([Send(ones(), 1), Send(ones(), 1, "a")]), TypeError, r"operations\[1\].tag must be an int, n"),
     (lambda pg: pg.barrier(key=b"k"), TypeError, "key must be a str or None, not bytes"),
-    (lambda pg: pg.allreduce(ones(), key="\ud800"), ValueError, "key='.ud800' is no text: it has a lone surrogate"),
+    (
+        lambda pg: pg.allreduce(ones(), key="\ud800"),
+        ValueError,
+        "key='.ud800' is not valid text: it has a lone surrogate",
+    ),
     (lambda pg: pg.barrier(timeout=-1), ValueError, r"timeout=-1: must be >= 0 seconds \(inf = never\)"),
     (lambda pg: pg.barrier(timeout=float("nan"), key="k"), ValueError, "timeout=nan: must be >= 0 seconds"),
     (lambda pg: pg.monitored_barrier("soon"), TypeError, "timeout must be seconds, a timedelta or None, not str"),

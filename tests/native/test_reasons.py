@@ -111,8 +111,8 @@ async def check_pure_group(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize(
     ("group", "reason"),
     [
-        (GroupOptions(), "its ranks do not use shared memory"),
-        (GroupOptions(transport="unix"), "its ranks do not use shared memory"),
+        (GroupOptions(), "the ranks do not use shared memory"),
+        (GroupOptions(transport="unix"), "the ranks do not use shared memory"),
         (GroupOptions(transport="shm", debug="detail"), "debug='detail' compares all calls"),
     ],
     ids=["memory", "unix", "compared"],
@@ -130,7 +130,7 @@ async def test_group_without_native_calls_logs_the_reason(
 
 async def test_group_of_one_rank_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     await run_ranks(1, check_pure_group, options=options("shm"))
-    assert reasons(caplog, logging.DEBUG) == ["it has one rank"]
+    assert reasons(caplog, logging.DEBUG) == ["the group has one rank"]
 
 
 def test_group_in_virtual_time_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,4 +146,4 @@ async def test_group_of_several_hosts_logs_the_reason(caplog: pytest.LogCaptureF
 
     async with HashStore() as store:
         await asyncio.gather(rank(store, 0), rank(store, 1))
-    assert reasons(caplog, logging.DEBUG) == ["its ranks are on several hosts"]
+    assert reasons(caplog, logging.DEBUG) == ["the ranks are on several hosts"]

@@ -384,7 +384,7 @@ async def test_wildcard_master_address_means_this_host(
             )
             for rank in (0, 1)
         ),
-        ({"name": "a\ud800"}, {}, ValueError, r"name='a\\ud800' is no text"),
+        ({"name": "a\ud800"}, {}, ValueError, r"name='a\\ud800' is not valid text"),
         ({"init_method": "file:///x", "world_size": None}, {"WORLD_SIZE": "2"}, ValueError, "world_size is missing"),
         (
             {"rank": None},

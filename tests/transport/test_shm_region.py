@@ -156,7 +156,7 @@ STRANGE: dict[str, Callable[[], int]] = {
 @pytest.mark.parametrize("what", STRANGE)
 def test_foreign_memory_is_refused_and_closed(what: str) -> None:
     fd = STRANGE[what]()
-    with pytest.raises(ProtocolError, match=f"a peer passed shared memory that is not {NBYTES} sealed bytes"):
+    with pytest.raises(ProtocolError, match=f"a peer passed shared memory that does not have {NBYTES} sealed bytes"):
         open_region(fd, NBYTES)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

@@ -218,7 +218,7 @@ async def test_reference_outside_the_segments_ends_the_link(ends: Ends, number: 
     ends.near.chunks.writer.point(5, 7, 0, number, offset)
     assert ends.far.chunks.read(FLOAT, 1) is None
     await until(lambda: ends.far.sink.losses)
-    with pytest.raises(ProtocolError, match="pointed to memory that it has not shared"):
+    with pytest.raises(ProtocolError, match="sent the address of a chunk in memory that it has not shared"):
         raise ends.far.sink.losses[0]
 
 

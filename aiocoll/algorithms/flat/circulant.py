@@ -1,4 +1,4 @@
-"""Circulant graph: as few steps as a tree and as little traffic as a ring, for every number of ranks.
+"""Circulant-graph algorithms: as few steps as a tree and as few bytes as a ring, for any number of ranks.
 
 Let R be the blocks in the order rank, rank+1, ... (mod p). The reduce-scatter halves the number of blocks in each
 round. With s' wanted blocks and s = ceil(s'/2), send R[s:s'] to rank+s, which adds them to the first s'-s blocks of its
@@ -34,14 +34,14 @@ __all__ = ["allgather", "allreduce", "barrier", "bruck", "reduce_scatter"]
 
 
 class _Blocks(NamedTuple):
-    """The blocks R of one rank: R[i] is block (`first` + i) mod p of a buffer cut at `bounds`."""
+    """The list R of one rank: R[i] is block (`first` + i) mod p of a buffer divided at `bounds`."""
 
     buffer: int
     bounds: Sequence[int]
     first: int = 0
 
     def runs(self, low: int, high: int) -> list[Region]:
-        """Return blocks R[low:high] as one run of the buffer, or two where R wraps around its end."""
+        """Return the blocks R[low:high] as one region of the buffer, or two if R wraps around the buffer's end."""
         size = len(self.bounds) - 1
         low, high = low + self.first, high + self.first
         if low < size < high:
@@ -55,7 +55,7 @@ class _Blocks(NamedTuple):
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Reduce-scatter and allgather the tensor (buffer 0) in place, without scratch."""
+    """Return the program of a reduce-scatter and an allgather of the tensor (buffer 0), without scratch."""
     if world_size == 1:
         return single_rank_reduction(Region(0, 0, count), Region(0, 0, count))
     build = Builder(1)
@@ -67,7 +67,7 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
 
 
 def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Reduce inputs (buffers 0 to p-1) into the output (buffer p)."""
+    """Return the program that reduces inputs (buffers 0 to p-1) into the output (buffer p)."""
     output = Region(world_size, 0, counts[rank])
     if world_size == 1:
         return single_rank_reduction(output, Region(0, 0, counts[0]), buffers=2)
@@ -82,7 +82,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
 
 
 def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Gather inputs (buffer p) in scratch, in the order of R, and copy them to the outputs (buffers 0 to p-1)."""
+    """Return the program that gathers inputs (buffer p) in scratch and copies them to outputs (0 to p-1)."""
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     build.copy(Region(rank, 0, counts[rank]), mine)
@@ -98,7 +98,7 @@ def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
 
 
 def bruck(rank: int, world_size: int, count: int) -> Program:
-    """Gather all tensors (buffer 0) in scratch and fold them in rank order."""
+    """Return the program that gathers all tensors (buffer 0) in scratch and reduces them in rank order."""
     tensor = Region(0, 0, count)
     if world_size == 1:
         return single_rank_reduction(tensor, tensor)
@@ -114,7 +114,7 @@ def bruck(rank: int, world_size: int, count: int) -> Program:
 
 
 def barrier(rank: int, world_size: int) -> Program:
-    """Exchange signals: in round k, wait for rank-2^k, whose signal implies all signals it received before."""
+    """Return the program of a barrier: in round k, wait for rank-2^k, whose signal stands for all signals it got."""
     build = Builder(0)
     received: Deps = ()
     distance = 1
@@ -126,13 +126,13 @@ def barrier(rank: int, world_size: int) -> Program:
 
 
 def _rotated(build: Builder, rank: int, counts: Sequence[int]) -> _Blocks:
-    """Reserve scratch for all blocks, in the order of R."""
+    """Add a scratch buffer for all blocks in the order of R."""
     bounds = list(accumulate([*counts[rank:], *counts[:rank]], initial=0))
     return _Blocks(build.scratch(bounds[-1]), bounds)
 
 
 def _halvings(world_size: int) -> list[tuple[int, int]]:
-    """Return the pairs (s, s') of the reduction, in order."""
+    """Return the number of blocks after and before each round of the reduction, in order."""
     pairs = []
     while world_size > 1:
         half = (world_size + 1) // 2
@@ -142,7 +142,7 @@ def _halvings(world_size: int) -> list[tuple[int, int]]:
 
 
 def _reduce_rounds(build: Builder, rank: int, blocks: _Blocks, loaded: Sequence[Deps], target: Region) -> Deps:
-    """Reduce R[0] into `target`, and return the action that completes it. R[i] may be used after `loaded[i]`."""
+    """Reduce R[0] into `target`; return the last action. Actions `loaded[i]` must complete before R[i] is used."""
     world_size = len(loaded)
     combined: Deps = ()
     for half, whole in _halvings(world_size):
@@ -160,7 +160,7 @@ def _reduce_rounds(build: Builder, rank: int, blocks: _Blocks, loaded: Sequence[
 
 
 def _gather_rounds(build: Builder, rank: int, blocks: _Blocks, first: Deps) -> list[tuple[int, int, Deps]]:
-    """Fill R from R[0], which `first` writes. Return the blocks that arrive in each round, and their actions.
+    """Gather all of R, of which `first` writes R[0]. Return the blocks and the actions of each round.
 
     In an allreduce this overwrites partial results that the reduction has sent. That is safe: the complete results
     contain them and come from the rank that received them, so they arrive after the partial results were read.

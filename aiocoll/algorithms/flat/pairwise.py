@@ -1,4 +1,4 @@
-"""Pairwise: every rank owns one chunk, receives it directly from each other rank, and reduces all inputs in rank order.
+"""Pairwise algorithms: each rank receives one chunk directly from all ranks, and reduces it in rank order.
 
 It has as little traffic as a ring, in two steps instead of 2(p-1). No other large-message algorithm reduces each
 element in one place in rank order. That suits ops that are not commutative, and sums that must be rounded only once.
@@ -27,7 +27,7 @@ __all__ = ["allreduce", "alltoall", "reduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Fold this rank's chunk of all tensors (buffer 0), then send the result to all ranks."""
+    """Return the program that reduces this rank's chunk of all tensors (buffer 0) and sends it to all ranks."""
     build = Builder(1)
     parts = chunks(count, world_size)
     mine = parts[rank]
@@ -35,15 +35,15 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
     for distance in range(1, world_size):
         build.send((rank + distance) % world_size, mine, follow=folded)
     for distance in range(1, world_size):
-        # Overwrites the part sent to the same peer above: the result can only arrive after the peer has folded that
-        # part.
+        # This overwrites the chunk that was sent to the same peer above. It is safe: the result can only arrive after
+        # the peer has reduced that chunk.
         peer = (rank - distance) % world_size
         build.recv(peer, parts[peer])
     return build.program("pairwise")
 
 
 def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Fold this rank's chunk of all tensors (buffer 0), then send the result to the root."""
+    """Return the program that reduces this rank's chunk of all tensors (buffer 0) and sends it to the root."""
     build = Builder(1)
     parts = chunks(count, world_size)
     if rank != root:
@@ -54,14 +54,15 @@ def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
         return build.program("pairwise")
     _fold_chunk(build, rank, parts, parts[root])
     for distance in range(1, world_size):
-        # Overwrites the part sent to the same peer: the result can only arrive after the peer has folded that part.
+        # This overwrites the chunk that was sent to the same peer. It is safe: the result can only arrive after the
+        # peer has reduced that chunk.
         peer = (root - distance) % world_size
         build.recv(peer, parts[peer])
     return build.program("pairwise")
 
 
 def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Fold this rank's chunk of all inputs (buffers 0 to p-1) into the output (buffer p)."""
+    """Return the program that reduces this rank's chunk of all inputs (buffers 0 to p-1) into buffer p."""
     build = Builder(world_size + 1)
     parts = [Region(part, 0, counts[part]) for part in range(world_size)]
     _fold_chunk(build, rank, parts, Region(world_size, 0, counts[rank]))
@@ -69,7 +70,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
 
 
 def alltoall(rank: int, world_size: int, in_counts: Sequence[int], out_counts: Sequence[int]) -> Program:
-    """Send input j (buffer j) to rank j and receive output j (buffer p+j) from it, all at once."""
+    """Return the program that sends input j (buffer j) to rank j and receives output j (buffer p+j) from it."""
     build = Builder(2 * world_size)
     for distance in range(1, world_size):
         peer = (rank + distance) % world_size
@@ -82,7 +83,7 @@ def alltoall(rank: int, world_size: int, in_counts: Sequence[int], out_counts: S
 
 
 def _fold_chunk(build: Builder, rank: int, parts: Sequence[Region], target: Region) -> Deps:
-    """Send each peer its part, and fold all contributions to this rank's part, in rank order, into `target`."""
+    """Send each peer its chunk, and reduce this rank's chunk from all ranks, in rank order, into `target`."""
     world_size = len(parts)
     size = parts[rank].count
     scratch = build.scratch((world_size - 1) * size) if world_size > 1 else 0

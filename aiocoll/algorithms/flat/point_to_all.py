@@ -1,4 +1,4 @@
-"""Direct algorithms: each message goes straight from the rank with the data to the rank that needs it, in one step.
+"""Algorithms of one step: each message goes directly from the rank with the data to the rank that needs it.
 
 They have the least latency, and the most traffic through one link. They suit small messages, few ranks, and gather and
 scatter, where no relay could reduce the root's traffic.
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to all ranks, and fold all tensors in rank order. Scratch: p-1 tensors."""
+    """Return the program that sends the tensor (buffer 0) to all ranks and reduces all tensors in rank order."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     scratch = build.scratch((world_size - 1) * count) if world_size > 1 else 0
@@ -63,7 +63,7 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
 
 
 def central(rank: int, world_size: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to rank 0, which folds in rank order and sends back the result.
+    """Return the program in which rank 0 reduces all tensors (buffer 0) in rank order and sends back the result.
 
     Scratch at rank 0: p-1 tensors.
     """
@@ -86,7 +86,7 @@ def central(rank: int, world_size: int, count: int) -> Program:
 
 
 def exchange(rank: int, world_size: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to the other rank, and reduce the two. The left operand is the lower rank's."""
+    """Return the program in which two ranks exchange tensors (buffer 0) and reduce both, the lower rank's first."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     if world_size != 2:
@@ -97,7 +97,7 @@ def exchange(rank: int, world_size: int, count: int) -> Program:
 
 
 def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to the root, which folds in rank order. Scratch at the root: p-1 tensors."""
+    """Return the program that sends tensors (buffer 0) to the root, which reduces them in rank order."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     if rank != root:
@@ -115,7 +115,7 @@ def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
 
 
 def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Send the root's tensor (buffer 0) to each rank."""
+    """Return the program in which the root sends its tensor (buffer 0) to each rank."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     if rank == root:
@@ -127,7 +127,7 @@ def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
 
 
 def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Send the input (buffer p) to all ranks. Outputs are buffers 0 to p-1."""
+    """Return the program that sends the input (buffer p) to all ranks. Outputs are buffers 0 to p-1."""
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     build.copy(Region(rank, 0, counts[rank]), mine)
@@ -140,7 +140,7 @@ def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
 
 
 def barrier(rank: int, world_size: int) -> Program:
-    """Report to rank 0, which replies after the last report. Rank 0 knows the missing ranks."""
+    """Return the program of a barrier in which rank 0 replies after all reports. It knows the missing ranks."""
     build = Builder(0)
     if rank:
         build.signal(0)
@@ -153,7 +153,7 @@ def barrier(rank: int, world_size: int) -> Program:
 
 
 def barrier_oneround(rank: int, world_size: int) -> Program:
-    """Report to every rank, and wait for the report of every rank."""
+    """Return the program of a barrier that signals every rank and waits for a signal of every rank."""
     build = Builder(0)
     for distance in range(1, world_size):
         build.signal((rank + distance) % world_size)
@@ -163,11 +163,11 @@ def barrier_oneround(rank: int, world_size: int) -> Program:
 
 
 def gather(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Program:
-    """Send the input (buffer p) to the root, whose outputs are buffers 0 to p-1."""
+    """Return the program that sends the input (buffer p) to the root, whose outputs are buffers 0 to p-1."""
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     if rank != root:
-        # Empty blocks are signalled, since the root may not know the counts.
+        # Send a signal for an empty block, because the root may not know the counts and waits for every rank.
         if not build.send(root, mine):
             build.signal(root)
         return build.program("linear")
@@ -180,7 +180,7 @@ def gather(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Prog
 
 
 def scatter(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Program:
-    """Send the root's inputs (buffers 0 to p-1) to their ranks. The output is buffer p."""
+    """Return the program in which the root sends its inputs (buffers 0 to p-1). The output is buffer p."""
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     if rank != root:

@@ -1,4 +1,4 @@
-"""Ring: chunks travel from rank to rank and are reduced on the way, while all ranks send and receive.
+"""Ring algorithms: chunks travel from rank to rank and are reduced on the way, while all ranks send and receive.
 
 Chunk c starts at rank c+1, is reduced at each rank it passes and is complete at rank c. In an allreduce it then travels
 around the ring once more. A rank forwards a chunk while it arrives (`follow`), so segments stream and every link is
@@ -29,7 +29,7 @@ __all__ = ["allgather", "allreduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Reduce-scatter and allgather the tensor (buffer 0) in place, without scratch."""
+    """Return the program of a reduce-scatter and an allgather of the tensor (buffer 0), without scratch."""
     if world_size == 1:
         return single_rank_reduction(Region(0, 0, count), Region(0, 0, count))
     build = Builder(1)
@@ -42,13 +42,14 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
         ready = build.combine(left, part, part, final=hop == world_size - 1)
     for hop in range(world_size - 1):
         build.send(right, parts[(rank - hop) % world_size], follow=ready)
-        # Overwrites a partial result sent above. The complete result contains it, so it arrives after that was read.
+        # This overwrites a partial result that was sent above. It is safe: the complete result contains the partial
+        # result, so it arrives after the partial result was read.
         ready = build.recv(left, parts[(rank - hop - 1) % world_size])
     return build.program("ring")
 
 
 def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Reduce inputs (buffers 0 to p-1) into the output (buffer p)."""
+    """Return the program that reduces inputs (buffers 0 to p-1) into the output (buffer p)."""
     output = Region(world_size, 0, counts[rank])
     if world_size == 1:
         return single_rank_reduction(output, Region(0, 0, counts[0]), buffers=2)
@@ -70,7 +71,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
 
 
 def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Forward inputs (buffer p) around the ring until all outputs (buffers 0 to p-1) are filled."""
+    """Return the program that forwards inputs (buffer p) around the ring into all outputs (buffers 0 to p-1)."""
     build = Builder(world_size + 1)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     block = Region(world_size, 0, counts[rank])

@@ -1,4 +1,4 @@
-"""Prefix reductions: rank r gets f(x0, ..., xr), or f(x0, ..., xr-1) in the exclusive form.
+"""Prefix-reduction algorithms: rank r gets f(x0, ..., xr), or f(x0, ..., xr-1) in the exclusive form.
 
 All algorithms keep the rank order. An op that finalizes its result (AVG) has no meaning here, and the caller rejects
 it. In the exclusive form rank 0's tensor stays unchanged, and rank 1 gets rank 0's tensor.
@@ -22,12 +22,12 @@ __all__ = ["exscan_chain", "exscan_fold", "scan_chain", "scan_fold"]
 
 
 def scan_fold(rank: int, world_size: int, count: int) -> Program:
-    """Fold the tensors (buffer 0) of ranks 0 to `rank` in place."""
+    """Return the program that reduces the tensors (buffer 0) of ranks 0 to `rank` in place."""
     return _fold(rank, world_size, count, inclusive=True)
 
 
 def exscan_fold(rank: int, world_size: int, count: int) -> Program:
-    """Fold the tensors (buffer 0) of ranks 0 to `rank` - 1 in place, and leave rank 0's unchanged."""
+    """Return the program that reduces the tensors (buffer 0) of ranks 0 to `rank` - 1; rank 0's is unchanged."""
     return _fold(rank, world_size, count, inclusive=False)
 
 
@@ -49,7 +49,7 @@ def _fold(rank: int, world_size: int, count: int, *, inclusive: bool) -> Program
 
 
 def scan_chain(rank: int, world_size: int, count: int) -> Program:
-    """Reduce arriving data with the tensor (buffer 0), in place, and forward the result."""
+    """Return the program that reduces arriving data with the tensor (buffer 0) and forwards the result."""
     tensor = Region(0, 0, count)
     if world_size == 1:
         return single_rank_reduction(tensor, tensor)
@@ -61,7 +61,7 @@ def scan_chain(rank: int, world_size: int, count: int) -> Program:
 
 
 def exscan_chain(rank: int, world_size: int, count: int) -> Program:
-    """Store arriving data, and forward it reduced with the tensor (buffer 0)."""
+    """Return the program that stores arriving data, and forwards it reduced with the tensor (buffer 0)."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     last = world_size - 1

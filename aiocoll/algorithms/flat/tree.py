@@ -1,4 +1,4 @@
-"""Trees: few steps for small messages, when one rank sends to all or receives from all.
+"""Tree algorithms: few steps for small messages, when one rank sends to all or receives from all.
 
 Ranks are numbered from the root, v = (rank - root) mod p. The parent of v is v with its lowest digit other than zero
 cleared, in base 2 for the reduction and base 4 for the broadcast.
@@ -25,7 +25,7 @@ RADIX = 4
 
 
 def children(node: int, world_size: int, radix: int) -> Iterator[int]:
-    """Yield the children of `node`, those with the largest subtrees first."""
+    """Yield the children of `node` in the tree, those with the largest subtrees first."""
     digits = 0
     while node % radix ** (digits + 1) == 0 and radix**digits < world_size:
         digits += 1
@@ -44,7 +44,7 @@ def _parent(node: int, radix: int) -> int:
 
 
 def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Reduce the tensors (buffer 0) along a binomial tree. Only the root's tensor is overwritten."""
+    """Return the program that reduces the tensors (buffer 0) along a binomial tree, into the root's tensor."""
     tensor = Region(0, 0, count)
     if world_size == 1:
         return single_rank_reduction(tensor, tensor)
@@ -66,7 +66,7 @@ def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
 
 
 def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Send the root's tensor (buffer 0) down a tree. Each rank forwards it while it arrives."""
+    """Return the program that sends the root's tensor (buffer 0) down a tree of ranks that forward it."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     node = (rank - root) % world_size

@@ -1,4 +1,4 @@
-"""Hosts of a group: teams of ranks that share a host, on which the two-level algorithms build.
+"""Hosts of a group: the teams of ranks that share a host, for two-level algorithms.
 
 The ranks of a host, in rank order, are its team. A team's first rank is its leader. Bytes between hosts travel in
 lanes, as many as the largest team has ranks. On each host, one rank is the gate of a lane. If all teams have the same
@@ -18,13 +18,13 @@ __all__ = ["Hosts", "embed", "host_numbers"]
 
 
 def host_numbers(names: Iterable[Hashable]) -> tuple[int, ...]:
-    """Return the host number of each rank, given the name of its host. Host 0 has rank 0."""
+    """Return the host number of each rank, given the names of their hosts. Rank 0 is on host 0."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 class Hosts:
-    """The teams of a group.
+    """The hosts of a group, each with its team of ranks.
 
     Args:
         numbers: host number of each rank, as returned by `host_numbers`.
@@ -48,21 +48,21 @@ class Hosts:
         self.lanes = max(len(team) for team in self.teams)
 
     def gates(self, lane: int) -> list[int]:
-        """Return the gate of `lane` on each host."""
+        """Return the gate of `lane` on each host: the rank that carries the lane between hosts."""
         return [team[lane * len(team) // self.lanes] for team in self.teams]
 
     def counterparts(self, rank: int) -> list[int]:
-        """Return the gates of `rank`'s lane: one rank per host, with `rank` itself on its own host."""
+        """Return the gates of `rank`'s lane: one rank per host, and `rank` itself on its own host."""
         place, size = self.place[rank], len(self.teams[self.host[rank]])
         return [team[place * len(team) // size] for team in self.teams]
 
     def rotated_team(self, rank: int) -> list[int]:
-        """Return the team of `rank`, rotated so that it begins with `rank`."""
+        """Return the ranks of `rank`'s host, rotated so that `rank` is first."""
         team, place = self.teams[self.host[rank]], self.place[rank]
         return [*team[place:], *team[:place]]
 
     def rotated_hosts(self, host: int) -> list[int]:
-        """Return all hosts, rotated so that they begin with `host`."""
+        """Return all host numbers, rotated so that `host` is first."""
         return [(host + step) % len(self.teams) for step in range(len(self.teams))]
 
 
@@ -76,7 +76,7 @@ def embed(
     follow: Deps = (),
     final: bool = True,
 ) -> Deps:
-    """Add the program of a rank in a smaller group to the program of a larger group.
+    """Add a program for a part of the group to the program for the whole group.
 
     Args:
         build: builder of the larger program.
@@ -101,7 +101,7 @@ def embed(
         return tuple(new for index in indices for new in written[index])
 
     for action in program.actions:
-        if action.region.count == 0:  # an action of a barrier, which signals that all of `after` is complete
+        if action.region.count == 0:  # an action of a barrier, which shows that all of `after` are complete
             is_send = action.verb is ActionKind.SEND
             peer = peers[action.peer]
             written.append(
@@ -132,7 +132,7 @@ def embed(
                 assert final
                 written.append(build.fold(region, sources, after=earlier, follow=new_indices(action.follow)))
             case ActionKind.COPY if region == sources[0]:
-                written.append(())  # no copy: both buffers of the smaller group occupy the same region
+                written.append(())  # no copy is needed: both buffers of the smaller group are the same region
             case _:
                 written.append(build.copy(region, sources[0], after=earlier, follow=new_indices(action.follow)))
     return tuple(index for deps in written for index in deps)

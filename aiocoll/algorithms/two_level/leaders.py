@@ -1,4 +1,4 @@
-"""Leaders: only one rank of each team communicates with other hosts, for small messages.
+"""Leaders: one rank of each host exchanges small messages with other hosts.
 
 Inside a host, data goes up to the leader, and results come down from it, along the trees of `tree`. The leaders run the
 algorithm with the fewest steps among themselves. There are as many steps as without levels, but few between hosts
@@ -39,7 +39,7 @@ DIRECT_HOSTS = 4
 
 
 def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
-    """Reduce each team's tensors (buffer 0) at its leader, then the leaders' results, and send the total down."""
+    """Return the program that reduces tensors (buffer 0) at each leader, then between leaders, then copies back."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     host, place = hosts.host[rank], hosts.place[rank]
@@ -55,7 +55,7 @@ def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
 
 
 def reduce(rank: int, hosts: Hosts, root: int, count: int) -> Program:
-    """Reduce each team's tensors (buffer 0) at its head (the root or the leader), then those of all heads."""
+    """Return the program that reduces tensors (buffer 0) at each host's head (root or leader), then at the root."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     host, heads = hosts.host[rank], _heads(hosts, root)
@@ -74,7 +74,7 @@ def reduce(rank: int, hosts: Hosts, root: int, count: int) -> Program:
 
 
 def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
-    """Send the root's tensor (buffer 0) to one rank of each host, which forwards it to its team while it arrives."""
+    """Return the program that sends the root's tensor (buffer 0) to one rank per host, which forwards it."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     host, heads = hosts.host[rank], _heads(hosts, root)
@@ -89,7 +89,7 @@ def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
 
 
 def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
-    """Collect the inputs (buffer p) host by host in scratch, send them to each team, and copy them to the outputs."""
+    """Return the program that collects inputs (buffer p) by host in scratch, and distributes them to all ranks."""
     world_size, number = len(counts), len(hosts.teams)
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
@@ -116,7 +116,7 @@ def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
 
 
 def barrier(rank: int, hosts: Hosts) -> Program:
-    """Report to the leader. The leaders synchronise and release their teams."""
+    """Return the program of a barrier: ranks report to their leaders, which synchronise and then reply."""
     build = Builder(0)
     host = hosts.host[rank]
     first, *others = hosts.teams[host]
@@ -134,12 +134,12 @@ def barrier(rank: int, hosts: Hosts) -> Program:
 
 
 def _heads(hosts: Hosts, root: int) -> list[int]:
-    """Return the head of each host: the root on its host, the leader on others."""
+    """Return the head of each host: the root on its own host, the leader on any other host."""
     return [root if root in team else team[0] for team in hosts.teams]
 
 
 def _blocks(hosts: Hosts, bundles: Sequence[Region], counts: Sequence[int]) -> dict[int, Region]:
-    """Return the location of each rank's block in the bundle of its host."""
+    """Return the region of each rank's block in the scratch buffer of its host."""
     blocks = {}
     for team, bundle in zip(hosts.teams, bundles, strict=True):
         start = bundle.start

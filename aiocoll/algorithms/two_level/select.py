@@ -40,7 +40,7 @@ __all__ = [
 
 
 class TwoLevelRule(NamedTuple):
-    """A line of the table. Its algorithm is used if no limit (all inclusive) is exceeded.
+    """A rule of the selection table. Its algorithm is used if no limit is exceeded.
 
     Attributes:
         algorithm: name, which together with the kind is a key of `ALGORITHMS`; None for an algorithm without levels.
@@ -59,7 +59,7 @@ class TwoLevelRule(NamedTuple):
     max_volume: float = inf
 
     def admits(self, nbytes: int, world_size: int, hosts: int, lanes: int, n_half: float) -> bool:
-        """Return whether no limit is exceeded."""
+        """Return whether a call exceeds no limit of this rule."""
         return (
             hosts <= self.max_hosts
             and nbytes <= self.max_nbytes * n_half
@@ -72,31 +72,31 @@ class TwoLevelRule(NamedTuple):
 RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
     {
         "allreduce": (
-            # Two leaders exchange their tensors, like the two ranks of "exchange".
+            # Two leaders exchange their tensors in one step, like the two ranks of "exchange".
             TwoLevelRule("leaders", max_hosts=2, max_nbytes=4),
-            # Like "bruck", until the bytes that a leader sends take as long as the start of a message.
+            # Like "bruck", until sending a leader's bytes takes as long as starting a message.
             TwoLevelRule("leaders", max_volume=1),
-            # Few steps. But a gate receives its team's pieces one after the other, and waiting pieces are copied. Above
-            # the limit, streaming hides the additional steps of the lines.
+            # Few steps. But a gate receives the pieces of its team one after the other, and pieces that wait are
+            # copied. Above the limit, the overlap of steps hides the additional steps of "lines".
             TwoLevelRule("lanes", max_piece=8),
             TwoLevelRule("lines"),
         ),
         "reduce": (
-            # Few steps, and few of them between hosts.
+            # Few steps, of which few are between hosts.
             TwoLevelRule("leaders", max_nbytes=4),
-            # log2(p) sends of whole tensors, instead of p-1 wake-ups, as in "binomial".
+            # As in "binomial", log2(p) sends of whole tensors instead of p-1 wake-ups.
             TwoLevelRule("leaders", max_chunk=0.25),
             TwoLevelRule("lines"),
         ),
-        # Below the limit, the number of steps matters more than the bytes.
+        # None: a flat algorithm. Below the limit, the number of steps matters more than the bytes.
         "reduce_scatter": (TwoLevelRule(None, max_chunk=1), TwoLevelRule("lines")),
         "broadcast": (
-            # Like "knomial", until the root's repeated sends cost more. Lanes take fewer steps than a chain.
+            # Like "knomial", until the root's repeated sends take longer. "lanes" takes fewer steps than a chain.
             TwoLevelRule("leaders", max_nbytes=8),
             TwoLevelRule("lanes"),
         ),
         "allgather": (
-            # "leaders" copies all data twice. Above the limit, that costs as much as a wake-up.
+            # "leaders" copies all data twice. Above the limit, the copies take longer than a wake-up.
             TwoLevelRule("leaders", max_nbytes=1),
             TwoLevelRule("lanes"),
         ),
@@ -105,7 +105,7 @@ RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
 )
 
 _REPEATED = frozenset({("allreduce", "leaders")})
-"""Reductions that several ranks repeat.
+"""Algorithms in which several ranks carry out the same reduction.
 
 Results are equal only if the kernel does not depend on an element's position.
 """
@@ -128,14 +128,14 @@ ALGORITHMS: Mapping[tuple[str, str], Callable[..., Program]] = MappingProxyType(
 
 
 def has_two_levels(hosts: Sequence[int]) -> bool:
-    """Return whether the ranks are on several hosts, with more than one rank on any of them."""
+    """Return whether the ranks are on several hosts, of which at least one has several ranks."""
     return 1 < len(set(hosts)) < len(hosts)
 
 
 def choose(
     kind: str, nbytes: int, hosts: Sequence[int], *, ordered: bool, portable: bool, machine: Machine
 ) -> str | None:
-    """Return the name of the two-level algorithm for a collective; None for an algorithm without levels.
+    """Return the name of the two-level algorithm for a collective; None if a flat algorithm is to be used.
 
     Args:
         kind: the collective.
@@ -155,13 +155,13 @@ def choose(
             continue
         if rule.admits(nbytes, len(hosts), number, per_host, machine.n_half):
             return rule.algorithm
-    raise AssertionError(f"no rule for {kind} applies: the last rule must have no limits")
+    raise AssertionError(f"no rule for {kind} applies; the last rule must have no limits")
 
 
 def build(
     kind: str, algorithm: str, rank: int, hosts: Sequence[int], *sizes: int | Sequence[int], root: int = 0
 ) -> Program:
-    """Return the program of one rank. Arguments are those of `select.build`, with the host number of each rank."""
+    """Return one rank's program. Arguments as for `select.build`, with the host number of each rank."""
     generate = ALGORITHMS[kind, algorithm]
     if spec_of(kind).rooted:
         return generate(rank, Hosts(hosts), root, *sizes)
@@ -169,7 +169,7 @@ def build(
 
 
 def bytes_between_hosts(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> int:
-    """Return the bytes that all ranks together send to other hosts.
+    """Return the number of bytes that all ranks together send to other hosts.
 
     They depend on the number of hosts only, not on the ranks per host.
 
@@ -186,7 +186,7 @@ def bytes_between_hosts(algorithm: str, kind: str, nbytes: int, hosts: Sequence[
 
 
 def cost(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> tuple[int, int]:
-    """Return (steps, most bytes sent by one rank) of a two-level collective.
+    """Return the steps of a two-level collective, and the most bytes that any rank sends.
 
     Exact, except for rounding, if all hosts have equally many ranks. Otherwise, an upper bound: the cost for hosts that
     are all as large as the largest.
@@ -208,7 +208,7 @@ def cost(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> tuple[
 
 
 def predict(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int], machine: Machine) -> float:
-    """Return the approximate duration of a two-level collective in seconds, within a factor of two for some splits.
+    """Return the approximate duration of a two-level collective in seconds, within a factor of two.
 
     The model treats all ranks as equally distant, with the costs of the network between hosts.
 
@@ -222,7 +222,7 @@ def predict(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int], machin
     steps, sent = cost(algorithm, kind, nbytes, hosts)
     load = Load(steps, 0, 0, sent, sent, nbytes if spec_of(kind).reduces else 0)
     if kind == "reduce":
-        # A rank sends little compared to what it receives, in whole tensors or piece by piece.
+        # Data that passes through an inner rank: whole tensors for "leaders", otherwise piece by piece.
         passed = nbytes if algorithm == "leaders" else min(nbytes, PIECE)
         return seconds_of(load, machine) + max(steps - 1, 0) * passed * machine.beta
     return streaming_seconds_of(load, machine) if algorithm == "lines" else seconds_of(load, machine)
@@ -231,7 +231,7 @@ def predict(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int], machin
 def _depth(ranks: int) -> int:
     """Return the number of levels below the root of a k-nomial tree."""
     levels, deepest = 0, 1
-    while deepest < ranks:  # in base RADIX, the first node of each level is 1, 11, 111, ...
+    while deepest < ranks:  # the first node of each level is 1, 11, 111, ... in base RADIX
         levels += 1
         deepest = deepest * RADIX + 1
     return levels
@@ -250,7 +250,7 @@ def _allreduce_bytes(n: int, h: int, k: int) -> int:
     return 2 * n * (h * k - 1) // (h * k)
 
 
-#: Functions of bytes n, hosts h and ranks per host k, with the formulas of the module docstrings.
+#: Formulas of bytes n, hosts h and ranks per host k, as in the module docstrings of the algorithms.
 _FORMULAS: Mapping[tuple[str, str], Callable[[int, int, int], tuple[int, int]]] = MappingProxyType(
     {
         ("allreduce", "leaders"): lambda n, h, k: (

@@ -1,4 +1,4 @@
-"""Voters of one endpoint, by group."""
+"""The voters of one endpoint: one for each group that agrees on a successor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Agreements"]
 
 
 class Agreements:
-    """Voters of one endpoint.
+    """The voters of one endpoint, by group.
 
     Each voter decides which group succeeds one group. Group ids may collide, so the key of a voter also has the number
     of growths and the ranks. A voter may outlive its group: it is kept until all ranks have left the group, since only
@@ -67,13 +67,13 @@ class Agreements:
             self.voter(identity, number, ranks).handle(peer, message)
 
     def record_moved(self, rank: int, moved: Iterable[int]) -> None:
-        """Record that a rank ended after it had continued in successors of the groups `moved`."""
+        """Record that `rank` has ended, and had continued in successors of the groups `moved`."""
         for identity in moved:
             if (group := self.parts.groups.get(identity)) is not None:
                 self.voter(identity, group.growths, group.ranks).moved.add(rank)
 
     def moved_groups(self) -> list[int]:
-        """Return the groups from which this rank has continued in a successor."""
+        """Return the ids of groups that this rank has left for a successor group."""
         return [identity for (identity, _, _), voter in self.voters.items() if voter.taken]
 
     def on_change(self) -> None:

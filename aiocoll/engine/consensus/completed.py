@@ -1,4 +1,4 @@
-"""Completed operations of a revoked group: the report of each rank, and the combination of all reports."""
+"""Completed operations of a revoked group: the report of each rank, and the combination of the reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["Completed", "Report", "combine", "report"]
 
 Report = dict[str, Any]
 
-#: Maximum number of unfinished operations in one report: twice this many, and the keys, fit into a control frame.
+#: Maximum number of unfinished operations in one report. Twice as many numbers, plus the keys, fit into a control
+#: frame.
 LISTED = 10_000
 #: Maximum size of all keys in one report, in bytes. A control frame has at most 256 KiB.
 KEY_NBYTES = 32 * 1024
@@ -22,7 +23,7 @@ KEY_NBYTES = 32 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The collectives of a revoked group that have completed on every continuing rank, or on at least one.
+    """The collectives of a revoked group that completed on every continuing rank, or on at least one of them.
 
     ``7 in completed`` looks up the ordered operation whose `Work.seq` is 7. ``("grad", 3) in completed`` looks up the
     third operation with ``key="grad"``. Each rank reports only the keyed operations among its last 1,024 operations,
@@ -40,7 +41,7 @@ class Completed:
 
     @property
     def through(self) -> int:
-        """Return the last number before the first gap: every ordered operation up to it completed. Resume after it."""
+        """Return the last number before the first gap: all ordered operations up to this number have completed."""
         return min(self.missing, default=self.upto + 1) - 1
 
     def __contains__(self, operation: object) -> bool:
@@ -50,17 +51,17 @@ class Completed:
 
     @classmethod
     def of(cls, encoded: Report) -> Completed:
-        """Decode a report."""
+        """Decode a rank's report into a set of completed operations."""
         keyed = frozenset((key, count) for key, count in encoded["keyed"])
         return cls(encoded["upto"], frozenset(encoded["missing"]), keyed)
 
     def as_data(self) -> Report:
-        """Encode this set as a report."""
+        """Encode this set as a report that can be sent."""
         return _encode(self.upto, self.missing, sorted(self.keyed))
 
 
 def report(group: Communicator) -> Report:
-    """Return this rank's report on a revoked group."""
+    """Return this rank's report: the operations of a revoked group that have completed here."""
     upto = group.entered
     unfinished = group.unfinished
     entered = [
@@ -68,13 +69,13 @@ def report(group: Communicator) -> Report:
         for record in reversed(group.journal.collectives.records())
         if record.key is not None and record.seq is not None
     ]
-    # A collective that ran as several operations has several records, so duplicates are removed.
+    # A collective that ran as several operations has several records: remove the duplicates.
     keyed = [each for each in dict.fromkeys(entered) if each not in unfinished]
     return _encode(upto, [number for number in unfinished if isinstance(number, int)], keyed)
 
 
 def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
-    """Combine reports into two sets: operations completed on all reporting ranks, and on at least one."""
+    """Combine reports into two sets: the operations completed on all reporting ranks, and on at least one."""
     each = [Completed.of(encoded) for encoded in reports]
     least = min(one.upto for one in each)
     furthest = max(each, key=lambda one: one.upto)
@@ -83,7 +84,7 @@ def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
         frozenset(op for one in each for op in one.missing if op <= least),
         frozenset.intersection(*(one.keyed for one in each)),
     )
-    # An operation that completed on no rank is also missing on the rank that entered the most operations.
+    # If an operation completed on no rank, then it is also missing on the rank that entered the most operations.
     nowhere = frozenset(op for op in furthest.missing if not any(op in one for one in each))
     return everywhere, Completed(furthest.upto, nowhere, frozenset.union(*(one.keyed for one in each)))
 
@@ -92,11 +93,11 @@ def _encode(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]])
     listed = sorted(missing)
     if len(listed) > LISTED:
         upto = listed[LISTED] - 1
-    return {"upto": upto, "missing": listed[:LISTED], "keyed": _fitting(keyed)}
+    return {"upto": upto, "missing": listed[:LISTED], "keyed": _fit_into_report(keyed)}
 
 
-def _fitting(keyed: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the longest prefix of `keyed` that fits into a report."""
+def _fit_into_report(keyed: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return as many of the first entries of `keyed` as fit into a report."""
     room = KEY_NBYTES
     for number, (key, _) in enumerate(keyed):
         room -= len(key.encode()) + 8

@@ -1,4 +1,4 @@
-"""Coordinator of an agreement: collects the votes, proposes a successor, and decides. See `consensus.voter`."""
+"""Coordinator of an agreement: it collects the votes, proposes a successor, and decides. See `consensus.voter`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["Coordinator"]
 
-#: Seconds to wait for votes, then for acceptances: as long as a stopped rank may stay undetected (contract).
+#: Seconds to wait for votes, and then again for acceptances. By contract, a stopped rank may stay undetected so long.
 BOUND = 6.0
-#: Seconds to reach a lost rank again. A round trip takes less at any distance, even with a lost SYN. A rank whose loop
-#: is not blocked replies within that time, too.
+#: Seconds to try to reach a lost rank again: longer than any round trip, even with a lost SYN packet, and than the
+#: reply of a rank whose loop is not blocked.
 RETRY = 2.5
-#: An outcome without members. If the group has grown, `grown` is the name of the larger group.
+#: The outcome of an agreement, still without members. `grown` is the name of the grown group, if there is one.
 EMPTY: Outcome = {"members": [], "excluded": [], "everywhere": None, "somewhere": None, "grown": ""}
 
 
 class Coordinator:
-    """Coordinator of one rank: it runs one ballot at a time, the highest-numbered one that a voter has chosen.
+    """The coordinator on one rank. It runs only one ballot: the highest-numbered one that a voter has chosen.
 
     Args:
         agreement: this rank's own voter.
@@ -66,7 +66,7 @@ class Coordinator:
             self._reply(peer)
 
     def _begin_ballot(self, first: int) -> None:
-        """After the first vote, request the votes of the other ranks, or repeat an earlier proposal."""
+        """After the first vote of a ballot, request the votes of the other ranks, or repeat an earlier proposal."""
         agreement = self._agreement
         me = agreement.rank
         self._start_timers()
@@ -78,7 +78,7 @@ class Coordinator:
             agreement.vote()
 
     def _reply(self, voter: int) -> None:
-        """Send the current state to a voter. A voter that waits for no decision gets no reply: it would vote again."""
+        """Send the current state to a voter that waits for a decision. A voter that does not wait would vote again."""
         if self._proposal is not None:
             self._send_proposal([voter])
         elif voter in self._voters_with("exclude") | self._voters_with("grown"):
@@ -112,7 +112,7 @@ class Coordinator:
         self.consider()
 
     def consider(self) -> None:
-        """Propose, decide or give up, if it is time to do so."""
+        """Propose a successor, decide, or give up, if enough votes or acceptances have arrived or the time is up."""
         agreement = self._agreement
         if not self._votes or agreement.outcome is not None or agreement.promised != self._ballot:
             return
@@ -140,7 +140,7 @@ class Coordinator:
         return can_decide(ranks, agreement.ranks, agreement.away)
 
     def _consider_growth(self) -> None:
-        """Propose the larger group once all ranks have made it, or refuse to grow."""
+        """Propose the grown group once all ranks have made it, or report that the group cannot grow."""
         agreement = self._agreement
         grown = self._voters_with("grown")
         if not grown:
@@ -153,11 +153,11 @@ class Coordinator:
         failed = [each["failed"] for each in declined if each["successor"] in groups]
         absent = set(agreement.ranks) & (agreement.away | agreement.parts.ranks.suspected_ranks)
         if failed or absent or self._expired or len(groups) > 1 or self._voters_with("exclude"):
-            reason = failed[0] if failed else "some of its ranks did not meet the newcomers"
+            reason = failed[0] if failed else "some of its ranks could not meet the newcomers"
             self._refuse(grown, GroupError(f"the group did not grow: {reason}"))
 
     def _consider_shrinking(self, promised: bool) -> None:
-        """Propose the ranks that continue, unless more votes may arrive. Give up if these ranks are no quorum."""
+        """Propose the ranks that continue, or wait for more votes, or give up if these ranks are no quorum."""
         agreement = self._agreement
         candidates, wanted, hopeless = self._candidates(), self._expected(), self._unreachable()
         members = connected(candidates, {rank: self._candidacy(rank)["lost"] for rank in candidates})
@@ -179,7 +179,7 @@ class Coordinator:
         return {rank for rank, vote in votes if vote["candidacy"] is not None and what in vote["candidacy"]}
 
     def _accepted(self) -> Outcome | None:
-        """Return the outcome accepted in the highest ballot that voters report: it may have been decided already."""
+        """Return the outcome of the highest ballot in which a voter accepted one: it may already be decided."""
         accepted = [vote["accepted"] for vote in self._votes.values() if vote["accepted"] is not None]
         found: Outcome | None = max(accepted, key=lambda one: one[0], default=(-1, None))[1]
         return found
@@ -200,7 +200,7 @@ class Coordinator:
         return (set(agreement.ranks) - agreement.away - self._excluded() - left) | self._candidates()
 
     def _unreachable(self) -> set[int]:
-        """Return the ranks not worth waiting for: stopped, rejected, or still unreachable after a retry."""
+        """Return the ranks whose votes are not awaited: stopped, rejected, or unreachable even after a retry."""
         lost = self._agreement.parts.ranks.dead
         return {rank for rank, (how, _) in lost.items() if self._retried or how in ("stopped", PROTOCOL)}
 
@@ -213,7 +213,7 @@ class Coordinator:
         self._send_proposal(self._agreement.ranks)
 
     def on_acceptance(self, peer: int, message: ControlMessage) -> None:
-        """Handle an acceptance of the proposal by `peer`."""
+        """Handle the message by which `peer` accepts the proposal."""
         if message["ballot"] == self._ballot:
             self._acks.add(peer)
             self.consider()
@@ -242,7 +242,7 @@ class Coordinator:
         self.stop()
 
     def _refuse(self, voters: Iterable[int], error: GroupError) -> None:
-        """Let `voters` raise `error`. Their promises stay valid, and they may call again."""
+        """Send `error` to `voters`, whose calls raise it. Their promises stay valid, and they may call again."""
         voters = list(voters)
         for rank in voters:
             self._votes[rank] = {**self._votes[rank], "candidacy": None}

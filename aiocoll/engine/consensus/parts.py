@@ -1,4 +1,4 @@
-"""Endpoint parts that the voters use."""
+"""The parts of an endpoint that voters use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Parts"]
 
 
 class Parts(NamedTuple):
-    """Parts of an endpoint that its voters use.
+    """The parts of an endpoint that voters use: its roster, its links and its groups.
 
     Attributes:
         context: the endpoint's context.

@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "Voter"]
 
-#: A decision as plain data: members, excluded ranks, completed operations, and the larger group if the group grew.
+#: A decision as plain data: members, excluded ranks, completed operations, and the name of the grown group, if any.
 Outcome = dict[str, Any]
 
-#: Seconds after which a waiting rank repeats its vote. A coordinator that has not answered by then is skipped.
+#: Seconds after which a voter without a decision votes again. A coordinator that has not answered by then is skipped.
 PROMPT = 2.0
 
 
 class Voter:
-    """Part of one rank in the agreement about one group.
+    """The part of one rank in the agreement on one group's successor.
 
     The endpoint owns the voter, since the voter may outlive the group. Ranks in this module are numbered as in the job.
 
@@ -76,7 +76,8 @@ class Voter:
         self.ranks = tuple(ranks)
         self.taken = False
         self.accepted: tuple[int, Outcome] | None = None
-        # A ballot is a number. Its coordinator is the rank `ballot % world_size`.
+        # The number of the ballot for which this rank has promised its vote. The ballot's coordinator is the rank
+        # `ballot % world_size`.
         self.promised = -1
         self.assumed: set[int] = set()
         self.moved: set[int] = set()
@@ -87,12 +88,12 @@ class Voter:
         self._reminder: asyncio.TimerHandle | None = None
 
     def connect(self, coordinator: Coordinator) -> None:
-        """Set the coordinator that acts when this rank coordinates."""
+        """Set the coordinator for ballots that this rank coordinates."""
         self._coordinator = coordinator
 
     @property
     def away(self) -> set[int]:
-        """Return the ranks that can no longer take part: proven dead, ended, or declared dead by a program."""
+        """Return the ranks that can no longer take part: proven dead, ended, or declared dead by the program."""
         ranks = self.parts.ranks
         suspected = ranks.suspected_ranks
         return {
@@ -107,7 +108,7 @@ class Voter:
         return self.parts.ranks.doubted_ranks.intersection(self.ranks) - self.assumed
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
-        """Agree with the other ranks on the members that continue.
+        """Agree with the other ranks on the members of the successor group, without lost ranks.
 
         Args:
             exclude: ranks to continue without.
@@ -138,18 +139,18 @@ class Voter:
         self.set_taken()
 
     def set_taken(self) -> None:
-        """Record that this rank continues in the successor group."""
+        """Record that this rank has started to use the successor group."""
         self.taken = True
 
     def decline(self, successor: str, reason: str) -> None:
-        """Report to the other ranks that this rank has not met the newcomers in `successor`."""
+        """Report to the other ranks that this rank could not meet the newcomers for the group `successor`."""
         if self.outcome is None and self._waiter is None:
             self._candidacy = {"failed": reason, "successor": successor}
             self._choose_ballot()
             self._send_vote()
 
     async def _decide(self, candidacy: ControlMessage) -> Outcome:
-        """Vote, and wait for the decision."""
+        """Vote, and wait for the decision of the ballot."""
         if self._waiter is not None:
             raise RuntimeError("shrink() or grow() of this group is already in progress; await that call")
         self._waiter = self.parts.context.loop.create_future()
@@ -170,7 +171,7 @@ class Voter:
             self._stop_reminder()
 
     def identity(self, members: Sequence[int]) -> int:
-        """Return the successor's id: a hash of the decision, so that different decisions yield different ids."""
+        """Return the id of the successor group: a hash of the decision, so that other decisions give other ids."""
         return group_id(f"{self.group}\0{self.number}\0{list(members)}")
 
     def handle(self, peer: int, message: ControlMessage) -> None:
@@ -209,7 +210,7 @@ class Voter:
             self._send_vote()
 
     def run_step(self, step: Callable[[], None]) -> None:
-        """Run a step started by a timer. An exception ends the wait for a decision and revokes a usable group."""
+        """Run a timer's callback. If it raises an exception, stop waiting for a decision and revoke a usable group."""
         try:
             step()
         except Exception as error:
@@ -219,14 +220,14 @@ class Voter:
                 self._waiter.set_exception(error)
 
     def withdraw(self) -> None:
-        """End the wait for a decision, since this rank has left the group."""
+        """Stop waiting for a decision, because this rank has left the group."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(
                 GroupClosedError("this rank closed the group while shrink() or grow() was waiting")
             )
 
     def close(self) -> None:
-        """Close this voter, since its rank is ending. Send a goodbye to ranks that may continue with it."""
+        """Close this voter, because its rank is ending. Send a goodbye to ranks that may continue with this rank."""
         self._stop_reminder()
         self._coordinator.stop()
         outcome = self.outcome or (self.accepted and self.accepted[1])
@@ -235,13 +236,13 @@ class Voter:
             self.parts.send_to_others(message, outcome["members"])
 
     def promise(self, ballot: int) -> bool:
-        """Promise a ballot that this rank coordinates; return False if it has promised a higher one."""
+        """Promise to vote in a ballot that this rank coordinates; return False after a promise to a higher one."""
         if ballot > self.promised:
             self.promised = ballot
         return ballot == self.promised
 
     def _vote_as_candidate(self) -> None:
-        """Vote as a candidate: in the promised ballot, or in a new one of the lowest rank that may answer."""
+        """Vote to continue: in the promised ballot, or in a new ballot of the lowest rank that may answer."""
         if (why := self.parts.ranks.own_death) is not None:
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(self._declared_dead_error(why))
@@ -252,7 +253,7 @@ class Voter:
         self._send_vote()
 
     def _declared_dead_error(self, why: str) -> GroupError:
-        """Return the error of a rank that other ranks have declared dead."""
+        """Return the error to raise on a rank that other ranks have declared dead."""
         me = self.position(self.rank)
         text = (
             f"rank {me} was declared dead by other ranks: {why}; close the group, and join again with "
@@ -261,10 +262,10 @@ class Voter:
         return GroupError(text, ranks=[me])
 
     def _choose_ballot(self) -> None:
-        """Promise a ballot whose coordinator may answer."""
+        """Promise to vote in a ballot whose coordinator may answer."""
         size = self.parts.context.world_size
         if self.promised < 0 or not self._may_answer(self.promised % size):
-            # Never empty: this rank can always answer its own vote.
+            # A rank is always found, because this rank can answer its own vote.
             coordinator = next(rank for rank in self.ranks if self._may_answer(rank))
             rounds = (self.promised - coordinator) // size + 1
             self.promised = max(0, rounds) * size + coordinator
@@ -288,7 +289,7 @@ class Voter:
             self.parts.links.probe(rank)
 
     def _repeat_vote(self) -> None:
-        """Repeat the vote, and skip a coordinator that has not answered the last one: it is blocked or disconnected."""
+        """Repeat the vote. Skip a coordinator that has not answered the last vote: it is blocked or disconnected."""
         coordinator = self.promised % self.parts.context.world_size
         if not self._answered and coordinator != self.rank:
             self._silent |= {coordinator, *self.parts.ranks.suspected_ranks}
@@ -369,7 +370,7 @@ class Voter:
     # -- sending
 
     def send_to_all(self, message: ControlMessage) -> None:
-        """Send `message` to all ranks. Lost ranks learn from it that they are excluded."""
+        """Send `message` to all ranks of the group, even lost ones: the message shows them that they are excluded."""
         for rank in self.ranks:
             self.send(rank, message)
 
@@ -386,9 +387,9 @@ class Voter:
             self.parts.links.send_direct(rank, message)
 
     def _add_common_fields(self, message: ControlMessage) -> ControlMessage:
-        """Add the common fields to `message`: the group, and the ranks that are away by proof or by declaration."""
+        """Add the group, and the ranks that are away (proven dead, ended or declared dead) to `message`."""
         ranks = self.parts.ranks
-        # A rank that other ranks declared dead sends no notice of other deaths.
+        # A rank that was itself declared dead reports no other deaths.
         known = self.ranks if ranks.own_death is None else [self.rank]
         dead = [(rank, why) for rank, (how, why) in ranks.dead.items() if how == "killed" and rank in known]
         assumed = sorted(self.assumed)

@@ -1,4 +1,4 @@
-"""Encoding of errors as plain data: the cause of a group's failure, and the errors that its works raise."""
+"""Errors as plain data in messages: the cause of a group's failure, and the errors that its works raise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CLASSES: dict[str, type[GroupError]] = {
 
 
 def cause_of(error: GroupError) -> dict[str, Any]:
-    """Return an error as plain data, for a control message."""
+    """Encode an error as plain data for a control message."""
     return {
         "kind": type(error).__name__,
         "text": fit_text(str(error)),
@@ -48,7 +48,7 @@ def revocation(identity: int, name: str, cause: GroupError) -> dict[str, Any]:
 
 
 def failure_by(cause: GroupError) -> GroupError:
-    """Return the error for one of the works that `cause` fails, with the same text and origin.
+    """Return the error that one pending work raises after a failure with `cause`: the same text and origin.
 
     On the rank where a user's function raised, the origin is that exception, with its traceback.
     """
@@ -58,7 +58,7 @@ def failure_by(cause: GroupError) -> GroupError:
 
 
 def error_from(cause: dict[str, Any]) -> GroupError:
-    """Return the error that `cause_of` encoded, with the same class."""
+    """Decode an error that `cause_of` has encoded."""
     kind = _CLASSES.get(cause["kind"], GroupError)
     fields = {"op": cause["op"], "seq": cause["seq"], "group": cause["group"], "ranks": cause["ranks"]}
     if kind is PeerLostError:

@@ -1,4 +1,4 @@
-"""Groups that this rank has left, recorded as long as messages about them may still arrive.
+"""Groups that this rank has left, recorded while messages about them may still arrive.
 
 A rank leaves a group without waiting for the other members, so their frames and messages may still arrive. This rank
 must not mistake them for frames of a group that it has not made yet. As long as they may arrive, no other group of
@@ -25,16 +25,16 @@ from collections.abc import Callable, Collection, Iterable
 
 __all__ = ["RECENT", "RECORDS", "ClosedGroups", "Goodbyes"]
 
-#: Maximum number of records of closed groups, of about 500 bytes each. A few are normal. More are left behind by
-#: unreachable peers: one for each group that was closed in the meantime.
+#: Maximum number of records of closed groups, of about 500 bytes each. Usually there are a few. An unreachable peer
+#: sends no goodbye, so each group with it that closes meanwhile leaves a record.
 RECORDS = 65_536
-#: Number of groups remembered after their records were dropped. The hub relays a message within milliseconds, or
-#: within a second if its loop is blocked. No rank closes this many groups in that time.
+#: Number of group ids remembered after their records were dropped, for late messages. The hub relays a message within
+#: milliseconds, or within a second if its loop is blocked. No rank closes this many groups in that time.
 RECENT = 4096
 
 
 class Goodbyes:
-    """Goodbyes received from one group's members.
+    """The goodbyes that this rank has received from the members of one group.
 
     Args:
         name: the group's name as sent in messages; None if it is unknown.
@@ -55,19 +55,19 @@ class Goodbyes:
         self.notes: set[int] = set()
 
     def mark(self, rank: int, frames: bool, notes: bool) -> None:
-        """Record a member's goodbye: after its last frame, its last control message, or both."""
+        """Record a member's goodbye: from now on, it sends no frames, no control messages, or neither."""
         if frames:
             self.frames.add(rank)
         if notes:
             self.notes.add(rank)
 
     def matches(self, rank: int, name: str | None) -> bool:
-        """Return whether a message of `rank` with the group's id is about this group."""
+        """Return whether a message of `rank` with this group's id and this name is about this group."""
         return rank in self.ranks and (name is None or self.name is None or name == self.name)
 
 
 class _Record(Goodbyes):
-    """A record of a closed group. `frames` and `notes` are the members that may still send frames or messages."""
+    """A closed group and the members that may still send frames (`frames`) or control messages (`notes`) about it."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ class _Record(Goodbyes):
 
 
 class ClosedGroups:
-    """Closed groups of one endpoint.
+    """The closed groups of one endpoint.
 
     Args:
         dropped: callback for a dropped record; its arguments are the group's id and members.
@@ -85,7 +85,7 @@ class ClosedGroups:
 
     def __init__(self, dropped: Callable[[int, Collection[int]], None]) -> None:
         self._dropped = dropped
-        # Each value is a list, since ids of groups may collide.
+        # Each value is a list, because several groups may have the same id.
         self._records: dict[int, list[_Record]] = {}
         self._recent: dict[int, str | None] = {}
 
@@ -107,19 +107,19 @@ class ClosedGroups:
             self._drop_complete(oldest)
 
     def is_known(self, identity: int) -> bool:
-        """Return whether this rank has left a group with that id and still remembers it."""
+        """Return whether this rank has left a group with this id, and still has its record."""
         return identity in self._records or identity in self._recent
 
     def name(self, identity: int) -> str | None:
-        """Return the name of a closed group about which messages may still arrive; None if there is none."""
+        """Return the name of the closed group with this id; None if no messages about it may still arrive."""
         return next((record.name or "?" for record in self._records.get(identity, ())), None)
 
     def reuse(self, identity: int) -> None:
-        """Forget a dropped group's id, since a new group has the same id."""
+        """Forget the id of a closed group, because a new group has the same id."""
         self._recent.pop(identity, None)
 
     def sends_frames(self, identity: int, peer: int) -> bool:
-        """Return whether a frame of `peer` belongs to a closed group."""
+        """Return whether a frame from `peer` belongs to a closed group."""
         return any(peer in record.frames for record in self._records.get(identity, ()))
 
     def sends_notes(self, identity: int, peer: int, direct: bool, name: str | None = None) -> bool:
@@ -130,7 +130,7 @@ class ClosedGroups:
         return identity in self._recent and name in (None, self._recent[identity])
 
     def mark(self, identity: int, rank: int, name: str | None, frames: bool, notes: bool) -> bool:
-        """Record a member's goodbye; return whether it was about a closed group."""
+        """Record a member's goodbye; return whether the goodbye was about a closed group."""
         for record in self._records.get(identity, ()):
             awaited = (frames and rank in record.frames) or (notes and rank in record.notes)
             if awaited and record.matches(rank, name):
@@ -143,7 +143,7 @@ class ClosedGroups:
         return self.sends_notes(identity, rank, frames, name)
 
     def end(self, ranks: Collection[int], frames: bool = True, notes: bool = True) -> None:
-        """Record that these ranks send nothing more about any group."""
+        """Record that `ranks` send no more frames, or no more control messages (`notes`), about any group."""
         for identity, records in list(self._records.items()):
             for record in records:
                 if frames:

@@ -1,4 +1,4 @@
-"""Orderly end of ranks: every other rank is notified before a broken link could look like a loss.
+"""The orderly end of ranks: all other ranks are notified before a closed link could look like a loss.
 
 A rank that ends notifies the hub. The hub relays the notice to the other ranks and replies. When the hub itself ends,
 it waits until every other rank is linked to it, and notifies all of them.
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Departure"]
 
-#: Seconds that an ending hub waits for other ranks to end first, so that ranks that end together keep one hub.
+#: Seconds that an ending hub waits for other ranks to end before it. When all ranks end together, this avoids new hubs.
 MAX_WAIT = 0.05
-#: Seconds after which a rank ends even if some ranks have not been notified.
+#: Seconds after which a rank ends even if it could not notify all ranks.
 PARTING = 1.0
 
 
 class Departure:
-    """The orderly end of this rank. On the hub, it also relays the ends of other ranks.
+    """The orderly end of this rank. On the hub, this class also relays the notices of other ranks that end.
 
     Args:
         context: the endpoint's context.
@@ -37,19 +37,19 @@ class Departure:
     def __init__(self, context: Context, control: ControlPlane) -> None:
         self._context = context
         self._control = control
-        # On the hub: each rank that ended in this iteration of the loop, its data links, and its groups that continued
-        # elsewhere.
+        # On the hub: each rank that ended in this iteration of the loop, the ranks with data links to it, and its
+        # groups that have a successor.
         self._ended: list[tuple[int, list[int], list[int]]] = []
         self._finished: asyncio.Future[None] | None = None
         self._patient = True
         self._notified: int | None = None
 
     def connect(self, receiver: Receiver) -> None:
-        """Set the part that lists the data links of this rank."""
+        """Set the receiver, which lists the data links of this rank."""
         self._receiver = receiver
 
     async def run(self) -> None:
-        """Notify the other ranks of this rank's end, for at most `PARTING` seconds; see `send_goodbyes`."""
+        """Notify the other ranks that this rank ends, within `PARTING` seconds; see `send_goodbyes`."""
         self._finished = self._context.loop.create_future()
         call_later = self._context.runtime.call_later
         timers = call_later(MAX_WAIT, self._stop_waiting), call_later(PARTING, self.finish)
@@ -61,13 +61,13 @@ class Departure:
                 timer.cancel()
 
     def send_goodbyes(self) -> None:
-        """Send the notice of this rank's end to every linked peer that has not received it."""
+        """Send the notice of this rank's end to every linked peer that has not received the notice yet."""
         for link in self._control.links:
             if link.peer != self._notified:
                 self._control.send(link.peer, self._make_end_message())
 
     def advance(self) -> None:
-        """Take the next step of this rank's end after a link was opened or a rank has gone."""
+        """Continue this rank's end after a link was opened or a rank has gone: send the notice, or finish."""
         if self._finished is None or self._finished.done():
             return
         control, rank, hub = self._control, self._context.rank, self._control.hub
@@ -82,12 +82,12 @@ class Departure:
             control.send(hub, self._make_end_message())
 
     def finish(self) -> None:
-        """End the wait of `run`: every rank that needs the notice has received it."""
+        """Let `run` return, because every rank that needs the notice has received it."""
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 
     def on_end(self, peer: int, linked: list[int], moved: list[int]) -> None:
-        """Handle the end of `peer`. On the hub, schedule its relay to the other ranks."""
+        """Handle the notice that `peer` has ended. On the hub, schedule its relay to the other ranks."""
         was_hub = peer == self._control.hub
         self._control.remove_rank(peer)
         if not was_hub:
@@ -96,7 +96,7 @@ class Departure:
             self._ended.append((peer, linked, moved))
 
     def _relay(self) -> None:
-        """Notify each rank of the other ended ranks, in one message per rank."""
+        """Notify each remaining rank of all ended ranks, in one message per remaining rank."""
         ended, self._ended = self._ended, []
         for rank in range(self._context.world_size):
             others = [each for each in ended if each[0] != rank]

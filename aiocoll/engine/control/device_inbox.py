@@ -1,4 +1,4 @@
-"""Control messages about the CUDA devices of one group, buffered until the device code is loaded."""
+"""Control messages about the CUDA devices of one group, buffered until the CUDA code is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DeviceInbox"]
 
 
 class DeviceInbox:
-    """A buffer of messages from a group's ranks about their devices.
+    """A buffer of messages that the ranks of one group have sent about their CUDA devices.
 
     Args:
         ranks: the group's ranks, numbered as in the job.
@@ -28,14 +28,14 @@ class DeviceInbox:
         self._handler: Callable[[int, ControlMessage], None] | None = None
 
     def connect(self, receive: Callable[[int, ControlMessage], None]) -> None:
-        """Set the handler of messages and their senders (ranks in the group), and pass it the buffered messages."""
+        """Set the handler of messages, and pass it the buffered messages with their senders (ranks in the group)."""
         self._handler = receive
         kept, self._kept = self._kept, []
         for peer, message in kept:
             self._attempt(self._ranks[peer], receive, peer, message)
 
     def handle(self, rank: int, message: ControlMessage) -> None:
-        """Handle a message of `rank` (numbered as in the job)."""
+        """Pass a message of `rank` (numbered as in the job) to the handler, or buffer it."""
         peer = self._position[rank]
         if self._handler is None:
             keep_message(self._kept, peer, message)

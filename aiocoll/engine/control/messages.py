@@ -1,4 +1,4 @@
-"""The control messages between ranks. Each kind has a schema, which is checked before a message has any effect.
+"""The control messages between ranks. Each kind has a schema, checked before a message has any effect.
 
 A message is a msgpack map. `SHAPES` lists the kinds of messages, the paths on which each may arrive, and its fields: to
 add a field, add it there. Rules that depend on sender and receiver are in `_RULES`. `read` checks both. Other code uses
@@ -53,26 +53,26 @@ __all__ = [
 
 ControlMessage = dict[str, Any]
 
-#: The paths on which messages arrive: a control link, a data link after all data, or the relay by another rank.
+#: The paths by which messages arrive: on a control link, on a data link after all data, or relayed by another rank.
 CONTROL, DATA, RELAYED = "a control link", "a data link", "another rank's behalf"
 #: The kind of messages about CUDA devices.
 DEVICE = "device"
 #: The value of `PeerLostError.how` for a rank that sent an invalid message.
 PROTOCOL = "protocol"
 
-#: Maximum number of nested splits. Every message about an operation of the innermost group lists all of them.
+#: Maximum depth of nested splits. Every message about an operation of the innermost group lists all splits above it.
 LEVELS = 256
-#: Maximum number of calls that a block fuses, far more than any program has in one block.
+#: Maximum number of calls in one coalescing block, far more than any program makes.
 MEMBERS = 1 << 20
-#: Maximum number of bytes of a grown group's prefix in the store. `meeting.growth` makes prefixes of about 30 bytes.
+#: Maximum length in bytes of the store prefix of a grown group. `meeting.growth` makes prefixes of about 30 bytes.
 MAX_KEY = 256
-#: Maximum number of bytes of the unique id of an NCCL communicator, which has 128 bytes.
+#: Maximum length in bytes of the unique id of an NCCL communicator. NCCL uses 128 bytes.
 UNIQUE_ID = 1024
 _U16, _U32, _U62, _U63, _U64 = 1 << 16, 1 << 32, 1 << 62, 1 << 63, 1 << 64
 
 
 class JobFacts(NamedTuple):
-    """The facts about the job that the checks use.
+    """Facts about the job, with which the content of messages is checked.
 
     Attributes:
         rank: this rank, numbered as in the job.
@@ -126,7 +126,7 @@ def _members(value: Any, scope: Scope) -> None:
     _MEMBERS(value, scope)
     listed_calls = sum(run["count"] for run in value["runs"])
     if listed_calls != value["told"] or listed_calls > value["size"]:
-        raise SchemaError(f"runs have {listed_calls} members instead of {value['told']} of {value['size']}")
+        raise SchemaError(f"runs contain {listed_calls} calls; expected {value['told']} of {value['size']}")
 
 
 _COUNT = integer(_U63)
@@ -150,8 +150,8 @@ _MEMBERS = fields(
     rest=integer(_U32),
     runs=list_of(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
 )
-#: The description of a rank's call, see `aiocoll.engine.operations.signature.description`: the required fields, and the
-#: optional ones.
+#: The fields of a call's description (see `aiocoll.engine.operations.signature.description`): the required ones here,
+#: and the optional ones below.
 NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": none_or(integer(_U64)), "key": none_or(_TEXT)}
 CALLED: dict[str, Check] = {
     **_CALL,
@@ -160,7 +160,7 @@ CALLED: dict[str, Check] = {
     "debug": none_or(text(64)),
 }
 _DESCRIPTION = fields({**CALLED, "src": none_or(group_rank), "dst": group_rank, "tag": integer(_U32)}, **NAMED)
-#: An error as plain data; see `aiocoll.engine.control.causes.cause_of`.
+#: The schema of an error as plain data; see `aiocoll.engine.control.causes.cause_of`.
 _CAUSE = fields(
     kind=text(64),
     text=_TEXT,
@@ -170,7 +170,7 @@ _CAUSE = fields(
     ranks=list_of(integer(_U32)),
     how=none_or(text(64)),
 )
-#: See `aiocoll.engine.consensus.completed`.
+#: The schema of a report on completed operations; see `aiocoll.engine.consensus.completed`.
 _REPORT = fields(
     upto=integer(_U63, -1),
     missing=list_of(_COUNT),
@@ -197,7 +197,7 @@ def _group_message(optional: Mapping[str, Check] | None = None, /, **required: C
 def _candidacy(value: Any, scope: Scope) -> None:
     inner = next((check for name, check in _CANDIDACY.items() if type(value) is dict and name in value), None)
     if inner is None:
-        raise SchemaError(f"candidacy: {describe_value(value)} is not a candidacy")
+        raise SchemaError(f"candidacy: {describe_value(value)} is not a valid candidacy")
     inner(value, scope)
 
 
@@ -210,7 +210,7 @@ def _device_message(**required: Check) -> Check:
     return fields(t=_TEXT, g=_GROUP, **required)
 
 
-#: Messages of a shrinking group, by `what`; see `aiocoll.engine.consensus.voter`.
+#: The schemas of messages about a shrinking group, by the field `what`; see `aiocoll.engine.consensus.voter`.
 _SHRINK: dict[str, Check] = {
     "vote": _shrink_message(
         ballot=_BALLOT,
@@ -224,7 +224,8 @@ _SHRINK: dict[str, Check] = {
     "refuse": _shrink_message(ballot=_BALLOT, cause=_CAUSE),
 }
 _MATCH = row(group_rank, group_rank, integer(_U64))
-#: Messages about the devices of ranks. Each key is a field that only this message has; see `aiocoll.gpu.calls`.
+#: The schemas of messages about devices. Each key is a field that only this kind of message has; see
+#: `aiocoll.gpu.calls`.
 _DEVICE: dict[str, Check] = {
     "card": _device_message(
         card=fields(library=integer(_U32), why=_TEXT, bus=text(256), unfinished=_BOOL, float8=_BOOL, ahead=_BOOL)
@@ -266,7 +267,7 @@ def _device(value: Any, scope: Scope) -> None:
 
 
 class _Shape(NamedTuple):
-    """The schema of one kind of message, and the paths on which it may arrive."""
+    """The schema of one kind of message, and the paths (data link, control link, relay) on which it may arrive."""
 
     check: Check
     paths: frozenset[str]
@@ -276,16 +277,16 @@ def _shape(check: Check, *paths: str) -> _Shape:
     return _Shape(check, frozenset(paths))
 
 
-def _passed(value: Any, scope: Scope) -> None:
-    """Check that a relayed message is a map. Rules check its content, because that depends on the original sender."""
+def _check_relayed(value: Any, scope: Scope) -> None:
+    """Check that a relayed message is a map. Its content is checked later, as a message of the original sender."""
     if type(value) is not dict:
         refuse(value, "a note")
 
 
 SHAPES: dict[str, _Shape] = {
-    # Messages of the star, see `aiocoll.engine.control.star`.
-    "relay": _shape(fields(t=_TEXT, to=job_rank, note=_passed), CONTROL),
-    "relayed": _shape(fields(t=_TEXT, note=_passed, **{"from": job_rank}), CONTROL),
+    # Messages of the control plane, see `aiocoll.engine.control.star`.
+    "relay": _shape(fields(t=_TEXT, to=job_rank, note=_check_relayed), CONTROL),
+    "relayed": _shape(fields(t=_TEXT, note=_check_relayed, **{"from": job_rank}), CONTROL),
     "formed": _shape(fields(t=_TEXT), CONTROL),
     "known": _shape(fields(t=_TEXT), CONTROL),
     "waits": _shape(fields(t=_TEXT), CONTROL),
@@ -294,7 +295,7 @@ SHAPES: dict[str, _Shape] = {
     "end": _shape(fields({"linked": rank_list}, t=_TEXT, moved=list_of(_GROUP)), CONTROL, DATA),
     "ended": _shape(fields(t=_TEXT, ranks=list_of(row(job_rank, rank_list, list_of(_GROUP)))), CONTROL, RELAYED),
     "died": _shape(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
-    # Messages about a group. This rank may not have made that group yet.
+    # Messages about a group, which this rank may not have made yet.
     "bye": _shape(
         fields({"linked": _BOOL, "name": _TEXT}, t=_TEXT, g=_GROUP, cause=none_or(_CAUSE)), CONTROL, DATA, RELAYED
     ),
@@ -327,7 +328,7 @@ def _relay(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> No
     to = message["to"]
     if to in (facts.rank, peer):
         raise SchemaError(f"to: this rank must not relay messages of rank {peer} to rank {to}")
-    # The hub checks the relayed message, so that it never relays an invalid one.
+    # The hub checks a message before it relays the message, so that it never relays an invalid one.
     _check(message["note"], peer, RELAYED, facts._replace(rank=to))
 
 
@@ -340,11 +341,11 @@ def _relayed(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> 
 
 def _formed(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     if peer:
-        raise SchemaError("only rank 0 sends this")
+        raise SchemaError("only rank 0 may send this message")
 
 
 def _check_linked(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
-    """Check that a message has the field `linked`, the data links on which it also arrives, except on a data link."""
+    """Check that a message has the field `linked` (the sender's data links), unless it arrived on a data link."""
     if (path == DATA) == ("linked" in message):
         raise SchemaError(f"linked: not allowed on {path}" if path == DATA else "linked is missing")
 
@@ -352,11 +353,11 @@ def _check_linked(message: ControlMessage, peer: int, path: str, facts: JobFacts
 def _ended(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
     ranks = [rank for rank, _, _ in message["ranks"]]
     if facts.rank in ranks or len(set(ranks)) < len(ranks):
-        raise SchemaError(f"ranks: {ranks} contains rank {facts.rank}, which received it, or a rank twice")
+        raise SchemaError(f"ranks: {ranks} contains the receiving rank {facts.rank}, or the same rank twice")
 
 
-def _own_call(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
-    """Check that a rank describes its own call."""
+def _check_own_call(message: ControlMessage, peer: int, path: str, facts: JobFacts) -> None:
+    """Check that the call described in a message is the sender's own."""
     ranks = facts.ranks_of(message["g"], peer)
     call = message["mine"] if "mine" in message else message["theirs"]
     if ranks is not None and ranks[call["rank"]] != peer:
@@ -373,7 +374,8 @@ def _agreement(message: ControlMessage, peer: int, path: str, facts: JobFacts) -
     ranks, known = message["ranks"], facts.ranks_of(message["g"], peer)
     if peer not in ranks or facts.rank not in ranks or (known is not None and list(known) != ranks):
         raise SchemaError(f"ranks: {ranks} are not the ranks of the group")
-    # The coordinator of a ballot is the ballot mod the world size. A message `ask` may name any coordinator's ballot.
+    # The coordinator of a ballot is the rank `ballot % world_size`. Only the message `ask` may name a ballot of any
+    # coordinator.
     if message["what"] not in ("ask", "decided"):
         coordinator = facts.rank if message["what"] in ("vote", "accept") else peer
         if message["ballot"] % facts.world_size != coordinator:
@@ -381,7 +383,7 @@ def _agreement(message: ControlMessage, peer: int, path: str, facts: JobFacts) -
     outcomes = [message.get("outcome"), (message.get("accepted") or (0, None))[1]]
     for outcome in filter(None, outcomes):
         if not outcome["members"] or not set(ranks).issuperset(outcome["members"] + outcome["excluded"]):
-            raise SchemaError(f"members: {outcome['members']} is empty, or not a part of the group")
+            raise SchemaError(f"members: {outcome['members']} is empty, or contains ranks outside the group")
         if not outcome["grown"] and None in (outcome["everywhere"], outcome["somewhere"]):
             raise SchemaError("outcome: the report of completed operations is missing; a shrinking group requires it")
     candidacy = message.get("candidacy") or {}
@@ -397,8 +399,8 @@ _RULES: dict[str, Iterable[Rule]] = {
     "end": [_check_linked],
     "bye": [_check_linked],
     "ended": [_ended],
-    "report": [_own_call, _splits],
-    "disagree": [_own_call],
+    "report": [_check_own_call, _splits],
+    "disagree": [_check_own_call],
     "query": [_splits],
     "absent": [_splits],
     "status": [_splits],

@@ -1,4 +1,4 @@
-"""Control links between two ranks other than the hub, used if the hub does not answer.
+"""Control links between two ranks other than the hub, for use when the hub does not answer.
 
 They also reach a lost rank again: a new link, or an answer on an existing link, shows that the rank is alive.
 """
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerLinks"]
 
-#: Seconds to try to reach a lost rank again. After that, the messages for it are dropped. Their senders repeat them.
+#: Seconds to try to reach a lost rank again. After that, messages that wait for it are dropped; their senders send them
+#: again.
 REACH = 2.0
 
 
 class PeerLinks:
-    """The opener of control links outside the star, on demand. The control plane owns the open links.
+    """The opener of control links between two ranks other than the hub, on demand. The control plane owns the links.
 
     Args:
         context: the endpoint's context.
@@ -46,7 +47,7 @@ class PeerLinks:
         self._dialling: set[int] = set()
 
     def send(self, rank: int, message: ControlMessage) -> None:
-        """Send `message` to `rank` on a direct link, or through the star if a link of the star exists."""
+        """Send `message` to `rank` through the control plane if it has a link to `rank`; otherwise on a direct link."""
         context, control = self._context, self._control
         if context.closed or control.hub in (rank, context.rank) or control.linked(rank):
             control.send(rank, message)
@@ -63,7 +64,7 @@ class PeerLinks:
             self._connect(rank)
 
     def probe(self, rank: int) -> None:
-        """Try to reach a lost rank again."""
+        """Try to reach a lost rank again by opening a link to it."""
         self.send_direct(rank, {"t": "probe"})
 
     def _connect(self, rank: int) -> None:
@@ -76,7 +77,7 @@ class PeerLinks:
         return rank in self._dialling
 
     def on_link_open(self, link: Link) -> None:
-        """Handle a new control link, opened by either end: send the messages that wait for it."""
+        """Handle a control link that either end has opened: send the messages that wait for the link."""
         for message in self._held.pop(link.peer, ()):
             send_message(link, message)
 
@@ -96,4 +97,4 @@ class PeerLinks:
         if link is not None:
             self._control.attach(link)
         elif rank == self._control.hub:
-            self._control.connect_to_hub()  # `rank` became the hub in the meantime
+            self._control.connect_to_hub()  # `rank` has become the hub meanwhile

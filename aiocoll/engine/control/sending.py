@@ -12,7 +12,7 @@ __all__ = ["frame_of", "send_message"]
 
 
 def send_message(link: Link, message: ControlMessage) -> None:
-    """Send a control message on any link."""
+    """Send a control message on a data link or a control link."""
     link.write(*frame_of(message))
 
 

@@ -1,4 +1,4 @@
-"""Schema checks of plain data, composed of small functions.
+"""Schema checks of received data, composed of small functions.
 
 A check takes a value and a `Scope`, and raises `SchemaError` if the value is invalid. A check inspects only as many
 levels as its schema has, however deep the value is.
@@ -37,16 +37,16 @@ __all__ = [
     "text",
 ]
 
-#: Maximum number of characters of a value in an error message.
+#: Maximum number of characters that an error message shows of a value.
 SHOWN = 80
-#: Maximum number of characters of a text. Longer error messages, which list calls, are truncated.
+#: Maximum number of characters of a string in a message. Longer error texts, which list calls, are truncated.
 TEXT = 1 << 16
-#: Maximum number of items in a list. Counts have one item per rank, and no job has more ranks.
+#: Maximum number of items in a list. The longest lists have one item per rank, and no job has more ranks.
 LIST = 1 << 16
 
 
 class Scope(NamedTuple):
-    """Number of ranks in the job, and in the message's group; None if this rank is not in that group."""
+    """The number of ranks in the job and in the message's group; None if this rank is not in that group."""
 
     world: int
     group: int | None
@@ -60,13 +60,13 @@ class SchemaError(ValueError):
 
 
 def describe_value(value: Any) -> str:
-    """Return the text of a value for an error message, truncated if it is long."""
+    """Return the text form of a value for an error message, truncated if it is long."""
     text = repr(value) if isinstance(value, (int, float, str, bytes, bool, type(None))) else type(value).__name__
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def refuse(value: Any, wanted: str) -> None:
-    """Raise an error that names `value` and the expected kind of value.
+    """Raise `SchemaError` with the rejected value and the expected kind of value.
 
     Raises:
         SchemaError: always.
@@ -75,7 +75,7 @@ def refuse(value: Any, wanted: str) -> None:
 
 
 def integer(stop: int, start: int = 0) -> Check:
-    """Return a check for a number from `start` to below `stop`."""
+    """Return a check for an integer of at least `start` and below `stop`."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not int or not start <= value < stop:
@@ -85,7 +85,7 @@ def integer(stop: int, start: int = 0) -> Check:
 
 
 def text(limit: int = TEXT) -> Check:
-    """Return a check for a text of at most `limit` characters."""
+    """Return a check for a string of at most `limit` characters."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not str or len(value) > limit:
@@ -95,7 +95,7 @@ def text(limit: int = TEXT) -> Check:
 
 
 def data(limit: int) -> Check:
-    """Return a check for at most `limit` bytes."""
+    """Return a check for a bytes object of at most `limit` bytes."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not bytes or len(value) > limit:
@@ -105,7 +105,7 @@ def data(limit: int) -> Check:
 
 
 def one_of(*values: Any) -> Check:
-    """Return a check for one of these values."""
+    """Return a check for a value that equals one of `values`."""
 
     def check(value: Any, scope: Scope) -> None:
         if not any(type(value) is type(each) and value == each for each in values):
@@ -115,7 +115,7 @@ def one_of(*values: Any) -> Check:
 
 
 def any_of(*checks: Check) -> Check:
-    """Return a check that passes if one of `checks` passes."""
+    """Return a check for a value that passes at least one of `checks`."""
 
     def check(value: Any, scope: Scope) -> None:
         for each in checks[:-1]:
@@ -130,7 +130,7 @@ def any_of(*checks: Check) -> Check:
 
 
 def none_or(inner: Check) -> Check:
-    """Return a check for None, or a value that passes `inner`."""
+    """Return a check for None, or a value that passes the check `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
         if value is not None:
@@ -140,11 +140,11 @@ def none_or(inner: Check) -> Check:
 
 
 def list_of(inner: Check, limit: int = LIST) -> Check:
-    """Return a check for a list of at most `limit` values that pass `inner`."""
+    """Return a check for a list of at most `limit` values that all pass the check `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not list or len(value) > limit:
-            refuse(value, f"a list of at most {limit}")
+            refuse(value, f"a list of at most {limit} values")
         for each in value:
             inner(each, scope)
 
@@ -152,11 +152,11 @@ def list_of(inner: Check, limit: int = LIST) -> Check:
 
 
 def map_of(inner: Check) -> Check:
-    """Return a check for a map from texts to values that pass `inner`."""
+    """Return a check for a dict with string keys, whose values all pass the check `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not dict or not all(type(name) is str for name in value):
-            refuse(value, "a map from texts")
+            refuse(value, "a map with text keys")
         for each in value.values():
             inner(each, scope)
 
@@ -164,11 +164,11 @@ def map_of(inner: Check) -> Check:
 
 
 def any_value(value: Any, scope: Scope) -> None:
-    """Accept any value: other code checks it, or it is only displayed."""
+    """Accept any value, because later code checks it, or only displays it."""
 
 
 def row(*checks: Check) -> Check:
-    """Return a check for a list with one value for each of `checks`, in this order."""
+    """Return a check for a list of fixed length, with one value for each of `checks`, in this order."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not list or len(value) != len(checks):
@@ -180,7 +180,7 @@ def row(*checks: Check) -> Check:
 
 
 def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) -> Check:
-    """Return a check for a map with all `required` fields, any of the `optional` ones, and no others."""
+    """Return a check for a dict with all `required` keys, any of the `optional` keys, and no others."""
     known = {**required, **(optional or {})}
 
     def check(value: Any, scope: Scope) -> None:
@@ -202,50 +202,50 @@ def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) ->
 
 
 def fit_text(message: str) -> str:
-    """Return a text that fits into a message: truncated to `TEXT` characters, with lone surrogates replaced."""
+    """Return `text` in a form that a message accepts: at most `TEXT` characters, lone surrogates replaced."""
     return message[:TEXT].encode("utf-8", "replace").decode()
 
 
-#: Limit of clock readings in seconds: 30,000 years.
+#: Maximum clock reading in seconds: 30,000 years.
 LONG = 1e12
 _COUNT = integer(1 << 63)
 
 
 def job_rank(value: Any, scope: Scope) -> None:
-    """Check a rank of the job."""
+    """Check that a value is a rank of the job."""
     if type(value) is not int or not 0 <= value < scope.world:
         refuse(value, f"one of the {scope.world} ranks")
 
 
 def group_rank(value: Any, scope: Scope) -> None:
-    """Check a rank of the message's group."""
+    """Check that a value is a rank of the message's group."""
     size = scope.world if scope.group is None else scope.group
     if type(value) is not int or not 0 <= value < size:
         refuse(value, f"one of the {size} ranks of the group")
 
 
 def rank_list(value: Any, scope: Scope) -> None:
-    """Check a list of ranks of the job in ascending order."""
+    """Check that a value is a list of ranks of the job in ascending order."""
     list_of(job_rank)(value, scope)
     if any(one >= two for one, two in pairwise(value)):
         refuse(value, "an ascending list of ranks")
 
 
 def rank_order(value: Any, scope: Scope) -> None:
-    """Check a list of different ranks of the job, in the order of their numbers in a group."""
+    """Check that a value is a list of distinct ranks of the job, in the order of their ranks in a group."""
     list_of(job_rank)(value, scope)
     if len(set(value)) < len(value):
-        refuse(value, "a list of different ranks")
+        refuse(value, "a list of distinct ranks")
 
 
 def per_rank(value: Any, scope: Scope) -> None:
-    """Check a list with one number for each rank of the group."""
+    """Check that a value is a list with one number for each rank of the group."""
     list_of(_COUNT)(value, scope)
     if scope.group not in (None, len(value)):
         raise SchemaError(f"expected {scope.group} numbers, one per rank of the group; got {len(value)}")
 
 
 def seconds(value: Any, scope: Scope) -> None:
-    """Check a clock reading in seconds."""
+    """Check that a value is a clock reading in seconds."""
     if type(value) not in (int, float) or not -LONG < value < LONG:
         refuse(value, "a number of seconds")

@@ -1,4 +1,4 @@
-"""Control plane of an endpoint: a star of links from each rank to the hub, the lowest rank that is present.
+"""Control plane of an endpoint: a star of links from each rank to the hub, the lowest rank that is alive.
 
 It carries small msgpack maps about ranks that left, failures, and stalled operations. Two ranks without a common link
 exchange messages through the hub. The hub also broadcasts messages that concern all ranks. A broken control link
@@ -30,7 +30,7 @@ __all__ = ["ControlPlane"]
 
 
 class ControlPlane:
-    """Owner and sink of all control links of one rank.
+    """The control links of one rank, and the handler of frames that arrive on them.
 
     Args:
         context: the endpoint's context.
@@ -56,18 +56,18 @@ class ControlPlane:
         self.departure = Departure(context, self)
 
     def connect(self, ranks: Roster, detector: FailureDetector, direct_links: PeerLinks, receiver: Receiver) -> None:
-        """Set the parts that handle link changes and messages."""
+        """Set the parts of the endpoint that handle changes of links, and messages."""
         self._ranks, self._detector, self._direct_links, self._receiver = ranks, detector, direct_links, receiver
         self.departure.connect(receiver)
 
     @property
     def links(self) -> list[Link]:
-        """Return the open links."""
+        """Return the open control links."""
         return list(self._links.values())
 
     @property
     def hub(self) -> int:
-        """Return the lowest rank that has neither ended nor died."""
+        """Return the hub: the lowest rank that has neither ended nor died."""
         while self._hub in self._gone:
             self._hub += 1
         return self._hub
@@ -82,11 +82,11 @@ class ControlPlane:
         return self._links.get(rank)
 
     def dials(self, rank: int) -> bool:
-        """Return whether a link to `rank`, as the next hub, is being opened."""
+        """Return whether this rank is opening a link to `rank`, the next hub."""
         return rank in self._dialling
 
     def linked(self, rank: int) -> bool:
-        """Return whether a link to `rank` exists or is being opened, or `rank` has gone and needs none."""
+        """Return whether a link to `rank` exists, is being opened, or is not needed because `rank` has gone."""
         return rank in self._links or rank in self._dialling or rank in self._gone
 
     def absent(self) -> list[int]:
@@ -95,7 +95,7 @@ class ControlPlane:
         return [rank for rank in range(self._context.world_size) if rank not in present]
 
     def detach(self, rank: int) -> list[Link]:
-        """Stop using the link to `rank`; return it in a list, which is empty if there is no link."""
+        """Stop using the link to `rank`; return a list with that link, or an empty list if there is no link."""
         link = self._links.pop(rank, None)
         return [] if link is None else [link]
 
@@ -115,17 +115,17 @@ class ControlPlane:
             raise self._lost_early
 
     def on_formed(self) -> None:
-        """Handle the hub's message that all ranks are linked to it."""
+        """Handle the hub's message that all ranks have connected to it."""
         if not self._formed.done():
             self._formed.set_result(None)
 
     def attach(self, link: Link) -> None:
-        """Use a link that this rank or a peer has opened."""
+        """Use a control link that this rank or a peer has opened."""
         broken = self._links.get(link.peer)
         self._links[link.peer] = link
         link.sink = self
         if broken is not None:
-            # The peer has lost the old link, but this rank has not noticed yet. The new link replaces it now.
+            # The peer opened a new link, so it has lost the old one. This rank has not noticed that yet.
             broken.close()
             self._ranks.on_connection_broken(link.peer)
         if (note := self._ranks.notice(link.peer)) is not None:
@@ -147,7 +147,7 @@ class ControlPlane:
     # -- sending
 
     def send(self, rank: int, message: ControlMessage) -> None:
-        """Send `message` to one rank, through the hub if there is no link."""
+        """Send `message` to `rank`: on the link to it, or through the hub if there is none."""
         link = self._links.get(rank)
         if link is not None:
             send_message(link, message)
@@ -159,7 +159,7 @@ class ControlPlane:
                 self._backlog.append((rank, message))
 
     def send_to_others(self, message: ControlMessage, ranks: Sequence[int]) -> None:
-        """Send `message` to all other `ranks`."""
+        """Send `message` to all of `ranks` except this rank."""
         for rank in ranks:
             if rank != self._context.rank:
                 self.send(rank, message)
@@ -171,22 +171,22 @@ class ControlPlane:
         return None
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        """Handle a control frame."""
+        """Handle a frame that has arrived on a control link."""
         if header[0] != FrameKind.CONTROL:
             raise ProtocolError(f"rank {link.peer} sent a frame of kind {header[0]} on a control link")
         self._receiver.receive(link.peer, payload, CONTROL)
 
     def withdrawn(self, link: Link, header: Header) -> None:
-        """Ignore a withdrawn frame: only data frames are withdrawn."""
+        """Do nothing, because only data frames can be withdrawn."""
 
     def drained(self, link: Link) -> None:
-        """Ignore a drained link: no part waits for it."""
+        """Do nothing, because no code waits until the link can accept more frames."""
 
     def lost(self, link: Link, error: Exception | None) -> None:
         """Handle a closed control link: its peer has ended, is lost, or sent an unacceptable message."""
         peer = link.peer
         if self._links.get(peer) is not link:
-            return  # the link has been replaced
+            return  # the link has been replaced by a newer one
         del self._links[peer]
         self._ranks.on_link_closed(peer)
         if self._receiver.refuse(peer, error, link):
@@ -198,11 +198,11 @@ class ControlPlane:
     # -- changes of the hub
 
     def remove_rank(self, rank: int) -> None:
-        """Handle a rank that is lost or has ended: stop sending to it, and use a new hub if it was the hub."""
+        """Stop sending to a rank that is lost or has ended. If it was the hub, connect to the next hub."""
         self.remove_ranks([rank])
 
     def restore_rank(self, rank: int) -> None:
-        """Handle a lost rank that is reachable again; it may be the hub."""
+        """Handle a lost rank that is reachable again. It may become the hub again."""
         hub = self.hub
         self._gone.discard(rank)
         self._hub = 0
@@ -220,13 +220,13 @@ class ControlPlane:
             self.departure.advance()
 
     def fail_join(self, rank: int, detail: str) -> None:
-        """Fail a waiting `join`, since a rank has died."""
+        """Fail a waiting `join`, because a rank has died."""
         if not self._formed.done():
-            self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
+            self._lost_early = RendezvousError(f"rank {rank} was lost before all ranks had met: {detail}")
             self._formed.set_result(None)
 
     def connect_to_hub(self) -> None:
-        """Open a link to the hub if there is none, since the hub may have changed."""
+        """Open a link to the hub if there is none, because the hub may have changed."""
         context, hub = self._context, self.hub
         if not context.closed and hub != context.rank:
             if not self.linked(hub) and not self._direct_links.dials(hub):
@@ -238,7 +238,7 @@ class ControlPlane:
         try:
             await self._dial(rank)
         except (OSError, AiocollError) as error:
-            # A rank that was ending as well has sent its goodbye before the last hub did.
+            # The rank is lost, not ended: a rank that ended with the previous hub would have sent its goodbye before.
             self._ranks.record_loss(rank, f"it cannot be reached ({error})", how="unreachable")
         finally:
             self._dialling.discard(rank)

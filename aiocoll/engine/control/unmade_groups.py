@@ -1,4 +1,4 @@
-"""Buffers of frames and messages for groups that this rank has not made yet.
+"""Buffers of frames and messages that arrive for groups which this rank has not made yet.
 
 Ranks make groups without waiting for each other, so a rank may be behind. The buffered frames and messages are
 delivered when the group is made. Their number is limited per peer, however many groups the peer names. The window of
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 __all__ = ["BufferedFrame", "UnmadeGroup", "UnmadeGroups", "keep_message"]
 
-#: Maximum number of groups that one peer may name before this rank has made them. To reach it, a peer must be
+#: Maximum number of groups that one peer may name before this rank has made them. To exceed it, a peer must be
 #: thousands of `split_group` calls ahead, and must have used, left or revoked each of these groups.
 GROUPS = 4096
-#: Maximum number of messages about CUDA devices from one peer for one group. A correct peer sends one before all ranks
-#: have described their devices.
+#: Maximum number of messages about CUDA devices from one peer for one group. A correct peer sends only one before all
+#: ranks have described their devices.
 DEVICE_MESSAGES = 16
 
 
 T = TypeVar("T")
 
-#: The sender of a message, and the group name that it contains.
+#: The sender of a message, and the group name in the message.
 Key = tuple[int, str | None]
 
 
-#: A waiting frame: its channel, header and payload.
+#: A buffered frame: its channel, header and payload.
 BufferedFrame = tuple["Channel", Header, bytes]
 
 
 class UnmadeGroup:
-    """Buffered frames and messages for one group that is not made yet.
+    """The buffered frames and messages for one group id that this rank has not used yet.
 
     Attributes:
         frames: the frames, in order of arrival.
@@ -59,7 +59,7 @@ class UnmadeGroup:
         self.peers: dict[int, set[str]] = {}
 
     def split(self, name: str | None, ranks: Collection[int]) -> UnmadeGroup:
-        """Remove and return everything about the group of this name and these ranks; another group may share its id."""
+        """Remove and return all entries of the group with this name and these ranks, not of others with the same id."""
         found, members = UnmadeGroup(), self.peers.keys() & set(ranks)
         found.frames = [kept for kept in self.frames if kept[0].peer in members]
         found.messages = [(peer, message) for peer, message in self.messages if peer in members]
@@ -75,17 +75,17 @@ class UnmadeGroup:
 
 
 def _pop_matching(kept: dict[Key, T], name: str | None, members: Collection[int]) -> dict[Key, T]:
-    """Remove and return the entries about the group of this name and these ranks."""
+    """Remove and return the entries that the ranks `members` have sent about the group called `name`."""
     return {key: kept.pop(key) for key in list(kept) if key[0] in members and _may_match(name, key[1])}
 
 
 def _may_match(name: str | None, other: str | None) -> bool:
-    """Return whether two names may belong to one group; None is an unknown name."""
+    """Return whether two names may belong to the same group. The name None is unknown."""
     return name == other or None in (name, other)
 
 
 class UnmadeGroups:
-    """Buffers of all groups of one endpoint that are not made yet, or will never be made.
+    """The buffers of one endpoint for all groups that it has not made yet, or will never make.
 
     Args:
         closed: the groups that this rank has left.
@@ -98,7 +98,7 @@ class UnmadeGroups:
         self._refused: Counter[int] = Counter()
 
     def buffer_of(self, identity: int, peer: int, name: str | None = None) -> UnmadeGroup:
-        """Return the buffer of a group that `peer` has named.
+        """Return the buffer for a group that a message of `peer` has named.
 
         Raises:
             ProtocolError: `peer` has named too many groups.
@@ -116,7 +116,7 @@ class UnmadeGroups:
         return found
 
     def keep_frame(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Buffer a frame; return True if it is dropped instead, because its group is closed."""
+        """Buffer a frame; return True if the frame is dropped instead because its group is closed."""
         identity = header[3]
         if self._closed.sends_frames(identity, channel.peer):
             return True
@@ -132,7 +132,7 @@ class UnmadeGroups:
             keep_message(self.buffer_of(identity, peer).messages, peer, message)
 
     def keep_cause(self, identity: int, peer: int, name: str | None, cause: dict[str, Any], direct: bool) -> None:
-        """Store the cause of a revocation unless an earlier one is stored; `direct` if it arrived on the data link."""
+        """Store why a group was revoked, unless a cause is stored; `direct` if the message arrived on the data link."""
         if not self._closed.sends_notes(identity, peer, direct, name):
             self.buffer_of(identity, peer, name).causes.setdefault((peer, name), cause)
 
@@ -142,7 +142,7 @@ class UnmadeGroups:
         unmade.goodbyes.setdefault((peer, name), Goodbyes(name, (peer,))).mark(peer, frames, notes)
 
     def take(self, identity: int, name: str | None, ranks: Collection[int]) -> UnmadeGroup:
-        """Remove and return the buffer of a group that is made now."""
+        """Remove and return the buffer of a group that this rank is making now."""
         unmade = self._unmade.get(identity)
         if unmade is None:
             return UnmadeGroup()
@@ -154,7 +154,7 @@ class UnmadeGroups:
         return found
 
     def drop(self, identity: int, name: str | None, ranks: Collection[int]) -> Goodbyes:
-        """Drop the buffer of a group that this rank will never make; return the goodbyes that it contained."""
+        """Drop the buffer of a group that this rank will never make; return the goodbyes from the buffer."""
         found, goodbyes = self.take(identity, name, ranks), Goodbyes(name, ranks)
         for channel, header, _ in found.frames:
             channel.release(header)
@@ -163,7 +163,7 @@ class UnmadeGroups:
         return goodbyes
 
     def refuse_group(self, identity: int, peer: int, name: str | None, ranks: Collection[int], me: int) -> None:
-        """Drop and ignore everything about a group that `peer` has named: this rank, `me`, will never be in it."""
+        """Drop all buffered and later messages about a group of `peer` that this rank, `me`, will never be in."""
         if self._closed.is_known(identity):
             return
         self._refused[peer] += 1
@@ -173,7 +173,7 @@ class UnmadeGroups:
 
 
 def keep_message(messages: list[tuple[int, ControlMessage]], peer: int, message: ControlMessage) -> None:
-    """Append a message about CUDA devices to the messages that wait for a handler.
+    """Append a message about CUDA devices to the messages that wait until a handler exists.
 
     Raises:
         ProtocolError: `peer` has sent too many.

@@ -1,1 +1,1 @@
-"""Failure detection: living ranks, stalled operations, and mismatched calls."""
+"""Failure detection: dead or silent ranks, stalled operations, and mismatched calls."""

@@ -1,4 +1,4 @@
-"""Position of a thread, in terms of the user's own source lines."""
+"""The position of a blocked thread, in terms of the user's own source lines."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from types import FrameType
 
 __all__ = ["line", "place", "skip_package"]
 
-#: Maximum number of source lines in the text: the current line and its callers.
+#: Maximum number of source lines in the text: the current line, then its callers.
 PLACES = 3
-#: The folder of this package.
+#: The directory of this package.
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-#: Prefixes of files that belong to Python or to this package.
+#: Path prefixes of source files that belong to Python or to this package.
 _NOT_THEIRS = ("<frozen ", os.path.dirname(os.__file__) + os.sep, _OURS + os.sep)
-#: Folders of installed packages, below Python's files or in a virtual environment.
+#: Directories of installed packages, below Python's own directory or in a virtual environment.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def place(frame: FrameType | None) -> str:
-    """Return the user's source lines that a thread is executing.
+    """Return a text with the user's source lines that a thread is executing.
 
     Args:
         frame: the innermost frame, as in `sys._current_frames`.
@@ -28,7 +28,8 @@ def place(frame: FrameType | None) -> str:
         frames.append(frame)
         frame = frame.f_back
     theirs = [each for each in frames[1:] if _is_user_file(each.f_code.co_filename)]
-    # In an installed program, or one in C, user lines cannot be distinguished from library lines.
+    # If the program is itself installed as a package, or written in C, its lines look like library lines. Then use all
+    # frames.
     named = [*frames[:1], *(theirs or frames[1:])][:PLACES]
     places = [f"{each.f_code.co_filename}:{each.f_lineno} in {each.f_code.co_name}" for each in named]
     return ", called from ".join(places) or "an unknown place"
@@ -41,12 +42,12 @@ def line(frame: FrameType | None) -> str:
         if _is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    # In an installed program, or one in C, user lines cannot be distinguished from library lines.
+    # If the program is itself installed as a package, or written in C, its lines look like library lines.
     return "" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
 
 
 def skip_package(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame that is not in this package."""
+    """Return the innermost frame, from `frame` outwards, that is not in this package."""
     while frame is not None and frame.f_code.co_filename.startswith(_OURS + os.sep):
         frame = frame.f_back
     return frame

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 __all__ = ["REPORT_AFTER", "Deadlines"]
 
-#: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms); also the timer's period.
+#: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms). Also the timer's period.
 REPORT_AFTER = 0.25
-#: Number of operations examined per tick, oldest first. With equal timeouts the oldest operation expires first.
+#: Maximum number of operations that a tick examines, oldest first. With equal timeouts, the oldest operation expires
+#: first.
 LOOKED_AT = 64
 
 
 class Deadlines:
-    """Deadlines, stall reports and warnings of all operations of one endpoint.
+    """The deadlines, stall reports and warnings of all operations of one endpoint.
 
     Args:
         runtime: clock and timers.
@@ -42,18 +43,19 @@ class Deadlines:
         self._needed = needed
         self.armed = array("b", [False])
         self._timer: asyncio.TimerHandle | None = None
-        #: Time of the next tick. uvloop's timers of less than a millisecond do not provide it.
+        #: The time of the next tick. It is stored here, because uvloop's timers of less than a millisecond cannot
+        #: report it.
         self._due = 0.0
-        # Operations with a timeout of their own: they may expire before older operations.
+        # Operations with a timeout other than the default: they may expire before older operations.
         self._own_timeouts: dict[Operation, Communicator] = {}
 
     @property
     def least_timeout(self) -> float:
-        """Return the shortest timeout, in seconds, of an operation that `entered` may register one tick late."""
+        """Return the shortest timeout, in seconds, for which `entered` may be called one timer tick late."""
         return 2 * REPORT_AFTER
 
     def entered(self, group: Communicator, operation: Operation) -> None:
-        """Watch `operation` of `group`. For a default timeout this call is needed only while no timer runs."""
+        """Watch `operation` of `group`. If its timeout is the default one, this is needed only while no timer runs."""
         if operation.timeout != group.default_timeout:
             self._own_timeouts[operation] = group
             self._schedule_tick(_report_delay(operation))
@@ -61,11 +63,11 @@ class Deadlines:
             self.start()
 
     def start(self) -> None:
-        """Start the timer, which examines all operations."""
+        """Start the periodic timer, which examines all operations."""
         self._schedule_tick(REPORT_AFTER)
 
     def ended(self, operation: Operation) -> None:
-        """Forget `operation`, so that its buffers do not live until the next tick."""
+        """Stop watching `operation`, so that its buffers are not kept until the next tick."""
         self._own_timeouts.pop(operation, None)
 
     def close(self) -> None:
@@ -76,7 +78,7 @@ class Deadlines:
             self._timer = None
 
     def _schedule_tick(self, delay: float) -> None:
-        """Schedule the next tick in `delay` seconds or earlier."""
+        """Schedule the next timer tick in at most `delay` seconds."""
         due = self._runtime.time() + delay
         if self._timer is not None:
             if delay >= REPORT_AFTER or self._due <= due:
@@ -106,14 +108,14 @@ class Deadlines:
         waits = False
         for group in list(self._groups.values()):
             oldest = True
-            # Collectives have a separate limit, since any number of older receives may be pending.
+            # Collectives have their own limit, because any number of older receives may be pending.
             pending = dict.fromkeys(islice(group.in_flight.pending, LOOKED_AT))
             pending.update(dict.fromkeys(islice(group.in_flight.collectives(), LOOKED_AT)))
             for operation in pending:
                 busy = True
                 waits = waits or now - operation.entered >= REPORT_AFTER
                 group.attempt(self._check, group, operation, now, oldest)
-                # Receives may wait indefinitely, and are not reported.
+                # Receives may wait without limit, so they are not reported.
                 oldest = oldest and operation.id & P2P == P2P
         if waits:
             self._needed()
@@ -121,7 +123,7 @@ class Deadlines:
             self._schedule_tick(delay)
 
     def _check(self, group: Communicator, operation: Operation, now: float, oldest: bool) -> None:
-        """Expire, report or warn of one operation. Among reported operations, only the `oldest` is reported again."""
+        """Expire, report or warn about one operation. Only the `oldest` reported operation is reported again."""
         if operation.done:
             return
         age = now - operation.entered
@@ -138,10 +140,10 @@ class Deadlines:
 
 
 def _report_delay(operation: Operation) -> float:
-    """Return the seconds until the first report: half of a short timeout, which leaves time for an answer."""
+    """Return the seconds until an operation's first stall report: half of a short timeout, so a reply can arrive."""
     return min(REPORT_AFTER, operation.timeout / 2)
 
 
 def _due(operation: Operation) -> float:
-    """Return the time at which `operation` must be reported."""
+    """Return the time at which the next stall report of `operation` is due."""
     return operation.reported or operation.entered + _report_delay(operation)

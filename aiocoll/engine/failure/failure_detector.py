@@ -1,4 +1,4 @@
-"""Detection of dead ranks: the event loop's part of the watchdog.
+"""Detection of dead ranks: the part that runs in the event loop, and uses the watchdog thread.
 
 The hub monitors all ranks, and all ranks monitor the hub. A process of the same host is checked while an operation
 waits for it. A rank whose process is not visible from here exchanges heartbeats. Ranks of one process need neither.
@@ -25,21 +25,21 @@ from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["FailureDetector"]
 
-#: Seconds between two requests to check the processes that operations wait for.
+#: Minimum seconds between two requests to check the processes that operations wait for.
 ASK_AGAIN = 1.0
-#: Seconds in which messages sent before a process ended still arrive, perhaps its goodbye.
+#: Seconds after the end of a process in which its last messages, such as a goodbye, may still arrive.
 LAST_WORDS = 0.05
-#: Seconds to wait for the end of a process after its connections broke. The kernel closes connections in one of the
-#: last steps of a process exit, and a loaded host may delay the steps after it.
+#: Seconds to wait for the end of a process after its connections broke. The kernel closes connections near the end of a
+#: process exit, and on a loaded host the rest of the exit may take a while.
 GRACE = 0.3
-#: Seconds between two checks of such a process.
+#: Seconds between two checks of a process whose connections broke.
 LOOK = 0.005
-#: Seconds between two connection attempts to a living rank that does not answer. An attempt takes some seconds.
+#: Seconds of pause between two attempts to connect to a living rank that does not answer. One attempt takes seconds.
 CONNECT_AGAIN = 0.5
 
 
 class FailureDetector:
-    """Detector of dead processes of one endpoint.
+    """The detector of dead processes of one endpoint.
 
     Args:
         context: the endpoint's context.
@@ -52,19 +52,19 @@ class FailureDetector:
         self._control = control
         self._roster = roster
         self._watchdog: Watchdog | None = None
-        #: Processes visible in this process's /proc.
+        #: Ranks whose processes are visible in this process's /proc.
         self._processes: dict[int, ProcessId] = {}
-        #: Processes of this host at the other end of a control link. A pidfd needs no further descriptor later, and
-        #: works in any namespace.
+        #: Pidfds of processes of this host at the other ends of control links. Unlike /proc, a pidfd needs no further
+        #: descriptor later, and works in any PID namespace.
         self._pidfds: dict[int, PidFd] = {}
-        #: Heartbeats opened before the thread started.
+        #: Heartbeat connections opened before the watchdog thread started.
         self._heartbeats: list[tuple[int, ByteStream]] = []
         self._dialling = False
         self._asked_at = -ASK_AGAIN
         self._stopped = False
 
     def start(self) -> None:
-        """Start monitoring, if the job has other processes.
+        """Start to monitor the ranks in other processes, if there are any.
 
         Raises:
             RendezvousError: the watchdog thread cannot be started.
@@ -78,7 +78,7 @@ class FailureDetector:
         for rank, card in cards.items():
             there, process = _host_and_process(card)
             seen = there == host and process.namespace == own.namespace != 0
-            # A host may hide the processes of other users.
+            # Check that the process is visible: a host may hide the processes of other users.
             if rank != context.rank and seen and state(process) not in (GONE, UNKNOWN):
                 self._processes[rank] = process
         self._watchdog = Watchdog(
@@ -104,7 +104,7 @@ class FailureDetector:
             pidfd.close()
 
     def linked(self, link: Link) -> None:
-        """Keep a pidfd of the process at the other end of a control link."""
+        """Open a pidfd of the process at the other end of a new control link."""
         peer = link.peer
         if self._watchdog is None or peer in self._pidfds:
             return
@@ -113,7 +113,7 @@ class FailureDetector:
             self._pidfds[peer] = pidfd
 
     def attach(self, rank: int, stream: ByteStream) -> None:
-        """Exchange heartbeats with a rank."""
+        """Exchange heartbeats with `rank` on the connection `stream`."""
         if self._stopped:
             stream.close()
         elif self._watchdog is None:
@@ -122,7 +122,7 @@ class FailureDetector:
             self._watchdog.add_heartbeat(rank, stream)
 
     def follow_hub(self) -> None:
-        """Open a heartbeat to the hub, unless its process is visible."""
+        """Open a heartbeat connection to the hub, unless this rank can observe the hub's process itself."""
         context, hub = self._context, self._control.hub
         if self._watchdog is None or self._dialling or hub in (context.rank, *self._processes):
             return
@@ -131,7 +131,7 @@ class FailureDetector:
             context.spawn(self._dial(hub), "aiocoll heartbeat")
 
     def check_awaited(self) -> None:
-        """Check the processes that operations may wait for, or request that from the hub."""
+        """Check the processes of ranks that operations may wait for, or request these checks from the hub."""
         now = self._context.runtime.time()
         if self._watchdog is None or now < self._asked_at + ASK_AGAIN:
             return
@@ -153,7 +153,7 @@ class FailureDetector:
         return silence is not None and silence <= 2 * ROUND
 
     def state(self, rank: int) -> str:
-        """Describe the state of a rank's process, if it is visible from here; "" if nothing is known."""
+        """Describe the state of a rank's process, if it is visible from this host; "" if nothing is known."""
         if rank in self._processes:
             found = self._state(rank)
             if found == UNKNOWN:
@@ -165,7 +165,7 @@ class FailureDetector:
         return "its process is alive" if silence <= 2 * ROUND else f"its heartbeat has been silent for {silence:.1f} s"
 
     def blocked(self) -> tuple[float, str] | None:
-        """Return the seconds for which the loop of this rank has been blocked, and its position; None if it is not.
+        """Return how long this rank's loop has been blocked, in seconds, and in which line; None if it is not blocked.
 
         Any thread may call this.
         """
@@ -173,7 +173,7 @@ class FailureDetector:
         return None if watchdog is None else watchdog.blocked()
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
-        """Open a link to `rank`, unless `rank` opens one. Retry while its process lives: its loop may be blocked."""
+        """Open a link to `rank`, unless `rank` is opening one. Retry while its process lives."""
         while True:
             try:
                 return await self._context.connect(rank, kind)
@@ -185,7 +185,7 @@ class FailureDetector:
     # -- broken connections
 
     def on_broken_link(self, rank: int, detail: str) -> None:
-        """Handle a broken connection to a rank: its process has ended, or it cannot be reached."""
+        """Handle a broken connection to `rank`: its process has ended, or the rank cannot be reached."""
         if self._context.closed:
             return
         if rank in self._roster.gone:
@@ -196,12 +196,12 @@ class FailureDetector:
             self._roster.record_loss(rank, detail, how="unreachable")
 
     def confirm_death(self, rank: int) -> None:
-        """Notify all ranks if the process of a lost rank is gone."""
+        """If the process of a lost rank is gone, notify all ranks."""
         if rank in self._roster.suspected_ranks and self._is_visible(rank):
             self._check_until(rank, self._context.runtime.time() + GRACE, cut=False)
 
     def check_process(self, rank: int) -> None:
-        """Notify all ranks if the process of a rank is gone. While it is dialled, no connection shows its end."""
+        """If the process of `rank` is gone, notify all ranks. A link that is still being opened cannot show that."""
         if not self._stopped and self._state(rank) == GONE:
             self._on_lost(rank, "killed", 0.0)
 
@@ -209,11 +209,11 @@ class FailureDetector:
         return rank in self._processes or rank in self._pidfds
 
     def _state(self, rank: int) -> str:
-        """Return the state of a rank's process, if it is visible from here. Any thread may call this."""
+        """Return the state of a rank's process, if it is visible from this host. Any thread may call this method."""
         return state(self._processes.get(rank), self._pidfds.get(rank))
 
     def _check_until(self, rank: int, until: float, cut: bool) -> None:
-        """Check a process until it is gone, or at least until the time `until`; `cut` if a connection to it broke."""
+        """Check repeatedly until the time `until` whether a process is gone; `cut` if a connection to it broke."""
         if self._stopped:
             return
         runtime = self._context.runtime
@@ -228,7 +228,8 @@ class FailureDetector:
 
     def _on_lost(self, rank: int, how: str, seconds: float) -> None:
         if how == "killed":
-            # A goodbye may be in flight. The connection shows the end, unless a child process holds it open.
+            # A goodbye may be in flight, so wait. A closed connection would also show the end, unless a child process
+            # holds it open.
             self._context.runtime.call_later(LAST_WORDS, self._report_gone, rank)
         elif how == "stopped":
             self._roster.record_loss(rank, f"its process has been stopped for {seconds:.1f} s", how=how)
@@ -239,7 +240,7 @@ class FailureDetector:
         self._roster.record_loss(rank, "its process is gone")
 
     def _on_heartbeat_closed(self, rank: int) -> None:
-        """Handle a closed heartbeat; only a heartbeat of the hub is opened again."""
+        """Handle a closed heartbeat connection. Only a connection to the hub is opened again."""
         if rank == self._control.hub:
             self.follow_hub()
 

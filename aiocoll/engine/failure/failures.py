@@ -1,4 +1,4 @@
-"""Errors of a group that lost a rank or whose code raised. Ranks are numbered as in the group."""
+"""Errors of a group that lost a rank or in which code raised an exception. Ranks are numbered as in the group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def lost_error(group: str, peer: int, detail: str, how: str) -> GroupError:
-    """Return the error for a lost rank: "killed", "unreachable", "stopped", or rejected for a protocol error."""
+    """Return the error for a lost rank. `how` is "killed", "unreachable", "stopped" or "protocol"."""
     if how == PROTOCOL:
         return PeerProtocolError(f"group {group!r} failed: {detail}", group=group, ranks=[peer])
     state = "is gone" if how == "killed" else "is lost"
@@ -29,14 +29,14 @@ def lost_error(group: str, peer: int, detail: str, how: str) -> GroupError:
 
 
 def broken_connection_error(group: str, rank: int, peer: int) -> PeerLostError:
-    """Return the error for a broken connection between two living ranks; both ranks raise the same text."""
+    """Return the error for a broken connection between two living ranks. Both ranks raise the same text."""
     one, other = sorted((rank, peer))
-    text = f"the connection between ranks {one} and {other} of group {group!r} broke, though both live"
+    text = f"the connection between ranks {one} and {other} of group {group!r} broke, although both ranks are alive"
     return PeerLostError(text, group=group, ranks=[one, other], how="unreachable")
 
 
 def left_error(group: str, rank: int, peer: int, completion: Completion) -> PeerLostError:
-    """Return the error for a call on `rank` that needs a rank which has closed its group."""
+    """Return the error for a call of this rank that needs a rank which has closed the group."""
     return PeerLostError(
         f"{completion.op} on rank {rank} of group {group!r} needs rank {peer}, which has left",
         how="left",
@@ -75,7 +75,7 @@ def revoked_error(group: str, rank: int, cause: GroupError) -> GroupRevokedError
 
 
 def raised_error(group: str, rank: int, completion: Completion, error: BaseException, what: str) -> GroupError:
-    """Return the error for a computation of `rank` that raised `error`; `what` names the computation."""
+    """Return the error for a computation on `rank` that raised `error`; `what` names the computation."""
     name = completion.key or completion.seq
     cause = GroupError(
         f"{completion.op} (sequence {name!r}) of group {group!r} failed on rank {rank}: {what}{describe(error)}",

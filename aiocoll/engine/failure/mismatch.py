@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["MismatchReports"]
 
-#: Seconds that the lowest rank has to revoke a group after a mismatch report. Its loop may be blocked, and the contract
-#: allows one second in total.
+#: Seconds that the lowest rank has to revoke a group after a mismatch report. Then the reporting rank revokes it: the
+#: lowest rank's loop may be blocked, and the contract allows one second in total.
 INSIST_AFTER = 0.5
 
 Description = dict[str, Any]
 
 
 class MismatchReports:
-    """Mismatch reports of one group.
+    """The mismatch reports of one group on one rank.
 
     Args:
         group: the group.
@@ -39,13 +39,13 @@ class MismatchReports:
         self._open: set[int] = set()
 
     def disagree(self, peer: int, op: int, mine: Description) -> None:
-        """Report this rank's call to `peer`, whose frame does not match it; the peer then knows both calls."""
+        """Send this rank's call to `peer`, whose frame does not match the call. The peer then knows both calls."""
         if op not in self._open:
             self._open.add(op)
             self._sender.send(peer, {"t": "disagree", "op": op, "theirs": mine})
 
     def differ(self, one: Description, two: Description) -> None:
-        """Report two mismatched calls to the lowest rank, which revokes the group."""
+        """Send two mismatched calls to the lowest rank, which revokes the group."""
         group = self._group
         judge = next(rank for rank in range(len(group.ranks)) if rank not in group.left)
         if group.rank == judge:
@@ -61,7 +61,7 @@ class MismatchReports:
         self.differ(_placeholder(group.rank, op) if record is None else record.describe(group.rank), message["theirs"])
 
     def on_differ(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a report of two mismatched calls."""
+        """Handle a message with two mismatched calls: revoke the group."""
         self.revoke(message["one"], message["two"])
 
     def revoke(self, one: Description, two: Description) -> None:
@@ -72,11 +72,11 @@ class MismatchReports:
         group = self._group
         if group.is_usable():
             self.revoke(one, two)
-            # The silent rank may relay revocations, so these messages use direct links where they exist.
+            # The silent lowest rank may be the hub, so send these messages on direct links where possible.
             for rank in set(range(len(group.ranks))) - {group.rank}:
                 self._sender.send(rank, {"t": "differ", "one": one, "two": two})
 
 
 def _placeholder(rank: int, op: int) -> Description:
-    """Return a placeholder for a call of `rank` that is too old to have a record."""
+    """Return a placeholder for the call of `rank`, which is too old to have a record."""
     return {"rank": rank, "op": "AN OPERATION NO LONGER RECORDED", "seq": op, "key": None}

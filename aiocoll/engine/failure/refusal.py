@@ -23,12 +23,12 @@ from aiocoll.transport.frame import Header
 
 __all__ = ["LINGER", "DiscardingSink", "Refusals", "is_data_error"]
 
-#: Seconds for which a link stays open to send queued data, and for the peer to close its side.
+#: Seconds for which a link to a rejected peer stays open, to send queued data and to let the peer close its end.
 LINGER = 1.0
 
 
 class Refusals:
-    """Links of one endpoint that are closing after a rejection.
+    """The links of one endpoint that are closing because this rank has rejected their peers.
 
     Args:
         context: the endpoint's context.
@@ -54,7 +54,7 @@ class Refusals:
         self._links: dict[Link, asyncio.TimerHandle] = {}
 
     def refuse(self, peer: int, error: Exception, link: Link | None = None) -> None:
-        """Reject `peer` and close its links; `link` is a further link that the endpoint has dropped already."""
+        """Reject `peer` and close its links, and also `link`, which the endpoint has already dropped."""
         text = str(error)
         if not isinstance(error, ProtocolError):
             text = f"rank {self._context.rank} could not handle a message of rank {peer}: {error!r}"
@@ -72,14 +72,14 @@ class Refusals:
             each.finish()
 
     def attempt(self, peer: int, take: Callable[..., Any], *args: Any) -> Any:
-        """Call `take` with a buffered message of `peer`; an exception rejects the peer."""
+        """Call `take` with a buffered message of `peer`. If `take` raises an exception, reject the peer."""
         try:
             return take(*args)
         except Exception as error:
             self.refuse(peer, error)
 
     def close(self) -> None:
-        """Close all links now."""
+        """Close the links of all rejected peers now."""
         for link in list(self._links):
             self._close(link)
 
@@ -94,23 +94,23 @@ class Refusals:
 
 
 class DiscardingSink:
-    """A sink for a link that is closing; it ignores everything that arrives."""
+    """A sink for a link that is closing. It discards all frames that arrive."""
 
     def __init__(self, lost: Callable[[Link, Exception | None], None]) -> None:
         self.lost = lost
 
     def route(self, link: Link, header: Header) -> memoryview | None:
-        """Return None, so that the payload is dropped."""
+        """Return None, so that the link drops the payload."""
         return None
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        """Drop a frame."""
+        """Drop a frame that has arrived."""
 
     def withdrawn(self, link: Link, header: Header) -> None:
-        """Ignore a withdrawn frame, since all frames are dropped."""
+        """Do nothing for a withdrawn frame, because all frames are dropped."""
 
     def drained(self, link: Link) -> None:
-        """Ignore a drained link: no part waits for it."""
+        """Do nothing, because no code waits until the link can accept more frames."""
 
 
 def is_data_error(error: Exception | None) -> TypeGuard[Exception]:

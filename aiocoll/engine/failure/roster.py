@@ -1,4 +1,4 @@
-"""Roster of the job's other ranks: lost ranks and the evidence, ranks reachable again, and ended ranks."""
+"""Roster of the job's other ranks: lost (with the evidence), reachable again, or ended."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DOUBT", "Roster"]
 
-#: Seconds in which a rank declared dead may prove that it lives: as long as a death may stay undetected (contract).
-#: A message between running processes takes a small fraction of that.
+#: Seconds in which a rank declared dead may prove that it is alive. By contract, a death may stay undetected so long. A
+#: message between running processes takes a small fraction of that.
 DOUBT = 1.0
 
 
 class Roster:
-    """State of the other ranks of one endpoint.
+    """The states of the other ranks, as one endpoint knows them.
 
     Evidence of a death may be wrong: a program reports a living rank, or a detector reads garbage. Five rules keep two
     groups from continuing in that case, if messages between living ranks arrive within `DOUBT` seconds:
@@ -64,7 +64,7 @@ class Roster:
         self.dead: dict[int, tuple[str, str]] = {}
         self.gone: set[int] = set()
         self._doubts: dict[int, asyncio.TimerHandle] = {}
-        #: Disregarded notices of this rank's own death, by sender.
+        #: Notices of this rank's own death that were not accepted, by sender.
         self._disregarded: dict[int, str] = {}
 
     def connect(
@@ -74,7 +74,7 @@ class Roster:
         data_links: Channels,
         is_majority: Callable[[Collection[int], Collection[int]], bool],
     ) -> None:
-        """Set the parts that are made later.
+        """Set the parts of the endpoint that are made after the roster.
 
         Args:
             examine: callback for a lost rank, which checks whether its process is gone: that would prove its death.
@@ -87,7 +87,7 @@ class Roster:
 
     @property
     def own_death(self) -> str | None:
-        """Return the reason why other ranks declared this rank dead; None if they did not."""
+        """Return the reason for which other ranks declared this rank dead; None if they did not."""
         return self.dead.get(self._context.rank, ("", None))[1]
 
     @property
@@ -97,21 +97,21 @@ class Roster:
 
     @property
     def doubted_ranks(self) -> set[int]:
-        """Return the ranks declared dead that may still prove that they live."""
+        """Return the ranks declared dead that may still prove that they are alive."""
         return set(self._doubts)
 
     def is_ignored(self, rank: int) -> bool:
-        """Return whether `rank` was declared dead, so that its messages are ignored."""
+        """Return whether `rank` was declared dead. The messages of a rank declared dead are ignored."""
         return self.dead.get(rank, ("", ""))[0] == "killed"
 
     def notice(self, rank: int) -> ControlMessage | None:
-        """Return the notice for a rank declared dead; None for other ranks, or if this rank itself is out."""
+        """Return the death notice for a rank declared dead; None for other ranks, or if this rank was declared dead."""
         if self.own_death is not None or not self.is_ignored(rank):
             return None
         return {"t": "died", "rank": rank, "detail": self.dead[rank][1], "how": "killed"}
 
     def record_loss(self, rank: int, detail: str, notify: bool = True, how: str = "killed") -> None:
-        """Record a lost rank: its groups fail here and, if this rank is the first to know, on all other ranks.
+        """Record a lost rank. Its groups fail here and, if this rank is the first to notice, on all other ranks.
 
         Args:
             rank: the lost rank.
@@ -124,7 +124,7 @@ class Roster:
         self._record(rank, detail, how, notify=notify, witnessed=notify)
 
     def report(self, rank: int, detail: str) -> None:
-        """Record a death reported by the program or its launcher. If the rank lives, it receives a notice."""
+        """Record a death that the program or its launcher reported. A rank that is still alive receives a notice."""
         if rank == self._context.rank:
             self.on_own_death(detail, rank)
         elif self.own_death is None:
@@ -144,7 +144,7 @@ class Roster:
             note = {"t": "died", "rank": rank, "detail": detail, "how": how}
             self._control.send(rank, note)
             self._data_links.notify(rank, note)
-            # No link shows the end of a process without a link, and this rank has not seen the end itself either.
+            # Doubt the death if a link to the rank is still open, or if this rank has no evidence of its own.
             if self._is_linked(rank) or not (witnessed or known):
                 self._doubts[rank] = context.runtime.call_later(DOUBT, self._end_doubt, rank)
         self._record_lost(rank, detail, how)
@@ -160,7 +160,7 @@ class Roster:
         return self._control.link(rank) is not None or self._data_links.is_linked(rank)
 
     def _end_doubt(self, rank: int) -> None:
-        """End the doubt about the death of a rank."""
+        """Record that the death of `rank` is no longer doubted."""
         if (timer := self._doubts.pop(rank, None)) is not None:
             timer.cancel()
             self._disregarded.pop(rank, None)
@@ -169,12 +169,12 @@ class Roster:
                 self.changed()
 
     def on_link_closed(self, rank: int) -> None:
-        """Handle a closed link to a rank."""
+        """Handle a closed data or control link to `rank`."""
         if rank in self._doubts and not self._is_linked(rank):
             self._end_doubt(rank)
 
     def on_own_death(self, detail: str, sender: int) -> None:
-        """Handle a notice from `sender` that declares this rank dead: all groups of this rank fail."""
+        """Handle a notice in which `sender` declares this rank dead: all groups of this rank fail."""
         context = self._context
         if context.closed or self.own_death is not None:
             return
@@ -191,26 +191,26 @@ class Roster:
         self.changed()
 
     def _has_majority(self) -> bool:
-        """Return whether the remaining ranks are a majority of the job."""
+        """Return whether the ranks that are left are a majority of the job."""
         job = range(self._context.world_size)
         return self._is_majority([rank for rank in job if rank not in self.gone], job)
 
     def _review_disregarded(self) -> None:
-        """Act on disregarded notices of this rank's death if the remaining ranks are no longer a majority."""
+        """Accept disregarded notices of this rank's death if the ranks that are left are no longer a majority."""
         for sender, detail in list(self._disregarded.items()):
             self.on_own_death(detail, sender)
 
     def on_rank_out(self, rank: int, detail: str) -> None:
-        """Handle the notice of a rank that is out: it takes part in nothing more."""
+        """Handle the notice of a rank that knows it was declared dead, and takes part in nothing more."""
         self._record(rank, detail, "killed", notify=False, witnessed=False)
         self._end_doubt(rank)
 
     def on_connection_broken(self, rank: int) -> None:
-        """Handle a broken connection to a living process: groups with both ranks fail, for the same reason."""
+        """Handle a broken connection to a living process: all groups with both ranks fail, with the same cause."""
         if self._context.closed or rank in self.gone:
             return
         self._context.transport.catch_up()
-        self._record_lost(rank, "its connection broke, though its process lives", "unreachable")
+        self._record_lost(rank, "its connection broke, although its process is alive", "unreachable")
         for group in list(self._groups.values()):
             if rank in group.position:
                 group.on_connection_broken(rank)
@@ -225,7 +225,7 @@ class Roster:
         self._examine(rank)
 
     def record_return(self, rank: int) -> None:
-        """Record that a lost rank is reachable again, unless it was proven dead or rejected: it may join new groups."""
+        """Record that a lost rank is reachable again and may join new groups, unless it was proven dead or rejected."""
         if self._context.closed or self.dead.get(rank, ("", ""))[0] not in ("unreachable", "stopped"):
             return
         del self.dead[rank]
@@ -235,7 +235,7 @@ class Roster:
         self.changed()
 
     def record_end(self, rank: int) -> None:
-        """Record that a rank has ended in order."""
+        """Record that `rank` has ended in order, without a failure."""
         self.gone.add(rank)
         if rank in self.suspected_ranks:
             del self.dead[rank]

@@ -1,4 +1,4 @@
-"""Messages between the ranks of one group about its operations."""
+"""Messages that the ranks of one group send each other about its operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Sender"]
 
 
 class Sender:
-    """Sends messages about the operations of one group.
+    """The sender of messages about the operations of one group.
 
     Args:
         identity: the group's id.
@@ -40,11 +40,11 @@ class Sender:
         self._lineage: tuple[Any, ...] = ()
 
     def split_off(self, parent: Sender, split: Any) -> None:
-        """Add this group's origin to all later messages: the parent group, and the call it was split from."""
+        """Add this group's origin to all later messages: its parent group, and the call that split it off."""
         self._lineage = (*parent._lineage, split)
 
     def send_direct(self, rank: int, message: ControlMessage) -> None:
-        """Send a message on a direct control link to `rank`."""
+        """Send a message to `rank` on a control link, even if there is a data link."""
         if self._lineage:
             message = {**message, "split": self._lineage}
         self._links.send(self._ranks[rank], {**message, "g": self._group})

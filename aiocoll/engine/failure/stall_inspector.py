@@ -1,4 +1,4 @@
-"""Stall inspection: the messages that find ranks which have not entered an operation, or called a different one.
+"""Stall inspection: messages that find the ranks which have not entered an operation, or called a different one.
 
 An operation pending for 250 ms is reported to the group's coordinator, its lowest rank, and then once a second. The
 coordinator compares the reports and queries the ranks that sent none. It answers with the ranks that have not entered,
@@ -29,22 +29,25 @@ if TYPE_CHECKING:
 
 __all__ = ["StallInspector"]
 
-#: Maximum number of operations whose reports and answers are kept; the oldest are dropped first.
+#: Maximum number of operations for which reports and answers are kept. The oldest are dropped first.
 KEPT = 256
-#: Seconds between two reports of the oldest pending operation: the known state of other ranks is at most that old.
+#: Seconds between two stall reports of the oldest pending operation. The known state of other ranks is never older.
 REPORT_AGAIN = 1.0
-#: Seconds between two rounds of queries about an operation. The next report of the same rank starts the next round.
+#: Minimum seconds between two rounds of queries about an operation. The next report of the same rank starts a new
+#: round.
 ROUND = 0.9 * REPORT_AGAIN
-#: Maximum seconds to wait for a coordinator's answer before the next rank is used; at most a quarter of the timeout.
+#: Maximum seconds to wait for a coordinator's answer before the next rank becomes coordinator. For short timeouts, a
+#: quarter of the timeout.
 MAX_WAIT = 0.25
-#: Seconds to collect answers before the waiting ranks are notified: answers to one round arrive together.
+#: Seconds to collect the replies of other ranks before the waiting ranks are notified. The replies of a round arrive
+#: together.
 GATHER = 0.01
 
 Description = dict[str, Any]
 
 
 class StallInspector:
-    """Stall reports, queries and answers of one group.
+    """The stall reports, queries and answers of one group on one rank.
 
     Args:
         group: the group.
@@ -70,16 +73,17 @@ class StallInspector:
         self._sender = sender
         self._now = runtime.time
         self._state = failure_detector.state
-        # State of a waiting rank. By operation: the last finding, and the coordinator that has not answered, with the
-        # time of the report. By rank: slow ranks, and the logged ones among them, until they answer; and the time of
-        # the last answer to this rank or to a coordinator.
+        # State of this rank as a waiting rank. Dicts with operations as keys: the last finding, and the coordinator
+        # that has not answered, with the time of the report. By rank: slow ranks; those of them that were logged; and
+        # the time of the last answer to this rank or to a coordinator.
         self._findings: dict[int, Finding] = {}
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
         self._slow_logged: set[int] = set()
         self._repeats = RepeatLimiter()
         self._answered: dict[int, float] = {}
-        # State of the coordinator: reports by operation. In both roles: the first unanswered request to each rank.
+        # State of this rank as a coordinator: stall reports, by operation. In both roles: the time of the first
+        # unanswered request to each rank.
         self._reports: dict[int, StallReport] = {}
         self._silent: dict[int, float] = {}
         #: Ranks that queried an operation before this rank entered it, by operation.
@@ -88,7 +92,7 @@ class StallInspector:
     # -- as a waiting rank
 
     def report(self, operation: Operation) -> float:
-        """Report a long pending operation to the coordinator; return the time of the next report."""
+        """Report a long pending operation to the coordinator; return the time at which the next report is due."""
         if operation.id & P2P:
             return inf
         now = self._now()
@@ -104,7 +108,7 @@ class StallInspector:
         return now + (min(MAX_WAIT, operation.timeout / 4) if operation.id in self._asked else REPORT_AGAIN)
 
     def entered(self, operation: Operation) -> None:
-        """Report an entered operation to ranks that queried it earlier: this rank may send nothing else."""
+        """Report that this rank has entered an operation to the ranks that queried the operation before."""
         for peer in self.asked_early.pop(operation.id, ()):
             self._send(peer, {"t": "report", "op": operation.id, "mine": operation.describe(), "asked": True})
 
@@ -113,11 +117,11 @@ class StallInspector:
         return operation.id in self._asked
 
     def finding(self, op: int) -> Finding | None:
-        """Return the last finding about an operation."""
+        """Return the coordinator's last finding about an operation; None if there is none."""
         return self._findings.get(op)
 
     def missing(self, operation: Operation) -> tuple[list[int], str]:
-        """Return the ranks that have not entered, as far as this rank knows, and a text about them."""
+        """Return the ranks that have not entered an operation, as far as this rank knows, and a text about them."""
         finding = self._findings.get(operation.id)
         if finding is not None:
             return finding.ranks(self._now()), finding.describe(self._now())
@@ -130,7 +134,7 @@ class StallInspector:
         return [], text
 
     def timed_out(self, operation: Operation) -> None:
-        """Revoke the group on all ranks after a timed-out collective; the error names the missing ranks."""
+        """Revoke the group on all ranks, because a collective has timed out. The error names the missing ranks."""
         missing, detail = self.missing(operation)
         self._group.revoke(timed_out_error(self._group.name, self._group.rank, operation, missing, detail))
 
@@ -149,13 +153,13 @@ class StallInspector:
         )
 
     def _coordinator(self, silent: int | None) -> int:
-        """Return the lowest rank that may answer, skipping ranks that did not."""
+        """Return the coordinator: the lowest rank that may answer, without those that did not answer earlier."""
         group = self._group
         first = 0 if silent is None else silent + 1
         return next((rank for rank in range(first, group.rank) if rank not in group.left), group.rank)
 
     def _on_status(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a coordinator's answer."""
+        """Handle the coordinator's answer: the missing ranks and the silent ranks of an operation."""
         op, now = message["op"], self._now()
         self._asked.pop(op, None)
         known = tuple(MissingRank(*each) for each in message["known"])
@@ -174,7 +178,7 @@ class StallInspector:
                     extra=self._group.log_extra,
                 )
         if (operation := self._group.in_flight.find(op)) is not None:
-            # A rank may have answered this rank but not the coordinator yet.
+            # A rank may have answered this rank, but not the coordinator yet.
             seconds = {rank: min(each.silent, now - self._answered.get(rank, -inf)) for rank, each in silent.items()}
             slow = [rank for rank in silent if seconds[rank] >= SLOW_AFTER and rank not in self._slow]
             self._slow.update(slow)
@@ -267,13 +271,13 @@ class StallInspector:
         return report
 
     def _record_early_query(self, op: int, peer: int) -> None:
-        """Record that `peer`, or this rank itself, needs a report when this rank enters the operation."""
+        """Record that `peer`, which may be this rank, awaits a report when this rank enters the operation."""
         if op not in self.asked_early:
             _bounded(self.asked_early)[op] = set()
         self.asked_early[op].add(peer)
 
     def _query_ranks(self, op: int, report: StallReport, reporter: int) -> None:
-        """Query every rank except the reporter and ranks already queried; in rounds, since all ranks may report."""
+        """Query all ranks about an operation except the reporter and ranks already queried; at most once per round."""
         group = self._group
         now = self._now()
         if now < report.again:
@@ -291,22 +295,22 @@ class StallInspector:
             self._schedule_overdue(op)
 
     def _schedule_overdue(self, op: int) -> None:
-        """Schedule the next check, at the time when another rank becomes slow."""
+        """Schedule a check at the time when the next rank counts as slow."""
         now = self._now()
         due = [since + SLOW_AFTER for since in self._silent.values() if since + SLOW_AFTER > now]
         if due:
-            # A little later, since the clock's rounding may make the silence a little shorter.
+            # Wait a little longer, because clock rounding may make the measured silence slightly too short.
             self._group.call_later(min(due) + GATHER - now, self._on_overdue, op)
 
     def _on_overdue(self, op: int) -> None:
-        """Notify the waiting ranks of a slow rank."""
+        """Notify the waiting ranks that another rank is slow."""
         report = self._reports.get(op)
         if report is not None and self._silent and self._group.is_usable():
             self._send_status(op, report, list(report.called))
             self._schedule_overdue(op)
 
     def _schedule_answer(self, op: int, report: StallReport) -> None:
-        """Schedule an answer to all waiting ranks, after other answers have had time to arrive."""
+        """Schedule one answer to all waiting ranks, after a delay in which replies of more ranks may arrive."""
         if not report.due:
             report.due = True
             self._group.call_later(GATHER, self._answer_waiting, op, report)
@@ -317,7 +321,7 @@ class StallInspector:
             self._send_status(op, report, list(report.called))
 
     def _send_status(self, op: int, report: StallReport, ranks: list[int]) -> None:
-        """Send the missing ranks to `ranks`."""
+        """Send the list of missing ranks to `ranks`."""
         group = self._group
         missing = report.missing(len(group.ranks))
         known = report.absences(missing, self._silent, lambda rank: self._state(group.ranks[rank]), self._now())
@@ -332,7 +336,7 @@ class StallInspector:
         return {"last": last, "age": self._now() - record.entered}
 
     def _describe_wait(self) -> str:
-        """Describe the newest message that this rank waits for: it may keep this rank from entering."""
+        """Describe the newest message that this rank waits for, as a possible reason why it has not entered."""
         operation = next((each for each in reversed(self._group.in_flight.pending) if each.id & P2P == P2P), None)
         return "" if operation is None else f"waiting in {called(operation.describe())}; "
 

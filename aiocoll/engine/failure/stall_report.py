@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 
 __all__ = ["DETAILED", "SLOW_AFTER", "Finding", "MissingRank", "StallReport"]
 
-#: Maximum number of ranks that a finding describes: enough for any reader, and small enough to send to a thousand
-#: ranks.
+#: Maximum number of ranks that a finding describes in detail: enough for a human reader, and little to send to a
+#: thousand ranks.
 DETAILED = 16
-#: Seconds without an answer after which a rank is called slow. A responsive loop answers within a millisecond.
+#: Seconds without an answer after which a rank is reported as slow. A responsive loop answers within a millisecond.
 SLOW_AFTER = 1.0
-#: Seconds in which an answer may still be in flight: many times the round trip between hosts.
+#: Seconds in which an answer may still be on its way: many times the round trip between hosts.
 DOUBT = 0.025
 
 Description = dict[str, Any]
 
 
 class MissingRank(NamedTuple):
-    """State of one rank that other ranks may wait for. Times are relative to the arrival of the finding.
+    """The state of one rank that others may wait for. Its times are relative to the arrival of the finding.
 
     Attributes:
         rank: the rank in the group.
@@ -38,7 +38,7 @@ class MissingRank(NamedTuple):
     state: str
 
     def describe(self, since: float) -> str:
-        """Return a text about this rank, `since` seconds after the finding arrived."""
+        """Describe the state of this rank in a text, `since` seconds after the finding arrived."""
         known = self.last
         if known is not None and self.age is not None:
             known += f", {self.age + since:.1f} s ago"
@@ -50,21 +50,21 @@ class MissingRank(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A coordinator's answer: all ranks that have not entered, and details of some of them and of silent ranks."""
+    """A coordinator's answer: all ranks that have not entered an operation, and details of missing and silent ranks."""
 
     missing: tuple[int, ...]
     known: tuple[MissingRank, ...]
     received: float
 
     def ranks(self, now: float) -> list[int]:
-        """Return the ranks to blame: ranks that have not entered, or, if all have, ranks that do not answer."""
+        """Return the ranks that cause the stall: those that have not entered, or, if all have, the silent ones."""
         doubtful = {each.rank for each in self.known if each.last is None and each.silent + now - self.received < DOUBT}
         return [rank for rank in self.missing if rank not in doubtful] or [
             each.rank for each in self.known if each.entered
         ]
 
     def describe(self, now: float) -> str:
-        """Return a text about the ranks that the operation waits for."""
+        """Describe in a text the ranks that the operation waits for."""
         since = now - self.received
         absent = [each.describe(since) for each in self.known if not each.entered]
         silent = [each.describe(since) for each in self.known if each.entered]
@@ -78,7 +78,7 @@ class Finding(NamedTuple):
 
 
 class StallReport:
-    """State of one stalled operation at the coordinator.
+    """The state of one stalled operation, as its coordinator knows it.
 
     Attributes:
         called: the call of each rank that has entered.
@@ -99,13 +99,13 @@ class StallReport:
         self.due = False
 
     def missing(self, world_size: int) -> list[int]:
-        """Return the ranks that are not known to have entered."""
+        """Return the ranks that, as far as the coordinator knows, have not entered."""
         return [rank for rank in range(world_size) if rank not in self.called]
 
     def absences(
         self, missing: Sequence[int], silent: Mapping[int, float], state: Callable[[int], str], now: float
     ) -> list[MissingRank]:
-        """Describe missing ranks, and silent ranks that have entered; at most `DETAILED` of each.
+        """Describe the missing ranks, and the ranks that have entered but are silent; at most `DETAILED` of each.
 
         Args:
             missing: ranks that have not entered.

@@ -1,4 +1,4 @@
-"""Watchdog thread: it runs even if the event loop is blocked, proves that this process lives, and checks others.
+"""Watchdog thread, which runs even if the event loop is blocked: it sends heartbeats and checks other processes.
 
 Twice a second it
 
@@ -35,23 +35,25 @@ from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["Watchdog"]
 
-#: Seconds between two rounds: precise enough for deadlines of seconds. The two wake-ups a second of an idle rank use
-#: 0.05 % of a core.
+#: Seconds between two rounds of checks: precise enough for deadlines of seconds. The two wake-ups per second of an idle
+#: rank use 0.05 % of a core.
 ROUND = 0.5
-#: Seconds a heartbeat may be silent. A loaded host, or a call that holds the GIL, delays it by less (contract: 6 s).
+#: Seconds without a heartbeat after which a rank is unreachable (contract: 6 s). A loaded host, or a call that holds
+#: the GIL, delays heartbeats by less.
 UNREACHABLE_AFTER = 5.0
-#: Seconds a process may be stopped: leaves 1.5 s of the contract's 6 s to detect the stop and to notify all ranks.
+#: Seconds after which a stopped process is reported: 1.5 s before the contract's limit of 6 s, to notify all ranks in
+#: time.
 STOPPED_AFTER = 4.5
-#: Seconds without a sign of life from the loop, or of this thread, before a warning.
+#: Seconds after which a warning is logged that the loop has not responded, or that this thread could not run.
 BLOCKED_AFTER = 1.0
-#: Seconds for which processes are checked after a request of the loop, which repeats it once a second.
+#: Seconds for which processes are checked after each request of the loop. The loop requests it once a second.
 ATTENTION = 2.5
-#: Maximum bytes per read of a heartbeat: more than an hour of unread heartbeats.
-GULP = 8192
-#: Seconds to wait for the end of the thread, which is immediate unless the host hangs.
+#: Maximum bytes per read of a heartbeat connection: more than an hour of unread heartbeats.
+READ_NBYTES = 8192
+#: Maximum seconds to wait for the end of the thread. It ends immediately unless the host hangs.
 JOIN_TIMEOUT = 1.0
 
-#: Errors of this process or its host, which reveal nothing about a connection.
+#: Error numbers of problems in this process or its host, which do not show that a connection has ended.
 _OWN_ERRORS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EINTR}
 )
@@ -72,10 +74,10 @@ class _Heartbeat:
         self.silence = 0.0
 
     def exchange(self, counted: float, received: memoryview) -> bool:
-        """Send and receive heartbeats; the content of `received` is ignored. Return False if the connection ended."""
+        """Send and receive heartbeats, ignoring the content of `received`. Return False if the connection has ended."""
         try:
             self.stream.send(b"\0")
-        except OSError as error:  # BlockingIOError: the peer has not read for hours
+        except OSError as error:  # BlockingIOError: the peer has not read its heartbeats for hours
             if _has_ended(error):
                 return False
         try:
@@ -85,20 +87,20 @@ class _Heartbeat:
         except BlockingIOError:
             self.silence += counted
         except OSError as error:
-            # An error of this process does not count as silence of the peer.
+            # If this process caused the error, the connection has not ended.
             return not _has_ended(error)
         return True
 
 
 def _has_ended(error: OSError) -> bool:
-    """Return whether an error of a connection shows that it has ended."""
+    """Return whether a socket error shows that the connection has ended."""
     if isinstance(error, ssl.SSLError):
         return True
     return not isinstance(error, BlockingIOError | InterruptedError) and error.errno not in _OWN_ERRORS
 
 
 class Watchdog:
-    """Watchdog thread of one endpoint. It reports through `call_soon_threadsafe`.
+    """The watchdog thread of one endpoint. It reports to the event loop through `call_soon_threadsafe`.
 
     Args:
         rank: this rank in the job.
@@ -129,7 +131,7 @@ class Watchdog:
         self._ending = False
         self._arriving: deque[tuple[int, ByteStream]] = deque()
         self._heartbeats: dict[int, _Heartbeat] = {}
-        self._received = memoryview(bytearray(GULP))
+        self._received = memoryview(bytearray(READ_NBYTES))
         self._observed: Collection[int] = ()
         self._attentive_until = 0.0
         self._stopped: dict[int, float] = {}
@@ -162,7 +164,7 @@ class Watchdog:
             ) from error
 
     def stop(self) -> None:
-        """End the thread, which closes the heartbeats."""
+        """End the thread, which closes the heartbeat connections."""
         self._ending = True
         self._wake.set()
         if self._thread.ident is not None:
@@ -171,14 +173,14 @@ class Watchdog:
             self._log_thread.join(JOIN_TIMEOUT)
 
     def add_heartbeat(self, rank: int, stream: ByteStream) -> None:
-        """Exchange heartbeats with `rank` on `stream`, which the thread owns from now on."""
+        """Exchange heartbeats with `rank` on `stream`, which belongs to the thread from now on."""
         if self._ending:
             stream.close()
         self._arriving.append((rank, stream))
         self._wake.set()
 
     def observe(self, ranks: Collection[int]) -> None:
-        """Check the processes of these ranks for `ATTENTION` seconds."""
+        """Check for `ATTENTION` seconds whether the processes of these ranks still exist."""
         late = self._clock() > self._attentive_until
         self._observed = ranks
         self._attentive_until = self._clock() + ATTENTION
@@ -186,19 +188,19 @@ class Watchdog:
             self._wake.set()
 
     def silence(self, rank: int) -> float | None:
-        """Return the seconds for which the heartbeat of `rank` has been silent; None if there is no heartbeat."""
+        """Return the seconds since the last heartbeat of `rank`; None if there is no heartbeat connection."""
         heartbeat = self._heartbeats.get(rank)
         return None if heartbeat is None else heartbeat.silence
 
     def blocked(self) -> tuple[float, str] | None:
-        """Return the seconds since the loop's last sign of life, and its position; None if the loop is not blocked.
+        """Return the seconds since the loop's last response, and its source line; None if the loop is not blocked.
 
         Any thread may call this.
         """
         if self._has_sign or self._silent_seconds < BLOCKED_AFTER:
             return None
         frame = sys._current_frames().get(self._watched_thread)
-        if self._watched_thread == threading.get_ident():  # in a signal handler, whose own frames come first
+        if self._watched_thread == threading.get_ident():  # called from a signal handler: skip the handler's own frames
             frame = skip_package(frame)
         return self._clock() - self._asked_at, place(frame)
 
@@ -215,7 +217,7 @@ class Watchdog:
             self._close()
 
     def _do_round(self) -> None:
-        """Run the parts of one round; a failure of one part does not stop the others."""
+        """Run all checks of one round. If a check fails, run the others nevertheless."""
         before, now = self._round_at, self._clock()
         self._round_at = now
         counted = min(now - before, ROUND)
@@ -229,7 +231,7 @@ class Watchdog:
             part(*args)
         except Exception as error:
             trouble, self._trouble = self._trouble, repr(error)
-            if trouble != self._trouble:  # an error may repeat in every round
+            if trouble != self._trouble:  # log an error only once, although it may repeat in every round
                 self._log(logging.WARNING, "rank %d: its watchdog continues after an error: %r", self._rank, error)
 
     def _close(self) -> None:
@@ -275,7 +277,7 @@ class Watchdog:
                     self._call_in_loop(self._lost, rank, "killed", 0.0)
 
     def _check_loop(self, now: float, counted: float) -> None:
-        """Request a sign of life from the loop, and log once if there is none."""
+        """Request a response from the loop, and log once if there is none."""
         if self._has_sign or not self._loop.is_running():
             blocked, asked_at, self._blocked = self._blocked, self._asked_at, False
             self._has_sign, self._silent_seconds, self._asked_at = False, 0.0, now
@@ -293,7 +295,7 @@ class Watchdog:
                 self._log(
                     logging.WARNING,
                     "rank %d: the event loop has been blocked for %.1f s, at %s: other ranks may wait for it; "
-                    "asyncio.to_thread keeps such work off the loop%s",
+                    "run such work with asyncio.to_thread%s",
                     self._rank,
                     now - self._asked_at,
                     place(frame),
@@ -301,7 +303,7 @@ class Watchdog:
                 )
 
     def _check_itself(self, elapsed: float) -> None:
-        """Log that this thread could not run."""
+        """Log that this thread could not run for a while."""
         before, self._cpu = self._cpu, _cpu_time()
         if elapsed >= ROUND + BLOCKED_AFTER:
             repeated = self._repeats.admit(STOOD_STILL, self._round_at)
@@ -312,7 +314,7 @@ class Watchdog:
         self._has_sign = True
 
     def _log(self, level: int, text: str, *args: object) -> None:
-        """Log from a separate thread: a log handler may wait for the blocked loop, and must not delay heartbeats.
+        """Log from another thread, because a log handler may wait for the blocked loop and must not delay heartbeats.
 
         If no thread can be started, the loop logs the text when it runs again.
         """
@@ -329,7 +331,7 @@ class Watchdog:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
-            self._ending = True  # the loop has been closed
+            self._ending = True  # the loop has been closed, so this thread ends
 
 
 def _cpu_time() -> float:

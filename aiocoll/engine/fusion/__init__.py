@@ -1,1 +1,1 @@
-"""Fusion of calls: their completions, their layout in memory, and packing."""
+"""Fusion of several calls into one operation: completions, memory layout and packing."""

@@ -16,7 +16,7 @@ __all__ = ["DeferredCompletion", "FlushCompletion", "Member", "MemberCompletion"
 
 
 class DeferredCompletion(Completion):
-    """The completion of a call that starts together with all others of its block.
+    """The completion of a recorded call, which starts together with all other calls of its block.
 
     Attributes:
         plan: the plan of a collective on arrays that may be fused; None for other calls.
@@ -43,11 +43,11 @@ class DeferredCompletion(Completion):
         return hasattr(self, "plan")
 
     def visible(self) -> Completion:
-        """Return the completion behind the user's work."""
+        """Return the completion to which the user's work object refers."""
         return self
 
     def start_if_held(self) -> None:
-        """Start the calls of the block."""
+        """Start the recorded calls of the block, if they have not started."""
         self.block.start_if_held()
 
     def note_retrieval(self) -> None:
@@ -56,13 +56,13 @@ class DeferredCompletion(Completion):
         super().note_retrieval()
 
     def report_failure(self, error: BaseException) -> None:
-        """Report a failure to the block, too."""
+        """Report a failure of this call to the block, too."""
         self.block.failed(self)
         super().report_failure(error)
 
 
 class MemberCompletion(DeferredCompletion):
-    """The completion of a call that is part of a list. The list reports failures.
+    """The completion of one call in a list of calls. The completion of the list reports failures.
 
     Attributes:
         whole: the completion of the list.
@@ -73,25 +73,25 @@ class MemberCompletion(DeferredCompletion):
     whole: Completion
 
     def visible(self) -> Completion:
-        """Return the completion behind the user's work, which is the completion of the list."""
+        """Return the completion to which the user's work refers: the completion of the list."""
         return self.whole
 
     def report_failure(self, error: BaseException) -> None:
-        """Do nothing, since the list reports the failure."""
+        """Do nothing, because the completion of the list reports the failure."""
 
 
-#: A call of a block: its completion, or the work of a call that the accelerator has recorded. Such a work has no
-#: completion until it is requested.
+#: A call of a block: its completion or, if the accelerator has recorded the call, its work. Such a work makes a
+#: completion only on request.
 Member = Any
 
 
 def completion_of_member(member: Member) -> DeferredCompletion:
-    """Return the completion of a call. If the accelerator has it in flight, Python takes it over."""
+    """Return the completion of a call in a list. If the accelerator carries out the call, Python takes it over."""
     return member if isinstance(member, DeferredCompletion) else cast(DeferredCompletion, completion_of(member))
 
 
 class FlushCompletion(Completion):
-    """The completion of a flush, which no single user call has started. Its members report failures.
+    """The completion of a flush, which starts the recorded calls of a block. Each call reports its own failure.
 
     Args:
         stands_for: returns the pending completions of user calls in the flush.

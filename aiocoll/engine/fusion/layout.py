@@ -1,4 +1,4 @@
-"""Layout of a flush: the buckets that fuse its members, and the memory that is sent for each bucket."""
+"""Memory layout of a flush: the buckets that fuse its calls, and the buffers that are sent for each bucket."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from aiocoll.engine.operations.signature import Signature
 
 __all__ = ["CHUNK", "Bucket", "Layout"]
 
-#: Number of bytes copied without interruption. A callback checks the time after each chunk.
+#: Number of bytes copied at a time. After each chunk, the callback checks the time.
 CHUNK = 128 * 1024
 
 Array = NDArray[Any]
 
 
 class Layout(NamedTuple):
-    """The buckets of a list of members. Equal lists share one layout.
+    """The buckets for a list of recorded calls (members). Equal lists share one layout.
 
     Attributes:
         signature: signature of the flush.
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Members that one operation carries out together, or equal members carried out separately (`single`).
+    """Recorded calls (members) that one operation carries out together, or equal ones carried out singly (`single`).
 
     Members on a CUDA device have no plan. All of them take part in one operation, for which no memory is packed.
 
@@ -73,16 +73,16 @@ class Bucket(NamedTuple):
     single: bool = False
 
     def first(self, buffer: int) -> int:
-        """Return the number of elements that the stamp of a buffer takes."""
+        """Return the index of the first data element in a buffer, after the stamp that identifies the members."""
         return self.stamps[buffer].size if self.stamps else 0
 
     def size(self, buffer: int) -> int | None:
-        """Return the number of elements of a buffer; None if this rank does not have it."""
+        """Return the number of elements of a buffer, with its stamp; None if this rank does not have the buffer."""
         counts = self.counts[buffer]
         return None if counts is None else self.first(buffer) + sum(counts)
 
     def find_conflict(self, arrays: Sequence[Array | None]) -> int | None:
-        """Return a rank whose members have counts that differ from this rank's; None if no such rank is found."""
+        """Return a rank whose counts of elements differ from this rank's; None if no such rank is found."""
         for buffer, peer in (self.sources or {}).items():
             array, stamp = arrays[buffer], self.stamps[buffer]  # type: ignore[index]  # both or neither exist
             assert array is not None
@@ -93,7 +93,7 @@ class Bucket(NamedTuple):
     def pack(
         self, members: Sequence[DeferredCompletion], arrays: Sequence[Array | None], buffers: Sequence[int]
     ) -> Iterator[None]:
-        """Fill `buffers` with the members' data, in chunks."""
+        """Copy the members' data into `buffers`, in chunks."""
         for buffer in buffers:
             target, start = arrays[buffer], self.first(buffer)
             assert target is not None
@@ -112,7 +112,7 @@ class Bucket(NamedTuple):
                 yield
 
     def unpack(self, members: Sequence[DeferredCompletion], arrays: Sequence[Array | None]) -> Iterator[None]:
-        """Copy the outputs to the members' arrays and finish the members, in chunks."""
+        """Copy the results to the members' arrays and finish the members, in chunks."""
         starts = {buffer: self.first(buffer) for buffer in self.writes}
         for first, last in zip(self.cuts, self.cuts[1:], strict=False):
             group = members[first:last]
@@ -150,7 +150,7 @@ def _copy_in_chunks(source: Array, target: Array) -> Iterator[None]:
 
 
 def _scale_in_chunks(members: Sequence[DeferredCompletion], sources: Sequence[Array], target: Array) -> Iterator[None]:
-    """Copy each member, multiplied by its own factor."""
+    """Copy each member's data, multiplied by the member's own factor, in chunks."""
     step, place = CHUNK // target.itemsize, 0
     for member, source in zip(members, sources, strict=True):
         assert member.plan is not None

@@ -1,4 +1,4 @@
-"""Overlap check: members of a flush run in no defined order, so none may write memory that another one uses."""
+"""Overlap check: the calls of a flush run in no defined order, so none may write memory that another one uses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from aiocoll.engine.fusion.layout import Layout
 
 __all__ = ["Span", "check_no_overlap", "check_spans"]
 
-#: One array: start and end of its memory, the position of its member, and whether the member writes it.
+#: The memory of one array: start address, end address, index of the call that uses it, and whether that call writes it.
 Span = tuple[int, int, int, bool]
 
 
 def check_no_overlap(layout: Layout, members: Sequence[DeferredCompletion]) -> None:
-    """Raise an error if members share memory that at least one of them writes.
+    """Raise an error if two recorded calls share memory that at least one of them writes.
 
     Raises:
         ValueError: two members share memory. The text names both.
@@ -30,7 +30,7 @@ def check_no_overlap(layout: Layout, members: Sequence[DeferredCompletion]) -> N
 
 
 def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) -> None:
-    """Raise an error if members share memory, like `check_no_overlap`, given their non-empty arrays.
+    """Raise an error if two calls share memory that one of them writes, given their non-empty arrays.
 
     Time: n log n.
     """
@@ -49,7 +49,7 @@ def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) ->
 
 
 class _FarthestEnds:
-    """The farthest end of all spans so far, and the farthest end of spans of any other member."""
+    """The farthest end address of all memory spans so far, and the farthest one of any other call."""
 
     def __init__(self) -> None:
         self._end, self._member = 0, -1
@@ -65,7 +65,7 @@ class _FarthestEnds:
             self._other_end, self._other = end, member
 
     def find_overlap(self, start: int, member: int) -> int | None:
-        """Return a member other than `member` with a span that ends after `start`; None if there is none."""
+        """Return a member other than `member` with a memory span that ends after `start`; None if there is none."""
         if self._member != member:
             return self._member if self._end > start else None
         return self._other if self._other_end > start else None
@@ -75,7 +75,7 @@ def _arrays(layout: Layout, members: Sequence[DeferredCompletion]) -> Iterator[t
     for bucket in layout.buckets:
         if bucket.plan is None:
             for position in bucket.members:
-                for array in _read_by(members[position]):
+                for array in _arrays_read_by(members[position]):
                     yield position, array, False
             continue
         for position in bucket.members:
@@ -84,8 +84,8 @@ def _arrays(layout: Layout, members: Sequence[DeferredCompletion]) -> Iterator[t
                     yield position, array, buffer in bucket.writes
 
 
-def _read_by(member: DeferredCompletion) -> Sequence[NDArray[Any]]:
-    """Return the host arrays that a call without a plan reads."""
+def _arrays_read_by(member: DeferredCompletion) -> Sequence[NDArray[Any]]:
+    """Return the host arrays that a recorded call without a plan reads."""
     call = member.call
     return () if call.is_on_device or call.arrays is None else call.arrays
 
@@ -98,17 +98,18 @@ def _spans(layout: Layout, members: Sequence[DeferredCompletion]) -> Iterator[Sp
 
 
 def _own_their_memory(layout: Layout, members: Sequence[DeferredCompletion]) -> bool:
-    """Return whether all arrays of different members have different owners of memory, so that none overlap."""
+    """Return whether the arrays of different calls are parts of different allocations, so that none overlap."""
     ndarray = np.ndarray
     seen: set[int] = set()
     for bucket in layout.buckets:
         if bucket.plan is None:
-            if any(map(_read_by, map(members.__getitem__, bucket.members))):
-                return False  # too few members for the fast path to pay off
+            if any(map(_arrays_read_by, map(members.__getitem__, bucket.members))):
+                return False  # for so few calls, the fast path does not pay off
             continue
         arrays = [members[position].arrays for position in bucket.members]
         if len(arrays[0]) == 1:
-            # A fast path for the most common case.
+            # Fast path for the most common case: each call has one array, which owns its memory or is a view of an
+            # array that does.
             owners = [array if (base := array.base) is None else base for (array,) in arrays]
             if set(map(type, owners)) != {ndarray}:
                 return False

@@ -1,4 +1,4 @@
-"""Executor of a flush: one operation for the flush itself, and a child for each of its buckets or single members.
+"""Executor of a flush: one operation for the whole flush, and one child for each of its buckets or single calls.
 
 The flush itself sends no data. It represents the calls of its rank under that sequence number. Its signature is the
 list of members, and frames, requests, timeouts and completion reports refer to it. The ids of the buckets are derived
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Flush", "Packer", "Start", "fail"]
 
-#: Number of members that the accelerator starts between two checks of the time, in some 20 microseconds. At most twice
-#: as many are in flight. A call in which all ranks exchange data ends only after all peers have started it. By then the
-#: peers have finished the calls that many positions earlier, so each call finds its slot free.
+#: Number of calls that the accelerator starts between two checks of the time, in some 20 microseconds. At most twice as
+#: many are in flight. If all ranks exchange data in a call, the call ends only after all peers have started it. By then
+#: the peers have finished the calls that many positions earlier, so each call finds a free slot.
 PIECE = SMALL_SLOTS // 4
 
-#: Starts the operation of a bucket. Arguments: number of the bucket in its flush, the bucket, the arrays, and a
-#: callback for the end.
+#: A function that starts the operation of a bucket. Arguments: the bucket's number in its flush, the bucket, its
+#: arrays, and a callback for the end.
 Start = Callable[[int, Bucket, list[NDArray[Any] | None], Ended], None]
 
 
 class Packer:
-    """The packer of a flush, which packs, starts and unpacks its buckets.
+    """The part of a flush that packs, starts and unpacks its buckets.
 
     Args:
         comm: the communicator.
@@ -95,7 +95,7 @@ class Packer:
         self._put_off = False
 
     def advance(self) -> None:
-        """Pack and unpack buckets.
+        """Continue to pack and unpack buckets, in the time of one callback.
 
         Work that exceeds this callback's time continues in the next loop iteration, unless `foreign`.
         """
@@ -123,12 +123,12 @@ class Packer:
         self._schedule_next()
 
     def look(self) -> bool:
-        """Continue packing while an await polls."""
+        """Continue to pack and unpack while an await polls."""
         self.advance()
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Finish all pending members with `error`."""
+        """Fail all pending calls of the flush with `error`."""
         self.done = True
         self._jobs.clear()
         self._schedule_next()
@@ -136,12 +136,12 @@ class Packer:
         self._drop_references()
 
     def pending(self) -> list[Completion]:
-        """Return the completions of user calls that have not ended."""
+        """Return the completions of the user's calls that have not ended."""
         members = map(completion_of_member, self.members)
         return list(dict.fromkeys(member.visible() for member in members if not member.done))
 
     def add(self, starting: Iterator[bool] | None = None) -> None:
-        """Register an item that is not in a bucket. The flush also waits for it, until `finish_one`.
+        """Register work outside the buckets, for which the flush also waits until `finish_one` is called.
 
         Args:
             starting: starts the item, in pieces, before other jobs. A piece returns True to pause until `start_more`.
@@ -151,22 +151,22 @@ class Packer:
             self._jobs.appendleft(starting)
 
     def resume(self) -> None:
-        """Continue the paused job."""
+        """Continue the job that paused itself."""
         self._jobs.append(self._paused)
         self.advance()
 
     def finish_one(self) -> None:
-        """Record the end of an item that was added."""
+        """Record that work registered by `add` has ended."""
         self._left -= 1
         self.advance()
 
     def _drop_references(self) -> None:
-        """Drop references to objects that refer back, so that a block's arrays are freed without garbage collection."""
+        """Break reference cycles, so that a block's arrays are freed without garbage collection."""
         self._start = self.on_ended = self.on_mismatch = _do_nothing
         self._paused = iter(())
 
     def _schedule_next(self) -> None:
-        """Let the next loop iteration, or an await that polls, continue if jobs are left."""
+        """If jobs are left, continue in the next loop iteration, or when an await polls."""
         lookers = self.comm.polling.lookers
         if self.done or not self._jobs:
             lookers.pop(self, None)
@@ -196,7 +196,7 @@ class Packer:
     # -- one bucket
 
     def _packing(self, number: int, bucket: Bucket) -> Iterator[None]:
-        """Pack a bucket and start it."""
+        """Pack a bucket in chunks, and start its operation."""
         members = [self.members[position] for position in bucket.members]
         plan = bucket.plan
         arrays: list[NDArray[Any] | None] = []
@@ -237,7 +237,7 @@ class Packer:
     def _unpacking(
         self, bucket: Bucket, members: Sequence[DeferredCompletion], arrays: Sequence[NDArray[Any] | None]
     ) -> Iterator[None]:
-        """Unpack a bucket, unless its stamps show that peers have other members."""
+        """Unpack a bucket in chunks, unless its stamps show that peers have recorded different calls."""
         wrong = bucket.find_conflict(arrays)
         if wrong is not None:
             self.on_mismatch(wrong)
@@ -250,7 +250,7 @@ class Packer:
 
 
 class Flush(Operation):
-    """The operation of a flush on one rank.
+    """The operation on one rank that carries out a flush.
 
     Args:
         layout: layout of the members.
@@ -274,7 +274,7 @@ class Flush(Operation):
             packer.add(self._start_singles())
 
     def enter(self) -> None:
-        """Start packing."""
+        """Start to pack the buckets."""
         self._packer.advance()
 
     def algorithm(self) -> str | None:
@@ -282,11 +282,11 @@ class Flush(Operation):
         return self.children.algorithm
 
     def needs(self, peer: int) -> bool:
-        """Return False, since the operations of the buckets report the peers that they need."""
+        """Return False, because the operations of the buckets report the peers that they need."""
         return False
 
     def expire(self) -> None:
-        """Handle the expired timeout. A bucket that only waits for a device reports the cause."""
+        """Handle the expired timeout. A bucket that only waits for a device reports the cause itself."""
         waiting = self.children.find_waiting_for_device()
         if waiting is None:
             super().expire()
@@ -294,7 +294,7 @@ class Flush(Operation):
             waiting.expire()
 
     def fail(self, error: BaseException) -> None:
-        """Finish the operation with `error`, and fail all members."""
+        """Finish the flush with `error`, and fail all its calls."""
         if self._packer.native is not None:
             self._packer.native.close()
         super().fail(error)
@@ -303,7 +303,7 @@ class Flush(Operation):
     # -- members that are carried out by themselves
 
     def _start_singles(self) -> Iterator[bool]:
-        """Start the single members, in pieces. Their ids are consecutive, so that they use different slots."""
+        """Start the calls that are not fused, in several callbacks. Consecutive ids give them different slots."""
         singles, members, native = self._packer.layout.singles, self._packer.members, self._packer.native
         first = KEYED | hash62(f"members of {self.id}") >> 1
         algorithm = next(plan.algorithm for plan in reversed(singles) if plan is not None)
@@ -323,7 +323,7 @@ class Flush(Operation):
         yield False
 
     def start_single(self, position: int, identity: int) -> None:
-        """Start a member that the accelerator cannot carry out."""
+        """Start a call that is not fused, and that the accelerator cannot carry out."""
         if self.done:
             return
         plan = self._packer.layout.singles[position]
@@ -342,7 +342,7 @@ class Flush(Operation):
         missing: int,
         has_posted: bool,
     ) -> None:
-        """Continue a member that the accelerator has begun. The last two arguments are those of `SlotProgram.adopt`."""
+        """Continue a call that the accelerator has begun; `missing` and `has_posted` as in `SlotProgram.adopt`."""
         child = self._single(identity, plan, arrays, member)
         child.entered = entered
         assert isinstance(child, SlotProgram)
@@ -365,16 +365,16 @@ class Flush(Operation):
         return self.children.add(self, identity, make, ended)
 
     def start_more(self) -> None:
-        """Start more members, because the accelerator has few left."""
+        """Start more calls, because the accelerator has only a few left to carry out."""
         if not self.done:
             self._packer.resume()
 
     def start_more_later(self) -> None:
-        """Start more members in the next loop iteration."""
+        """Start more calls in the next loop iteration."""
         self.comm.call_soon(self.start_more)
 
     def on_singles_ended(self, peer: int) -> None:
-        """Record that the accelerator has no more members. The last one waited for `peer`."""
+        """Record that the accelerator has carried out all its calls. The last one waited for data of `peer`."""
         self.set_waited_for(peer)
         self._packer.finish_one()
         if not self.done:
@@ -396,7 +396,7 @@ def _do_nothing(*_: object) -> None:
 
 
 def fail(members: Sequence[DeferredCompletion], error: BaseException) -> None:
-    """Fail completions with `error`. Each gets its own copy, since raised errors accumulate tracebacks."""
+    """Fail `completions`, each with its own copy of `error`, because a raised exception accumulates tracebacks."""
     for member in members:
         if not member.done:
             each = error

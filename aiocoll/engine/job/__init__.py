@@ -1,1 +1,1 @@
-"""State of a rank in its job, shared by all parts of an endpoint."""
+"""The state of a rank in its job, shared by all parts of an endpoint."""

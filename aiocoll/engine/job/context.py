@@ -1,4 +1,4 @@
-"""Context of an endpoint: this rank's number, clock and tasks, and connections to other ranks."""
+"""Context of an endpoint: this rank's number, clock, background tasks, and transport to other ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from aiocoll.transport.byte_stream import ByteStream
 __all__ = ["Context", "is_quiet"]
 
 
-#: Whether the current code runs in a context such as `Context.quiet`, which cannot be entered twice.
+#: Whether the current code already runs in a context such as `Context.quiet`. A context cannot be entered twice.
 is_quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("aiocoll_quiet", default=False)
 
 
 class Context:
-    """State of one rank in one job, shared by all parts of its endpoint.
+    """The state of one rank in one job, shared by all parts of its endpoint.
 
     Args:
         runtime: clock, timers and loop.
@@ -52,15 +52,15 @@ class Context:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
-        """Open a link to `rank`; None if `rank` is already opening a link to this rank."""
+        """Open a link to `rank`; return None if `rank` is already opening a link to this rank."""
         return await self.transport.connect(rank, self.cards[rank], kind)
 
     async def connect_heartbeat(self, rank: int) -> ByteStream | None:
-        """Open a heartbeat to `rank`; None if `rank` is already opening one to this rank."""
+        """Open a heartbeat connection to `rank`; return None if `rank` is already opening one to this rank."""
         return await self.transport.connect_heartbeat(rank, self.cards[rank])
 
     def spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a background task."""
+        """Run a coroutine as a background task."""
         task = self.runtime.create_task(coro, name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

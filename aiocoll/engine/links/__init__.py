@@ -1,1 +1,1 @@
-"""Data link to one peer: the order of messages on it, and flow control."""
+"""Data link to one peer: message order and flow control."""

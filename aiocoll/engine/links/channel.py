@@ -1,4 +1,4 @@
-"""Channel: all traffic with one peer over one link, with fair sending and flow control.
+"""Channel: all data for one peer over one link, with a fair send queue and flow control.
 
 Messages of different operations take turns segment by segment, so a long one never blocks another. Eager data, which
 the receiver has not requested, has two limits: `EAGER_WINDOW` bytes per message and `LINK_WINDOW` bytes per peer. For
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel"]
 
-# Plain ints: comparing with an enum member costs twice as much.
+# Plain ints, because a comparison with an enum member takes twice as long.
 _DATA, _READY = int(FrameKind.DATA), int(FrameKind.READY)
 _WINDOW, _CONTROL = int(FrameKind.WINDOW), int(FrameKind.CONTROL)
 _pack = HEADER.pack
 
 
 class Channel:
-    """Sink of the data link to `peer`, and its send queue.
+    """The send queue for `peer`, and the handler of frames that arrive on its data link.
 
     Args:
         context: the endpoint's context.
@@ -73,10 +73,10 @@ class Channel:
     def __init__(self, context: Context, peer: int, groups: Mapping[int, Communicator], owner: Channels) -> None:
         self.peer = peer
         self.link: Link | None = None
-        #: What carries the data: "shm", "tcp". Kept after the link's end; empty before the first link.
+        #: The medium of the data, such as "shm" or "tcp". Kept after the link has closed; empty before the first link.
         self.carrier = ""
-        #: The link, if it uses shared memory. Kept after the link's end, since data that the peer left there is still
-        #: valid.
+        #: The link, if it uses shared memory. Kept after the link has closed, because data that the peer left in the
+        #: memory is still valid.
         self.shared: SharedMemoryLink | None = None
         self.dialling = False
         self.receiving: Operation | None = None
@@ -85,19 +85,20 @@ class Channel:
         self._owner = owner
         self._queue: deque[Message] = deque()
         self._inflight: tuple[Message, int] | None = None
-        #: Frames that wait for a link: headers and payloads.
+        #: Frames (header and payload) that wait until the link is open.
         self._held: list[tuple[bytes, memoryview | None]] = []
         self._blocked: dict[Operation, list[Message]] = {}
-        #: Blocked messages to be announced to the peer once its window has room.
+        #: Blocked messages that are not announced to the peer yet, because its window has no room.
         self._unannounced: deque[Message] = deque()
-        # Eager bytes sent and not yet reported as consumed; eager bytes received and consumed, but not yet reported.
+        # Numbers of eager bytes: sent, but not reported by the peer as consumed; and received and consumed, but not
+        # reported to the peer.
         self._unasked = 0
         self._consumed = 0
         self._waiting = Waiting(peer)
         self._pumping = self._again = False
 
     def attach(self, link: Link) -> None:
-        """Use `link` from now on."""
+        """Send and receive on `link` from now on."""
         self.link = link
         self.carrier = link.carrier
         self.shared = link.shared
@@ -112,7 +113,7 @@ class Channel:
     # -- sending
 
     def pass_on(self, operation: Operation, index: int, step: int, view: memoryview, total: int) -> bool | None:
-        """Send a whole small message immediately if the queue is empty: the fast path of most messages.
+        """Send a whole small message immediately if the queue is empty. This is the fast path of most messages.
 
         Returns:
             True if the message was sent; False if the link keeps a part of it and will call `sent`; None if the caller
@@ -132,36 +133,36 @@ class Channel:
         return False
 
     def enqueue(self, message: Message) -> None:
-        """Queue `message` unless it is queued, since more of it may be sent now."""
+        """Queue `message`, of which more data may be sent now, unless it is queued already."""
         if not message.queued:
             message.queued = True
             self._queue.append(message)
         self.pump()
 
     def grant(self, operation: Operation) -> None:
-        """Send the rest of `operation`, which the peer has granted."""
+        """Send the rest of `operation`'s messages, which the peer has permitted."""
         operation.granted |= {self.peer}
         for message in self._blocked.pop(operation, ()):
             message.blocked = False
             self.enqueue(message)
 
     def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
-        """Send a frame without payload, ahead of the queue."""
+        """Send a frame without payload, ahead of the queued messages."""
         self._write(_pack(kind, 0, 0, group, op, 0, amount, 0, 0))
 
     def send_after_data(self, message: ControlMessage) -> bool:
-        """Send a control message after all data. Return False if there is no link and no data that waits for one."""
+        """Send a control message after all data; return False if there is no link and no data that waits for one."""
         if self.link is None and not self._held:
             return False
         self.send_control(message)
         return True
 
     def send_control(self, message: ControlMessage) -> None:
-        """Send a control message after all data; open a link if there is none."""
+        """Send a control message after all data. Open a link if there is none."""
         self._write(*frame_of(message))
 
     def _write(self, header: bytes, payload: memoryview | None = None) -> None:
-        """Send a frame ahead of the queue."""
+        """Send a frame ahead of the queued messages."""
         if self.link is not None:
             self.link.write(header, payload)
         else:
@@ -199,7 +200,7 @@ class Channel:
         self._pumping = False
 
     def drained(self, link: Link) -> None:
-        """Handle a drained link: it has sent the frame that it kept, so it accepts more."""
+        """Send more queued messages, because the link has sent the frame that it had stored."""
         if self._inflight is not None:
             message, nbytes = self._inflight
             self._inflight = None
@@ -220,7 +221,8 @@ class Channel:
         if self.peer not in operation.granted:
             flags = EAGER
             room = LINK_WINDOW - self._unasked
-            # A payload read in place is sent in one frame, since the receiver would copy bytes that it cannot use yet.
+            # If the peer reads the payload in place, send it in one frame: the peer would have to copy an eager part,
+            # which it cannot use yet.
             allowed = 0 if place is not None and message.total > EAGER_WINDOW else min(EAGER_WINDOW - moved, room)
             if allowed < nbytes or room < LEAST:
                 cut = True
@@ -235,7 +237,7 @@ class Channel:
         message.moved = moved + nbytes
         written = False if referenced else link.write(*self._frame(message, flags, moved, nbytes))
         if cut:
-            # Announce immediately, so that later messages do not take the room that is left for this announcement.
+            # Announce the message now, so that later messages do not use up the window room for the announcement.
             self._block(link, message)
         elif message.moved < message.limit:
             message.queued = True
@@ -255,23 +257,23 @@ class Channel:
         return header, message.view[moved : moved + nbytes] if nbytes else None
 
     def _find_reference(self, message: Message) -> tuple[int, int] | None:
-        """Return the memory where the peer can read the next bytes in place; None if that is slower."""
+        """Return the memory in which the peer can read the next bytes in place; None if that would be slower."""
         if self.shared is None or self.shared is not self.link:
             return None
         operation = message.operation
         attach = message.total >= operation.single_copy_from
         if operation.reduces and not attach:
-            return None  # the peer adds from the ring as fast as it could copy from there
+            return None  # the peer reduces data from the ring as fast as it could copy from this memory
         return self.shared.references.find(message.view[message.moved :], attach=attach)
 
     def _send_by_reference(self, message: Message, place: tuple[int, int], flags: int, nbytes: int) -> bool:
-        """Send a frame whose payload the peer reads in place; False if there is no space."""
+        """Send a frame whose payload the peer reads in place. Return False if the link has no space for the frame."""
         assert self.shared is not None
         header, _ = self._frame(message, flags, message.moved, nbytes)
         return self.shared.references.write(header, place, message.operation, partial(self._sent, message, nbytes))
 
     def _sent(self, message: Message, nbytes: int) -> None:
-        """Report to the operation that the memory of `nbytes` sent bytes may be overwritten."""
+        """Report to the operation that `nbytes` bytes have been sent, so that their memory may be overwritten."""
         try:
             message.operation.sent(message, nbytes)
         except Exception as error:
@@ -283,13 +285,14 @@ class Channel:
         message.blocked = True
         operation = message.operation
         self._blocked.setdefault(operation, []).append(message)
-        # A receiver that already has a part of a message longer than the window grants the rest when it enters.
+        # If a receiver already has a part of a message longer than the window, it grants the rest when it enters the
+        # operation. Then no announcement is needed.
         if message.total <= EAGER_WINDOW or not message.moved:
             self._unannounced.append(message)
             self._announce(link)
 
     def _announce(self, link: Link) -> None:
-        """Announce blocked messages to the peer, as long as its window has room."""
+        """Announce messages that may not be sent yet to the peer, as long as the peer's window has room."""
         while self._unannounced and self._unasked + LEAST <= LINK_WINDOW + ASK_WINDOW:
             message = self._unannounced.popleft()
             operation = message.operation
@@ -311,7 +314,7 @@ class Channel:
     # -- receiving: the channel as the sink of the link
 
     def route(self, link: Link, header: Header) -> memoryview | None:
-        """Return the destination memory of an arriving payload."""
+        """Return the memory for an arriving payload."""
         if header[0] != _DATA:
             return None
         try:
@@ -349,13 +352,13 @@ class Channel:
             raise self._handling_error(header, error) from error
 
     def withdrawn(self, link: Link, header: Header) -> None:
-        """Handle a withdrawn frame: the sender's operation has failed, so its eager bytes no longer count."""
+        """Handle a frame that the sender has withdrawn after a failure: its eager bytes no longer count."""
         self.receiving = None
         if header[1] & EAGER:
             self.consume(max(header[7], LEAST))
 
     def _handle_channel_frame(self, header: Header, payload: memoryview | None) -> bool:
-        """Handle a frame that is not about one operation; return whether it was one."""
+        """Handle a control message or a window update; return False if the frame belongs to an operation."""
         kind = header[0]
         if kind == _CONTROL:
             self._owner.receive(self.peer, payload, DATA)
@@ -371,7 +374,7 @@ class Channel:
         return ProtocolError(f"{what}, a {describe(header)}: {error!r}")
 
     def _on_consumed(self, nbytes: int) -> None:
-        """Handle the peer's report of consumed eager bytes."""
+        """Handle the peer's report of eager bytes that it has consumed."""
         if nbytes > self._unasked:
             raise ProtocolError(
                 f"rank {self.peer} reported {nbytes} consumed bytes, but only {self._unasked} were unconsumed"
@@ -382,35 +385,35 @@ class Channel:
         self.pump()
 
     def hold(self, header: Header) -> None:
-        """Count a buffered frame; raise `ProtocolError` if it exceeds the peer's window."""
+        """Count a buffered frame; raise `ProtocolError` if the buffered frames exceed the peer's window."""
         self._waiting.add(header, self._consumed)
 
     def redeliver(
         self, take: Callable[[Channel, Header, memoryview | None], bool], header: Header, payload: bytes
     ) -> None:
-        """Deliver a buffered frame to `take`, which may buffer it again."""
+        """Pass a buffered frame to `take`, which may buffer the frame again."""
         nbytes = self._waiting.remove(header)
         if self._waiting.redeliver(take, self, header, memoryview(payload)):
             self.consume(nbytes)
 
     def release(self, header: Header) -> None:
-        """Stop counting a buffered frame."""
+        """Stop counting a frame that is no longer buffered."""
         self.consume(self._waiting.remove(header))
 
     def consume(self, nbytes: int) -> None:
-        """Count consumed eager bytes, and report them to the sender in batches of `WINDOW_LOT`."""
+        """Count eager bytes that were consumed, and report them to the sender in batches of `WINDOW_LOT`."""
         self._consumed += nbytes
         if self._consumed >= WINDOW_LOT and self.link is not None:
             self.control(FrameKind.WINDOW, 0, 0, self._consumed)
             self._consumed = 0
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """Handle a closed link, or an unacceptable message of the peer."""
+        """Handle a link that has closed, or that has carried an unacceptable message."""
         self.cut()
         self._owner.lost(self.peer, error, link)
 
     def cut(self) -> list[Link]:
-        """Stop using the link; return it in a list, which is empty if there is no link."""
+        """Stop using the link; return a list with it, or an empty list if there is no link."""
         link, self.link = self.link, None
         if self.shared is not None and self.shared.native is not None:
             self.shared.native.retire()
@@ -418,18 +421,18 @@ class Channel:
         return [] if link is None else [link]
 
     def release_shared(self) -> None:
-        """Release the peer's shared memory, after the link has closed."""
+        """Release the memory shared with the peer, after the link has closed."""
         if self.shared is not None:
             self.shared.forget()
             self.shared = None
 
     def purge(self, group: int, has_left: bool) -> None:
-        """Free the peer's posts for an ended group in shared memory, and later ones unless the peer `has_left` it."""
+        """Free the peer's shared-memory posts for an ended group, and also later ones unless the peer `has_left` it."""
         if self.shared is not None:
             self.shared.purge(group, has_left)
 
     def drop(self, operation: Operation) -> None:
-        """Forget the blocked messages and the destination memory of a failed operation."""
+        """Forget the blocked messages and the receive memory of a failed operation."""
         self._blocked.pop(operation, None)
         if self.shared is not None:
             self.shared.references.invalidate(operation)

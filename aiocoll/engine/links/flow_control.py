@@ -1,4 +1,4 @@
-"""Flow control: the limits of eager sending, and their enforcement by the receiver.
+"""Flow control: limits for eager data, and their enforcement by the receiver.
 
 An eager frame counts against the window of its link from sending until its receiver reports it as consumed. The
 receiver consumes it when an operation has used it. So the bytes that wait at the receiver, plus the bytes that it has
@@ -15,26 +15,27 @@ from aiocoll.transport.frame import EAGER, FrameKind, Header
 
 __all__ = ["ALIGN", "ASK_WINDOW", "EARLY_GRANTS", "LEAST", "LINK_WINDOW", "WINDOW_LOT", "Waiting"]
 
-#: Maximum number of bytes per peer sent eagerly and not yet consumed.
+#: Maximum number of bytes sent eagerly to one peer and not consumed by it yet.
 LINK_WINDOW = 4 * 1024 * 1024
-#: Minimum number of bytes that a frame counts as: a waiting frame takes about 600 bytes even if it is empty. So 32,768
-#: frames may wait, several for each of 10,000 operations that the receiver has not entered (contract).
+#: Minimum number of bytes for which a frame is counted: a buffered frame takes about 600 bytes even if it is empty. So
+#: at most 32,768 frames are buffered, several for each of 10,000 operations that the receiver has not entered
+#: (contract).
 LEAST = 128
-#: Additional window for READY frames when the window is full: the same size again.
+#: Additional window for READY frames when the data window is full: the same size again.
 ASK_WINDOW = LINK_WINDOW
-#: Batch size in bytes of reports about consumed eager bytes: rare, but well before the sender has to wait.
+#: Number of consumed eager bytes after which they are reported to the sender: rarely, but well before it must wait.
 WINDOW_LOT = LINK_WINDOW // 4
-#: Eager segments end at multiples of the largest itemsize, so that elements stay whole.
+#: Eager segments end at multiples of this largest itemsize, so that no element is divided.
 ALIGN = 16
-#: Maximum number of GRANT frames that wait for operations not entered yet. Each is for a message of more than
-#: `EAGER_WINDOW` bytes, so a correct peer would be 16 GiB ahead.
+#: Maximum number of buffered GRANT frames, for operations that this rank has not entered. Each permits a message of
+#: more than `EAGER_WINDOW` bytes, so a correct peer would be 16 GiB ahead.
 EARLY_GRANTS = 1 << 16
 
 _DATA, _GRANT = int(FrameKind.DATA), int(FrameKind.GRANT)
 
 
 class Waiting:
-    """Buffered frames of one peer, for operations or groups that this rank has not reached.
+    """The buffered frames of one peer, for operations or groups that this rank has not started.
 
     Args:
         peer: rank of the sender.
@@ -49,7 +50,7 @@ class Waiting:
         self._checks = True
 
     def add(self, header: Header, unreported: int) -> None:
-        """Count a buffered frame; `unreported` bytes were consumed, but not yet reported to the sender.
+        """Count a buffered frame. The peer counts `unreported` consumed bytes, too, until they are reported.
 
         Raises:
             ProtocolError: the frame exceeds the window.
@@ -57,20 +58,24 @@ class Waiting:
         kind, flags, _, _, op, _, offset, length, _ = header
         if kind == _GRANT:
             if self._grants >= EARLY_GRANTS:
-                raise ProtocolError(f"rank {self._peer} has granted more than {EARLY_GRANTS} operations ahead")
+                raise ProtocolError(
+                    f"rank {self._peer} sent more than {EARLY_GRANTS} grants for operations not entered here"
+                )
             self._grants += 1
             return
         nbytes = max(length, LEAST)
         window = LINK_WINDOW if kind == _DATA else LINK_WINDOW + ASK_WINDOW
         if self._checks:
             if not flags & EAGER or (kind == _DATA and offset + length > EAGER_WINDOW):
-                raise ProtocolError(f"rank {self._peer} sent more bytes of operation {op:#x} than were granted")
+                raise ProtocolError(
+                    f"rank {self._peer} sent more bytes of operation {op:#x} than this rank had granted"
+                )
             if self._nbytes + nbytes + unreported > window:
                 raise ProtocolError(f"rank {self._peer} sent more than the {window} bytes that may wait for this rank")
         self._nbytes += nbytes
 
     def redeliver(self, take: Callable[..., bool], *frame: object) -> bool:
-        """Call `take` with a buffered frame, which it may buffer again even if later frames have filled the window."""
+        """Pass a buffered frame to `take`, which may buffer the frame again even if the window is full now."""
         self._checks = False
         try:
             return take(*frame)
@@ -78,7 +83,7 @@ class Waiting:
             self._checks = True
 
     def remove(self, header: Header) -> int:
-        """Stop counting a buffered frame; return the bytes that it counted as."""
+        """Stop counting a buffered frame; return the number of bytes for which it was counted."""
         if header[0] == _GRANT:
             self._grants -= 1
             return 0

@@ -1,1 +1,1 @@
-"""Point-to-point messages: sends, receives, and the matching of both."""
+"""Point-to-point messages: sends, receives, and the matching of sends with receives."""

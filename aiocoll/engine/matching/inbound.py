@@ -1,4 +1,4 @@
-"""Inbound point-to-point messages, and the base class of receives."""
+"""Arriving point-to-point messages, and the base class of receives."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TAG_LIMIT", "InboundMessage", "Receive"]
 
-#: Upper limit of tags, exclusive. The operation id has 30 bits for the tag.
+#: Tags are below this limit: the operation id has 30 bits for the tag.
 TAG_LIMIT = 1 << 30
 
 
 class Receive(Operation):
-    """The receiving end of a message.
+    """Base class of the receiving end of a message.
 
     Attributes:
         view: the destination; None as long as no memory is allocated.
@@ -35,12 +35,12 @@ class Receive(Operation):
     __slots__ = ()
 
     def complete(self) -> None:
-        """Handle the arrival of the last byte."""
+        """Handle the arrival of the message's last byte."""
         raise NotImplementedError
 
 
 class InboundMessage:
-    """A message that is being received, matched or unmatched.
+    """A message that is arriving, whether or not a receive matches it.
 
     Attributes:
         held: headers of its frames that wait here.
@@ -92,12 +92,12 @@ class InboundMessage:
 
     @property
     def is_grant_pending(self) -> bool:
-        """Return whether the sender waits for a grant, now or soon."""
+        """Return whether the sender waits, or will wait, for a grant."""
         return self.ready or self.total > EAGER_WINDOW
 
     @property
     def tag(self) -> int:
-        """The tag, from the operation id."""
+        """The message's tag, taken from the operation id."""
         return self.op >> 32 & (TAG_LIMIT - 1)
 
     @property
@@ -106,25 +106,25 @@ class InboundMessage:
         return self.received == self.total and not self.empty
 
     def grant(self, comm: int) -> None:
-        """Permit the sender to send the whole message, from host memory."""
+        """Permit the sender to send the whole message from host memory."""
         self.offer = None
         self.granted = True
         self.channel.control(FrameKind.GRANT, comm, self.op)
 
     def hold(self, header: Header) -> None:
-        """Count a frame as waiting, unless the sender had permission to send it."""
+        """Count a frame of the message as buffered, unless the receiver had permitted the sender to send it."""
         if header[1] & EAGER or not self.granted:
             self.channel.hold(header)
             self.held.append(header)
 
     def release(self) -> None:
-        """Stop counting the frames of the message as waiting."""
+        """Stop counting the frames of the message as buffered."""
         held, self.held = self.held, []
         for header in held:
             self.channel.release(header)
 
     def data(self) -> bytes:
-        """Remove and return the bytes that have arrived."""
+        """Remove and return the buffered bytes of the message."""
         data = b"".join(self.parts)
         self.parts.clear()
         self.release()
@@ -132,5 +132,5 @@ class InboundMessage:
 
 
 def _itemsize(code: int) -> int:
-    """Return the bytes per element of a message, 1 if unknown. Raise `ValueError` for an unknown dtype."""
+    """Return the bytes per element of a message; 1 for dtypes that the code does not identify."""
     return 1 if code == OBJECT or is_opaque(code) else by_code(code).itemsize

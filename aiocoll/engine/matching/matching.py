@@ -1,4 +1,4 @@
-"""Matching of point-to-point messages by source and tag, in the order in which they were sent.
+"""Matching of point-to-point messages with receives, by source and tag, in the order in which they were sent.
 
 A message without a receive waits here, with at most an eager window of its bytes. The rest stays with its sender until
 a receive matches. For receives see `aiocoll.engine.matching.posted`, for sends `aiocoll.engine.matching.outbound`.
@@ -56,7 +56,7 @@ class Matching:
         self._closed = False
 
     def next_id(self, tag: int) -> int:
-        """Return the id of the next message with `tag`.
+        """Return the id for the next message that this rank sends with `tag`.
 
         All messages share one counter, so a new tag needs no memory.
         """
@@ -64,7 +64,7 @@ class Matching:
         return P2P | tag << 32 | self._sent
 
     def post(self, posted: PostedReceive) -> None:
-        """Match `posted` with the oldest fitting message, or queue it."""
+        """Match the receive `posted` with the oldest message that fits, or queue the receive."""
         for arrival in self._waiting.get(posted.tag, ()):
             if posted.peer is None or posted.peer == arrival.peer:
                 self._dequeue(arrival)
@@ -73,7 +73,7 @@ class Matching:
         self._posted.setdefault(posted.tag, {})[posted] = None
 
     def withdraw(self, posted: PostedReceive) -> None:
-        """Remove a receive that has ended."""
+        """Remove a queued receive that has ended."""
         if posted.arrival is not None:
             posted.arrival.discard = True
         else:
@@ -87,7 +87,7 @@ class Matching:
         return None
 
     def watch(self, probe: PostedProbe) -> None:
-        """Report the oldest fitting message to `probe`, now or when one arrives."""
+        """Report the oldest message that fits to `probe`, now or when one arrives."""
         arrival = self.find(probe.peer, probe.tag)
         if arrival is not None:
             probe.on_found(arrival)
@@ -95,18 +95,18 @@ class Matching:
             self._probes.setdefault(probe.tag, {})[probe] = None
 
     def unwatch(self, probe: PostedProbe) -> None:
-        """Remove a probe that has ended."""
+        """Remove a waiting probe that has ended."""
         _remove_entry(self._probes, probe.tag, probe)
 
     def route(self, peer: int, header: Header) -> tuple[Receive | None, memoryview | None]:
-        """Return the receive and the destination memory of an arriving payload."""
+        """Return the receive for an arriving payload, and the memory for the payload."""
         arrival = self._active.get((peer, header[4]))
         if arrival is None or arrival.posted is None or arrival.posted.view is None or arrival.discard:
             return None, None
         return arrival.posted, arrival.posted.view[arrival.received : arrival.received + header[7]]
 
     def deliver(self, channel: Channel | Loopback, peer: int, header: Header, payload: memoryview | None) -> bool:
-        """Deliver a frame of a message, and return False if its bytes wait here."""
+        """Deliver a frame of a message; return False if its bytes are buffered until a receive matches."""
         kind, _, _, _, op, _, _, length, _ = header
         if kind == FrameKind.GRANT:
             if (outgoing := self.outgoing.get((peer, op))) is not None:
@@ -140,7 +140,7 @@ class Matching:
         return False
 
     def _is_delivered(self, arrival: InboundMessage, header: Header) -> bool:
-        """Return whether the announcement of a message has reached a receive. Without a receive, the frame waits."""
+        """Return whether a receive has got the announcement of a message. If there is no receive, buffer the frame."""
         if arrival.posted is None:
             arrival.hold(header)
         return arrival.posted is not None
@@ -157,8 +157,8 @@ class Matching:
         """
         self.group.raise_if_revoked()
         runtime = self.group.runtime
-        # Yield before the first message of a turn, so that a task whose waits are often cancelled early still makes
-        # progress.
+        # Do not yield before the first message of a loop iteration: a task whose waits are often cancelled early would
+        # otherwise get no message.
         if self._has_taken and self.group.polling.turn_is_due():
             await asyncio.sleep(0)
         while True:
@@ -190,19 +190,19 @@ class Matching:
                 _remove_entry(self._listeners, tag, listener)
 
     def forget(self, arrival: InboundMessage) -> None:
-        """Forget a message that has been received."""
+        """Remove a message that has been received."""
         arrival.release()
         self._active.pop((arrival.peer, arrival.op), None)
 
     def put_back(self, arrival: InboundMessage, data: bytes, steps: Steps) -> None:
-        """Return a message from `next_message` to the queue. The next caller continues its decoding with `steps`."""
+        """Put a message from `next_message` back into the queue. The next caller continues decoding with `steps`."""
         arrival.parts.append(data)
         arrival.steps = steps
         self._waiting.setdefault(arrival.tag, deque()).appendleft(arrival)
         self._notify_waiters(arrival)
 
     def clear(self) -> None:
-        """Drop waiting messages and wake waiting tasks, because the group has ended."""
+        """Drop unmatched messages and wake waiting tasks, because the group has ended."""
         self._closed = True
         for arrival in self._active.values():
             arrival.data()
@@ -236,7 +236,7 @@ class Matching:
             posted.view[arrival.received : arrival.received + length] = payload
         arrival.received += length
         if arrival.complete:
-            if arrival.discard or posted.done:  # an empty message is complete as soon as it has matched
+            if arrival.discard or posted.done:  # an empty message is complete as soon as a receive has matched
                 self.forget(arrival)
             else:
                 posted.complete()
@@ -244,7 +244,7 @@ class Matching:
             mark_begun(posted)
 
     def _notify_waiters(self, arrival: InboundMessage) -> None:
-        """Notify probes and waiting tasks of a new message."""
+        """Notify probes and waiting tasks that a message has arrived."""
         if self._probes:
             for probe in list(self._probes.get(arrival.tag, ())):
                 if probe.peer is None or probe.peer == arrival.peer:
@@ -259,7 +259,7 @@ class Matching:
 
 
 def _remove_entry(table: dict[int, dict[K, None]], tag: int, entry: K) -> None:
-    """Remove an entry if it exists, and remove the tag after its last entry."""
+    """Remove an entry from the list of a tag, if it is there, and remove the tag when its list is empty."""
     entries = table.get(tag)
     if entries is not None:
         entries.pop(entry, None)

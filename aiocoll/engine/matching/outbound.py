@@ -1,4 +1,4 @@
-"""Outbound point-to-point messages, and the signature of both ends of a message."""
+"""Point-to-point sends, and the signature that both ends of a message compare."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = [
     "message_signature",
 ]
 
-#: The dtype code of a message that contains a serialised object.
+#: The dtype code of messages that contain a serialised object.
 OBJECT = 255
-#: The highest bit in the dtype code of a sparse array. The other bits depend on its dtype and shape.
+#: The highest bit of a dtype code marks a sparse array. The other bits depend on its dtype and shape.
 SPARSE = 1 << 30
 
 
 class Content(NamedTuple):
-    """The content of a message, at either end.
+    """The content of a message at its sender or receiver: dtype code and memory.
 
     Attributes:
         code: code of the dtype.
@@ -48,7 +48,7 @@ class Content(NamedTuple):
 
 
 class OutboundMessage(Operation):
-    """A send. It ends when its bytes have been sent.
+    """A send operation. It ends when all bytes have been sent.
 
     Args:
         sends: the messages of the group.
@@ -65,7 +65,7 @@ class OutboundMessage(Operation):
         code, view, _ = content
         assert view is not None
         signature = message_signature("SEND", code, view.nbytes)
-        # The same shape as in the receiver's description. The receiver only knows the count.
+        # Show the same shape as the receiver does, which only knows the number of elements.
         completion.shape = signature.counts
         super().__init__(sends.group, sends.next_id(tag), signature, code, completion)
         self._sends = sends
@@ -74,7 +74,7 @@ class OutboundMessage(Operation):
         self._nbytes = 0
 
     def enter(self) -> None:
-        """Send as many bytes as the windows allow."""
+        """Send as many bytes as the windows of link and receiver allow."""
         self._sends.outgoing[self.peer, self.id] = self
         message = Message(self, 0, 0, self._view, self._view.nbytes)
         self.comm.channels[self.peer].enqueue(message)
@@ -89,7 +89,7 @@ class OutboundMessage(Operation):
             mark_begun(self)
 
     def read_from(self, view: memoryview) -> None:
-        """Set the bytes to send. Before, only their number was known."""
+        """Set the memory with the bytes to send, of which only the number was known before."""
         self._view = view
 
     def on_grant(self) -> None:
@@ -102,7 +102,7 @@ class OutboundMessage(Operation):
         super().fail(error)
 
     def describe(self) -> dict[str, Any]:
-        """Return the call as plain data, with tag and destination."""
+        """Return this send as plain data, with tag and destination."""
         return {**super().describe(), "tag": (self.id ^ P2P) >> 32, "dst": self.peer}
 
     def needs(self, peer: int) -> bool:
@@ -111,24 +111,24 @@ class OutboundMessage(Operation):
 
 
 def mark_begun(operation: Operation) -> None:
-    """Record the start of a message that has moved some, but not all, of its bytes."""
+    """Record that a message has moved some of its bytes, but not all."""
     if isnan(operation.started) and not operation.done:
         operation.started = operation.comm.stamp()
 
 
 def is_sparse(code: int) -> bool:
-    """Return whether the message is a sparse array."""
+    """Return whether the message with this signature is a sparse array."""
     return code >> 30 == 1
 
 
 def is_opaque(code: int) -> bool:
-    """Return whether the code does not identify the dtype. It belongs to a sparse array or a structured dtype then."""
+    """Return whether a dtype code stands for several dtypes: those of sparse arrays, or structured dtypes."""
     return code >> 30 != 0
 
 
-@lru_cache(maxsize=256)  # most messages have the same signature, and making one takes 5 times as long as a lookup
+@lru_cache(maxsize=256)  # most messages have equal signatures, and a lookup takes a fifth of the time to make one
 def message_signature(op: str, code: int, nbytes: int) -> Signature:
-    """Return the signature of a message; `code` is that of its dtype."""
+    """Return the signature of a message; `code` is the code of its dtype."""
     if code == OBJECT:
         return Signature(op, "object", (), None, None)
     if is_sparse(code):

@@ -20,7 +20,7 @@ __all__ = ["PostedReceive"]
 
 
 class PostedReceive(Receive):
-    """A posted receive.
+    """A receive operation, which may be posted before its message arrives.
 
     Args:
         receives: the messages of the group.
@@ -31,7 +31,7 @@ class PostedReceive(Receive):
 
     __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "tag", "view")
 
-    #: Op name in error messages.
+    #: The operation's name in error messages.
     OP = "RECV"
 
     def __init__(
@@ -50,17 +50,17 @@ class PostedReceive(Receive):
         completion.withdraw = self.withdraw
 
     def enter(self) -> None:
-        """Match a waiting message, or wait for one."""
+        """Match this receive with a message that has arrived, or wait for one."""
         self._receives.post(self)
 
     def describe(self) -> dict[str, Any]:
-        """Return the call as plain data, with tag and source."""
+        """Return this receive as plain data, with tag and source."""
         return {**super().describe(), "tag": self.tag, "src": self.peer}
 
     def describe_wait(self) -> str:
-        """Return a text that describes the missing data."""
+        """Return a text that describes the data that this receive waits for."""
         if self.arrival is not None:
-            return f"rank {self.arrival.peer} has not sent all of it"
+            return f"rank {self.arrival.peer} has not sent the whole message"
         return f"no message with tag {self.tag} has arrived from {self._source()}"
 
     def needs(self, peer: int) -> bool:
@@ -73,16 +73,16 @@ class PostedReceive(Receive):
         return self.peer == peer if self.peer is not None else not others
 
     def claim(self, arrival: InboundMessage) -> None:
-        """Receive `arrival`, and no other message."""
+        """Bind this receive to the message `arrival`, so that it takes no other message."""
         self.completion.withdraw = None
         self.arrival = arrival
 
     def set_buffer(self, view: memoryview) -> None:
-        """Set the memory that receives the message."""
+        """Set the memory into which the message is received."""
         self.view = view
 
     def match(self, arrival: InboundMessage) -> None:
-        """Match this receive with `arrival`, and take the bytes that have arrived."""
+        """Match this receive with the message `arrival`, and take the bytes that have arrived."""
         self.claim(arrival)
         arrival.posted = self
         if arrival.code == self.code == OBJECT:
@@ -92,7 +92,7 @@ class PostedReceive(Receive):
             self.view = memoryview(bytearray(arrival.total))
         elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
             arrival.discard = True
-            if is_opaque(arrival.code):  # only its sender can describe the message
+            if is_opaque(arrival.code):  # only the sender can describe the message
                 self.comm.mismatches.disagree(arrival.peer, arrival.op, self.describe())
                 return
             number = arrival.op & 0xFFFFFFFF
@@ -114,7 +114,7 @@ class PostedReceive(Receive):
             arrival.grant(self.comm.id)
 
     def complete(self) -> None:
-        """Handle the arrival of the last byte."""
+        """Handle the arrival of the message's last byte."""
         assert self.arrival is not None
         self.completion.source = self.arrival.peer
         self.set_waited_for(self.arrival.peer)
@@ -122,7 +122,7 @@ class PostedReceive(Receive):
         self.finish()
 
     def finish(self) -> None:
-        """Finish successfully, after decoding an object."""
+        """Finish successfully after an object has been decoded."""
         if self._read is None or self.view is None:
             self.succeed(self.completion.value)
         else:
@@ -154,7 +154,7 @@ class PostedReceive(Receive):
         )
 
     def succeed(self, result: Any) -> None:
-        """Finish successfully, and drop the reference to the message, which refers to this receive."""
+        """Finish successfully, and drop the reference to the message, to break a reference cycle."""
         super().succeed(result)
         self.arrival = None
 

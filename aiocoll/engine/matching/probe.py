@@ -23,7 +23,7 @@ __all__ = ["Envelope", "PostedProbe", "envelope_of"]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Properties of a message that has not been received.
+    """The properties of a message that has arrived, but has not been received.
 
     Attributes:
         source: rank of the sender.
@@ -42,7 +42,7 @@ class Envelope:
 
     @property
     def count(self) -> int:
-        """The number of elements; 1 for an object or a sparse array."""
+        """The number of elements in the message; 1 for an object or a sparse array."""
         return 1 if self.dtype is None else self.nbytes // self.dtype.itemsize
 
 
@@ -59,7 +59,7 @@ def envelope_of(arrival: InboundMessage) -> Envelope:
 
 
 class PostedProbe(PostedReceive):
-    """A wait for a fitting, unmatched message, which the probe does not receive.
+    """An operation that waits for an unmatched message that fits, and leaves the message to a receive.
 
     Args:
         probes: the messages of the group.
@@ -76,7 +76,7 @@ class PostedProbe(PostedReceive):
         self._probes = probes
 
     def enter(self) -> None:
-        """Look for a waiting message, or wait for one."""
+        """Look for a message that has arrived, or wait for one."""
         self._probes.watch(self)
 
     def on_found(self, arrival: InboundMessage) -> None:
@@ -85,7 +85,7 @@ class PostedProbe(PostedReceive):
         self.set_waited_for(arrival.peer)
         try:
             envelope = envelope_of(arrival)
-        except BackendUnavailableError as error:  # NumPy lacks the dtype without another package
+        except BackendUnavailableError as error:  # NumPy needs another package for this dtype
             self.fail(error)
         else:
             self.succeed(envelope)

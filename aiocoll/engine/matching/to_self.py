@@ -1,4 +1,4 @@
-"""Messages of a rank to itself, which use no link, but follow the same rules as messages between two ranks.
+"""Messages of a rank to itself. They use no link, but follow the rules of messages between two ranks.
 
 A short message is copied at the send, within the window that also limits eager sends of peers. Any other message is
 announced, and copied when a receive has matched it.
@@ -22,7 +22,7 @@ __all__ = ["Loopback", "MessageToSelf"]
 
 
 class Loopback:
-    """The channel of messages from this rank to itself.
+    """The channel on which this rank sends messages to itself.
 
     Args:
         messages: the messages of the group.
@@ -39,25 +39,25 @@ class Loopback:
         self._messages = messages
 
     def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
-        """Permit the sender to send the whole message. Receivers send no other control frame."""
+        """Permit the sender to send the whole message. A receive sends no other control frame."""
         if (outgoing := self._messages.outgoing.get((self.peer, op))) is not None:
             outgoing.on_grant()
 
     def hold(self, header: Header) -> None:
-        """Count a frame as waiting."""
+        """Count a frame as buffered until a receive matches."""
         self.nbytes += max(header[7], LEAST)
 
     def release(self, header: Header) -> None:
-        """Stop counting a frame as waiting."""
+        """Stop counting a frame as buffered."""
         self.nbytes -= max(header[7], LEAST)
 
     def may_wait(self, nbytes: int) -> bool:
-        """Return whether a message of `nbytes` bytes may wait here."""
+        """Return whether `nbytes` more bytes may be buffered until a receive matches."""
         return nbytes <= EAGER_WINDOW and self.nbytes + max(nbytes, LEAST) <= LINK_WINDOW
 
 
 class MessageToSelf(OutboundMessage):
-    """A send to this rank itself. It ends when its bytes have been copied."""
+    """A send of this rank to itself. It ends when its bytes have been copied."""
 
     __slots__ = ("_copied", "_returns")
 
@@ -67,7 +67,7 @@ class MessageToSelf(OutboundMessage):
         self._copied = 0
 
     def enter(self) -> None:
-        """Copy the message, or announce it."""
+        """Copy the message to a buffer, or only announce it if too many bytes are buffered."""
         self._sends.outgoing[self.peer, self.id] = self
         if self._returns.loopback.may_wait(self._view.nbytes):
             self._copy(EAGER)
@@ -75,11 +75,11 @@ class MessageToSelf(OutboundMessage):
             self._deliver(FrameKind.READY, EAGER, 0)
 
     def on_grant(self) -> None:
-        """Handle a matching receive. Copying is deferred, because the receive may still be processing the match."""
+        """Handle the grant of a matching receive. Copy the bytes later, when the receive has processed the match."""
         self.schedule_advance()
 
     def advance(self) -> None:
-        """Copy as much as fits into one callback."""
+        """Copy as many bytes as one callback has time for."""
         ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         while not self.done:
@@ -92,7 +92,7 @@ class MessageToSelf(OutboundMessage):
         nbytes = min(SEGMENT, self._view.nbytes - self._copied)
         self._deliver(FrameKind.DATA, flags, nbytes)
         self._copied += nbytes
-        if self.done:  # no receive accepts the message
+        if self.done:  # the message has been refused
             return
         if self._copied == self._view.nbytes:
             self._sends.outgoing.pop((self.peer, self.id), None)

@@ -1,1 +1,1 @@
-"""The operations a group has in flight: one executor class for each way to carry out a collective."""
+"""The operations that a group has in flight: one executor class for each way to carry out a collective."""

@@ -20,7 +20,7 @@ NO_PEERS: Final[frozenset[int]] = frozenset()
 
 
 class Message:
-    """Data that an operation sends to one peer in one step.
+    """Data that an operation sends to one peer in one step of its schedule.
 
     Attributes:
         operation: the owner. Its `sent(message, nbytes)` is called when bytes have been sent.
@@ -52,7 +52,7 @@ class Message:
 
 
 class Announced(Message):
-    """A message announced before it has data, so that later messages cannot overtake it."""
+    """A message that is announced to the peer before it has data, so that later messages cannot overtake it."""
 
     __slots__ = ("batch",)
 
@@ -64,7 +64,7 @@ class Announced(Message):
 
 
 class Operation:
-    """Base class of everything that a group has in flight.
+    """Base class of all operations that a group has in flight.
 
     Args:
         comm: the communicator of this rank in the group.
@@ -136,7 +136,7 @@ class Operation:
 
     @property
     def root(self) -> Operation:
-        """The operation that a call has started: this operation or its outermost parent."""
+        """The operation that the user's call has started: this operation or its outermost parent."""
         operation = self
         while operation.parent is not None:
             operation = operation.parent
@@ -144,32 +144,32 @@ class Operation:
 
     @property
     def reduces(self) -> bool:
-        """Return whether the operation reduces its messages; otherwise it only copies them."""
+        """Return whether the operation reduces the arrays that it receives; otherwise it only copies them."""
         return False
 
     @property
     def single_copy_from(self) -> float:
-        """Smallest message in bytes for which the peer reads from this process's memory, because that is faster."""
+        """The minimum size in bytes of a message that the peer reads in place in this process's memory."""
         sizes = self.comm.tuning.single_copy
         return sizes.reduced if self.reduces else sizes.moved
 
     def set_peer(self, peer: int | None) -> None:
-        """Set the other rank of a message."""
+        """Set the peer of a send or receive: the rank at the other end."""
         self.peer = peer
 
     def set_waited_for(self, peer: int) -> None:
-        """Set `waited_for` to the rank whose data is being processed or completed the operation; -1 for none."""
+        """Set `waited_for` to the rank whose data is processed now or completed the operation; -1 for none."""
         self.waited_for = peer
 
     def enter(self) -> None:
-        """Start the operation: send available data and process data that arrived early."""
+        """Start the operation: send data that is ready, and process data that arrived before."""
         raise NotImplementedError
 
     def advance(self) -> None:
-        """Continue local work that was deferred to keep a callback short."""
+        """Continue local work that was deferred to keep the callbacks short."""
 
     def suppress_reports(self) -> None:
-        """Suppress warnings and reports, because another operation reports them or no rank caused the delay."""
+        """Suppress stall reports and warnings: another operation reports them, or no rank caused the delay."""
         self.warned, self.reported = True, inf
 
     def schedule_advance(self) -> None:
@@ -184,21 +184,21 @@ class Operation:
             self.advance()
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
-        """Return memory for `length` arriving bytes of a message, or None for a temporary buffer."""
+        """Return memory for `length` arriving bytes of a message, or None to receive them in a temporary buffer."""
         return None
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Process a segment, and return False if this rank does not expect the message.
+        """Process a segment of a message; return False if this rank does not expect the message.
 
         `payload` is None if the segment is already in the memory that `route` returned.
         """
         return False
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Handle the sending of `nbytes` more bytes of `message`; their memory may be overwritten from now on."""
+        """Handle the sending of `nbytes` more bytes of `message`, whose memory may be overwritten from now on."""
 
     def promise(self, peer: int) -> None:
-        """Send `peer` a grant, once: this rank has entered the operation and accepts any amount of data."""
+        """Send `peer` one grant, because this rank has entered the operation and accepts all its data."""
         if peer not in self.promised:
             self.promised |= {peer}
             self.comm.channels[peer].control(FrameKind.GRANT, self.comm.id, self.id)
@@ -208,11 +208,11 @@ class Operation:
         raise NotImplementedError
 
     def awaited_ranks(self) -> list[int]:
-        """Return the ranks whose data has not arrived, as far as this rank knows."""
+        """Return the ranks whose data has not arrived here."""
         return []
 
     def seek(self) -> None:
-        """Open links to the ranks that the operation waits for, because they may be unable to open one."""
+        """Open links to the ranks that the operation waits for, since they may be unable to open one to this rank."""
         for peer in self.awaited_ranks() if self.peer is None else [self.peer]:
             if peer != self.comm.rank:
                 self.comm.channels[peer].open()
@@ -229,27 +229,27 @@ class Operation:
         return self.completion.op if name is None else f"{self.completion.op} (sequence {name!r})"
 
     def describe_wait(self) -> str | None:
-        """Return a text that describes the state of a message.
+        """Return a text that describes how much of a send or receive is done; None for a collective.
 
         None for a collective, whose state the stall inspector collects from all ranks.
         """
-        return None if self.peer is None else f"rank {self.peer} has not taken all of it"
+        return None if self.peer is None else f"rank {self.peer} has not received the whole message"
 
     def algorithm(self) -> str | None:
-        """Return the name of the algorithm; None if there is only one, or if it is not known yet."""
+        """Return the name of the algorithm; None if the operation has only one, or if it is not chosen yet."""
         return None
 
     def carriers(self) -> str:
-        """Return the transports that carry the data: "shm", "tcp", or several joined by "+"; empty before any link."""
+        """Return the media that carry the data: "shm", "tcp", or several joined by "+"; "" before any link is open."""
         channels = self.comm.channels
         return carriers_of(channels if self.peer is None else [channels[self.peer]])
 
     def is_waiting_for_device(self) -> bool:
-        """Return whether the operation only waits for a device of this rank."""
+        """Return whether the operation waits for nothing but a device of this rank."""
         return False
 
     def expire(self) -> None:
-        """Handle the expired timeout."""
+        """Fail the operation, because its timeout has expired."""
         self.comm.stalls.timed_out(self)
 
     def succeed(self, result: Any) -> None:
@@ -259,7 +259,7 @@ class Operation:
         self.completion.finish(result)
 
     def fail(self, error: BaseException) -> None:
-        """Finish the operation with `error`. The operation no longer uses the caller's memory afterwards."""
+        """Finish the operation with `error`. Afterwards the operation does not use the caller's memory."""
         if not self.done:
             self.done = True
             self.comm.ended(self, error)
@@ -268,7 +268,7 @@ class Operation:
 
 
 def carriers_of(channels: Iterable[Channel]) -> str:
-    """Return the transports that carry the data of channels: "shm", "tcp", or several joined by "+".
+    """Return the media that carry the data of these channels: "shm", "tcp", or several joined by "+".
 
     A channel without a link counts with the transport of its last link.
     """

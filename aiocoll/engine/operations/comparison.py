@@ -1,4 +1,4 @@
-"""Comparison of the calls of all ranks, with one error text for all ranks."""
+"""Comparison of the calls that all ranks made for one operation, with the same error text on all ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from aiocoll.engine.operations.manifest import AGREED, private
 
 __all__ = ["Difference", "compare", "packed"]
 
-#: Fields that identify a call by themselves. If a rank cannot carry out its call, only these fields are certain.
+#: Fields that are certain even if a rank cannot carry out its call: they identify the call.
 NAMING = ("op", "root", "reduce")
-#: Collectives whose tensor has the same shape on all ranks. In other collectives, each rank may pass another shape.
+#: Collectives whose tensor must have the same shape on all ranks. In other collectives, each rank may pass another
+#: shape.
 SHAPED = {kind.upper() for kind, spec in SPECS.items() if spec.input is Part.TENSOR}
-#: Maximum number of different calls in an error text, and of ranks listed for each call.
+#: Maximum number of distinct calls in an error text, and of ranks listed for each call.
 SHOWN = 8
 
 Description = dict[str, Any]
@@ -36,7 +37,7 @@ class Difference(NamedTuple):
 
 
 def packed(call: Description, wrong: str | None) -> bytes:
-    """Encode a description without its rank, so that equal calls give equal bytes.
+    """Encode a call's description without its rank, so that equal calls give equal bytes.
 
     Args:
         call: the description of one rank's call.
@@ -49,7 +50,7 @@ def packed(call: Description, wrong: str | None) -> bytes:
 
 
 def compare(comm: str, calls: Sequence[bytes | memoryview]) -> Difference | None:
-    """Compare the calls of ranks 0, 1, ..., and return the difference; None if they match.
+    """Compare the calls of ranks 0, 1, ...; return their difference, or None if they match.
 
     Cost: p comparisons of some 150 bytes if all calls are equal. If each rank has its own counts for every other rank,
     p^2 / 2 comparisons of numbers.
@@ -64,7 +65,7 @@ def compare(comm: str, calls: Sequence[bytes | memoryview]) -> Difference | None
     for one, two in _pairs(sound):
         differing = differences(one, two)
         if pair is None and differing and all(one[field] == two[field] for field in differing):
-            # the two calls differ only in the number of elements that one sends and the other expects
+            # the calls differ only in a number of elements: the one sent by one rank, the other expected by its peer
             pair = one["rank"], two["rank"]
         fields.update(dict.fromkeys(differing))
     if _differs(sound, "shape") and ("counts" in fields or {each["op"] for each in sound} <= SHAPED):
@@ -87,7 +88,7 @@ def _differs(found: Sequence[Description], field: str) -> bool:
 
 
 def _pairs(found: Sequence[Description]) -> Iterator[tuple[Description, Description]]:
-    """Return the pairs of calls to compare. Fields common to all ranks are compared with the first rank only."""
+    """Return the pairs of calls to compare. A field that all ranks share is compared only with the first rank's."""
     for index, one in enumerate(found):
         if index and not private(one):
             continue
@@ -96,7 +97,7 @@ def _pairs(found: Sequence[Description]) -> Iterator[tuple[Description, Descript
 
 
 def _difference(comm: str, found: Sequence[Description], fields: list[str], pair: tuple[int, ...]) -> Difference:
-    """Describe each different call. Two calls that only contradict each other count as different."""
+    """Return an error text with each distinct call. Both calls of a mismatched `pair` count as distinct."""
     kinds: dict[str, list[Description]] = {}
     known = [field for field in fields if field in found[0]]
     for each in found:
@@ -104,10 +105,10 @@ def _difference(comm: str, found: Sequence[Description], fields: list[str], pair
         kinds.setdefault(kind, []).append(each)
     words = [_describe_calls(equal) for equal in list(kinds.values())[:SHOWN]]
     if len(kinds) > SHOWN:
-        words.append(f"and ranks with {len(kinds) - SHOWN} more different calls")
+        words.append(f"and {len(kinds) - SHOWN} more distinct calls of other ranks")
     text = f"Collectives differ in the following: {', '.join(fields)}. Group {comm!r}: {'; '.join(words)}"
     sides = [found[rank] for rank in pair] or [equal[0] for equal in kinds.values()][:2]
-    if len(sides) == 2:  # all ranks may have made the same mistake
+    if len(sides) == 2:  # all ranks may have made the same invalid call: then there is only one side
         text += describe_differing_members(*sides)
     return Difference(text, [equal[0]["rank"] for equal in kinds.values()])
 

@@ -1,4 +1,4 @@
-"""Composite operations: a parent, started by a call, and the child operations that carry it out.
+"""Composite operations: a parent operation and the child operations that carry it out.
 
 The ids of children are derived from the id of their parent, so they are the same on all ranks. Frames refer to the
 children. The log, timeouts, reports and hooks refer to the parent. The parent ends when its children have ended. If the
@@ -17,14 +17,14 @@ from aiocoll.engine.operations.signature import KEYED
 
 __all__ = ["ChildCompletion", "Children", "Ended", "Make"]
 
-#: Creates an operation from its id and its completion.
+#: A function that creates an operation from its id and its completion.
 Make = Callable[[int, Completion], Operation]
-#: Called with the result and the error of a child that has ended.
+#: A callback for the end of a child operation, with its result and its error.
 Ended = Callable[[Any, BaseException | None], None]
 
 
 class ChildCompletion(Completion):
-    """The completion of a child, which reports its outcome to the parent."""
+    """The completion of a child operation, which reports its outcome to the parent operation."""
 
     __slots__ = ("_report",)
 
@@ -33,13 +33,13 @@ class ChildCompletion(Completion):
         self._report = report
 
     def finish(self, result: Any, exception: BaseException | None = None) -> None:
-        """Finish the child, and report the outcome to the parent."""
+        """Finish the child operation, and report its outcome to the parent."""
         super().finish(result, exception)
         self._report(result, exception)
 
 
 class Children:
-    """The running children of one operation. If the operation fails, it calls `fail`.
+    """The running child operations of one operation. When that operation fails, it calls `fail`.
 
     The operation refers to this object. This object does not refer to the operation.
     """
@@ -52,7 +52,7 @@ class Children:
         self.algorithm: str | None = None
 
     def start(self, parent: Operation, name: str, make: Make, ended: Ended, *, reported: bool = False) -> None:
-        """Start a child.
+        """Create a child operation, and start it.
 
         Args:
             parent: the parent operation.
@@ -68,19 +68,19 @@ class Children:
             child.entered = parent.entered
 
     def enter(self, parent: Operation, child: Operation) -> None:
-        """Put a child in flight."""
+        """Put a child operation in flight."""
         parent.comm.enter(child)
         parent.root.started = child.entered
 
     def record_start(self, parent: Operation, algorithm: str | None, now: float) -> None:
-        """Record the start of children that the accelerator carries out."""
+        """Record that the accelerator has started child operations."""
         self.algorithm = algorithm
         parent.root.started = now
 
     def add(self, parent: Operation, identity: int, make: Make, ended: Ended, *, reported: bool = False) -> Operation:
-        """Create a child without starting it. See `start` for the arguments; `identity` is the child's id."""
-        #: Holds the child until its end. Without this indirection, the child and its completion would form a reference
-        #: cycle.
+        """Create a child operation without starting it. Arguments as for `start`; `identity` is the child's id."""
+        #: A list that holds the child until its end. Without this indirection, the child and its completion would form
+        #: a reference cycle.
         running: list[Operation] = []
 
         def report(result: Any, error: BaseException | None) -> None:
@@ -105,21 +105,21 @@ class Children:
         return child
 
     def fail(self, error: BaseException) -> None:
-        """Fail all running children, because the parent has failed."""
+        """Fail all running child operations, because the parent has failed."""
         running, self._running = self._running, {}
         for child in running:
             child.fail(error)
 
     def first(self) -> Operation | None:
-        """Return the child that has run longest; None if no child is running."""
+        """Return the child operation that has run longest; None if no child is running."""
         return next(iter(self._running), None)
 
     def awaited_ranks(self) -> list[int]:
-        """Return the ranks whose data has not arrived."""
+        """Return the ranks whose data for any running child has not arrived."""
         return sorted({rank for child in self._running for rank in child.awaited_ranks()})
 
     def find_waiting_for_device(self) -> Operation | None:
-        """Return a child that only waits for a device of this rank; None if there is none."""
+        """Return a child operation that waits for nothing but a device of this rank; None if there is none."""
         return next((child for child in self._running if child.is_waiting_for_device()), None)
 
     def __bool__(self) -> bool:

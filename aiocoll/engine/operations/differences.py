@@ -1,4 +1,4 @@
-"""Differences between two described calls, and the text form of calls in error messages."""
+"""Differences between two described calls, and the text form of calls for error messages."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from aiocoll.errors import CollectiveMismatchError
 
 __all__ = ["called", "describe_differing_members", "differences", "find_mismatch", "mismatch_error"]
 
-#: Op names of the two ends of a point-to-point message, which differ without being a mismatch.
+#: Op names at the two ends of a point-to-point message. Different names of one pair are no mismatch.
 HALVES = {"SEND", "RECV"}, {"SEND_SPARSE", "RECV_SPARSE"}
-#: Maximum number of flush members in an error text: of differing members, and of a whole list.
+#: Maximum number of calls of a flush in an error text: of those that differ, and of a whole list.
 NAMED = 3
 
 Description = dict[str, Any]
 
 
 def differences(one: Description, two: Description) -> list[str]:
-    """Return the fields in which two ranks' calls of one operation differ; [] if the calls match."""
+    """Return the fields in which two ranks' calls for one operation differ; [] if the calls match."""
     marks = {one.get("debug"), two.get("debug")}
     if len(marks) > 1 and "detail" in marks:
         return ["debug"]
     if len(marks) == 1 and None not in marks:
-        return []  # verified operations compare their calls before they start
+        return []  # verified operations compare all calls before they start
     fields = [field for field in AGREED if one.get(field) != two.get(field)]
     if {one["op"], two["op"]} in HALVES:
         fields.remove("op")
@@ -37,14 +37,14 @@ def differences(one: Description, two: Description) -> list[str]:
 
 
 def find_mismatch(theirs: Description, calls: Iterable[Description]) -> Description | None:
-    """Return one of `calls` that does not match `theirs`; None if all match. The `calls` match each other."""
+    """Return the call in `calls` that does not match `theirs`; None if all match. The `calls` match each other."""
     alone = private(theirs)
     for each in calls:
         if each["rank"] != theirs["rank"]:
             if differences(each, theirs):
                 return each
             if not alone:
-                break  # without private fields, the first comparison covers all `calls`; there may be thousands
+                break  # without private fields, all `calls` (perhaps thousands) are equal, so one comparison is enough
     return None
 
 
@@ -66,7 +66,7 @@ def mismatch_error(group: str, one: Description, two: Description) -> Collective
 
 
 def called(description: Description) -> str:
-    """Format a description like a call."""
+    """Format the description of a call like a Python call."""
     details = [
         f"{label}={description[field]}"
         for field, label in (
@@ -93,7 +93,7 @@ def called(description: Description) -> str:
 
 
 def _format_members(description: Description) -> str:
-    """Format the first members of a flush."""
+    """Format the first calls of a flush as text."""
     words, shown = [], 0
     for run in runs(description)[:NAMED]:
         count = run["count"]
@@ -104,7 +104,7 @@ def _format_members(description: Description) -> str:
 
 
 def describe_differing_members(one: Description, two: Description) -> str:
-    """Describe the first members in which two flushes differ."""
+    """Describe in a text the first calls in which two flushes differ."""
     if not (one.get("members") and two.get("members")):
         return ""
     words = []

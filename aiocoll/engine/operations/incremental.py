@@ -1,4 +1,4 @@
-"""Incremental decoding of objects: each callback does a part, so that the event loop stays responsive."""
+"""Incremental decoding of objects: each callback decodes for a short time, so that the event loop stays responsive."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from aiocoll.runtime import BUDGET
 
 __all__ = ["Steps", "carry_on", "run_to_end"]
 
-#: A generator that returns the result. Each step takes a fraction of `BUDGET`.
+#: A generator that decodes step by step and returns the result. Each step takes a fraction of `BUDGET`.
 Steps = Generator[None, None, Any]
 
 
 def carry_on(operation: Operation, steps: Steps) -> None:
-    """Run `steps` for at most `BUDGET` seconds, and finish `operation` with their result.
+    """Run the generator `steps` for at most `BUDGET` seconds; finish `operation` with the generator's result.
 
     If steps are left, `advance` must continue them in the next loop iteration.
     """
@@ -29,14 +29,14 @@ def carry_on(operation: Operation, steps: Steps) -> None:
                 return
     except StopIteration as end:
         result = end.value
-    except Exception as error:  # decoding a rank's bytes, or custom unpickling code, can raise any exception
+    except Exception as error:  # decoding another rank's bytes, or a user's unpickling code, can raise any exception
         operation.fail(error)
         return
     operation.succeed(result)
 
 
 def run_to_end(steps: Steps) -> Any:
-    """Run all of `steps`, and return their result."""
+    """Run the generator `steps` to its end, and return its result."""
     while True:
         try:
             next(steps)

@@ -1,4 +1,4 @@
-"""Manifest of a flush: the calls that all ranks must have recorded, as data to send and compare."""
+"""Manifest of a flush: the list of recorded calls, which ranks send and compare."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from aiocoll.engine.operations.signature import Signature
 
 __all__ = ["AGREED", "Manifest", "has_count_conflict", "iter_differing_members", "private", "runs"]
 
-#: Fields that must be equal on every rank. The other fields of a description only help users to recognise the call.
+#: Fields that must be equal on all ranks. The other fields only help users to recognise the call.
 AGREED = ("op", "dtype", "device", "counts", "root", "reduce")
-#: Approximate size limit in bytes of a sent list, so that two lists fit into one control frame. Consecutive equal
-#: members count once. Of members beyond the limit, ranks only detect that they differ.
+#: Approximate maximum size in bytes of a list of calls in a message, so that two lists fit into one control frame.
+#: Consecutive equal calls count once. Of calls beyond the limit, only a checksum is sent.
 ROOM = 48 * 1024
 
 Description = dict[str, Any]
 
 
 class Manifest:
-    """The members of a flush, in order.
+    """The recorded calls of a flush, in order.
 
     Args:
         members: the signature of each member.
@@ -48,20 +48,21 @@ class Manifest:
                     break
                 listed.append(run)
                 count += run["count"]
-            # Private fields are left out: they may differ, and only the two ends of a message can compare them.
+            # Leave private fields out of the checksum: they may differ, and only the two ends of a message can compare
+            # them.
             rest = crc32(repr([(*signature[:5], signature.device) for signature in self._members[count:]]).encode())
             self._data = {"size": len(self._members), "runs": listed, "told": count, "rest": rest}
         return self._data
 
     def nbytes(self) -> int:
-        """Return the number of bytes of all elements, as far as this rank knows."""
+        """Return the total bytes of all calls' elements, as far as this rank knows."""
         if self._nbytes is None:
             self._nbytes = sum(signature.nbytes(()) or 0 for signature in self._members)
         return self._nbytes
 
 
 def runs(description: Description) -> list[Description]:
-    """Return the runs of equal members in a description, each with its `count`."""
+    """Return the runs of equal calls in a flush's description, each with its `count`."""
     found: list[Description] = description["members"]["runs"]
     return found
 
@@ -69,7 +70,7 @@ def runs(description: Description) -> list[Description]:
 def iter_differing_members(
     one: Description, two: Description
 ) -> Iterator[tuple[int, Description | None, Description | None]]:
-    """Yield each position at which two flushes differ, with the member of each flush there; None if it has none."""
+    """Yield each position at which two flushes differ, with both calls; None for a flush without a call there."""
     mine, yours = one["members"], two["members"]
     if mine == yours and not private(one):
         return
@@ -93,13 +94,13 @@ def iter_differing_members(
 
 
 def private(description: Description) -> bool:
-    """Return whether a description has a field that only the two ends of a message know."""
+    """Return whether a call's description has a field that only the sender and the receiver of a message know."""
     members = runs(description) if description.get("members") else ()
     return any(each.get("sends") or each.get("receives") for each in (description, *members))
 
 
 def has_count_conflict(one: Description, two: Description) -> bool:
-    """Return whether one of two ranks sends the other a number of elements that the other does not expect."""
+    """Return whether one of two ranks sends another number of elements than the other rank expects."""
     return _counts_conflict(one, two) or _counts_conflict(two, one)
 
 
@@ -125,7 +126,7 @@ def _encode_run(signature: Signature, count: int) -> Description:
 def _iter_stretches(
     left: Sequence[Description], right: Sequence[Description]
 ) -> Iterator[tuple[int, int, Description, Description]]:
-    """Yield the first position, the length and both members of each stretch in which neither list changes."""
+    """Yield start, length and both calls of each range of positions in which both lists repeat one call."""
     lefts, rights = iter(left), iter(right)
     position = more = also = 0
     first = second = None
@@ -142,7 +143,7 @@ def _iter_stretches(
 
 
 def _find_run(listed: Sequence[Description], position: int) -> Description | None:
-    """Return the run that contains the member at a position."""
+    """Return the run of equal calls that contains a position."""
     for run in listed:
         position -= run["count"]
         if position < 0:

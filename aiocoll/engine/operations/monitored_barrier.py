@@ -1,4 +1,4 @@
-"""Monitored barrier: every rank reports to rank 0, which can name the missing ranks."""
+"""Monitored barrier: every rank reports to rank 0, which can name the ranks that are missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MonitoredBarrier"]
 
 
 class MonitoredBarrier(ProgramExecutor):
-    """The part of one rank in a monitored barrier that names the first missing rank."""
+    """The operation of one rank in a monitored barrier, which names the first missing rank."""
 
     OP = "MONITORED_BARRIER"
 
@@ -33,17 +33,17 @@ class MonitoredBarrier(ProgramExecutor):
     def naming_all_ranks(
         cls, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], completion: Completion
     ) -> MonitoredBarrier:
-        """Create a barrier that names all missing ranks."""
+        """Create a barrier whose error names all missing ranks."""
         barrier = cls(comm, identity, plan, arrays, completion)
         barrier._max_named = None
         return barrier
 
     def expire(self) -> None:
-        """Handle the expired timeout: fail with the missing ranks."""
+        """Handle the expired timeout: fail with an error that names missing ranks."""
         self.fail_with_missing_ranks(self)
 
     def fail_with_missing_ranks(self, operation: Operation) -> None:
-        """Fail with the ranks that have not entered `operation`, which is this barrier or a step before it.
+        """Fail with the ranks that have not entered `operation`: this barrier, or an operation before it.
 
         Rank 0 has received the reports itself. Other ranks use the list that rank 0 has sent them.
         """

@@ -1,4 +1,4 @@
-"""The executor of object collectives, which send byte strings (parcels) whose sizes only their senders know.
+"""The executor of object collectives, which send byte strings (parcels) whose lengths only their senders know.
 
 Every rank sends its parcels directly to their receivers, in one step. The first frame of a parcel contains its size. A
 receiver then allocates the memory, or rejects a parcel above the limit.
@@ -33,7 +33,7 @@ __all__ = ["ObjectExchange", "Parcels", "Post"]
 
 
 class Post(Operation):
-    """An operation that sends and receives parcels. Subclasses use their content.
+    """Base class of operations that send and receive parcels. Subclasses process the parcels.
 
     Args:
         sources: ranks that send a parcel to this rank.
@@ -80,13 +80,13 @@ class Post(Operation):
         return sorted(self._missing)
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
-        """Return the memory for the next segment of a parcel; None if the parcel is rejected."""
+        """Return the memory for the next segment of a parcel; None if the parcel is too large."""
         room = self._room(peer, total)
         start = self._received.get(peer, 0)
         return None if room is None else room[start : start + length]
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Store a segment of a parcel; return whether this operation expected it."""
+        """Store a segment of a parcel; return whether this operation expected the parcel."""
         if peer not in self._missing:
             return False
         room = self._room(peer, total)
@@ -103,7 +103,7 @@ class Post(Operation):
     def _arrived(self, peer: int, total: int, length: int) -> None:
         """Record that `length` more bytes of a parcel of `total` bytes have arrived."""
         if peer not in self._incoming:
-            # Receive the parcel without storing it, so that the sender and the group are not affected.
+            # Receive the parcel without storing it, so that the sender can finish and the group stays usable.
             self._refusal = SerializationError(
                 f"rank {peer} sent an object of {total} bytes; the limit is {self._limit} bytes"
             )
@@ -123,17 +123,17 @@ class Post(Operation):
     def _room(self, peer: int, total: int) -> memoryview | None:
         room = self._incoming.get(peer)
         if room is None and total <= self._limit:
-            # A bytearray would be filled with zeros first, all at once.
+            # Use `np.empty`, because a large bytearray would be filled with zeros in one long step.
             room = self._incoming[peer] = np.empty(total, np.uint8).data
         return room
 
     def _settle(self) -> None:
-        """Continue, if all parcels have been received and sent."""
+        """Process the parcels, if all have been received and sent."""
         raise NotImplementedError
 
 
 class Parcels(NamedTuple):
-    """The parcels of one object collective, from one rank's view.
+    """The parcels that one rank sends and receives in one object collective.
 
     Attributes:
         outgoing: the parcels that this rank sends, by receiver.
@@ -151,7 +151,7 @@ class Parcels(NamedTuple):
 
 
 class ObjectExchange(Post):
-    """The part of one rank in one object collective.
+    """The operation of one rank in one object collective.
 
     Args:
         parcels: the parcels to send and to receive.
@@ -170,13 +170,13 @@ class ObjectExchange(Post):
         super().__init__(comm, identity, signature, parcels.sources, completion)
         self._parcels = parcels
         self._steps: Steps | None = None
-        # The rank whose parcel arrived last; -1 for none.
+        # The rank whose parcel arrived last, or -1.
         self._last = -1
         if parcels.are_arrays:
-            self._limit = 2**32 - 1  # frames have the size modulo 2**32
+            self._limit = 2**32 - 1  # a frame header holds the size modulo 2**32
 
     def enter(self) -> None:
-        """Send all parcels, and receive parcels that are in shared memory."""
+        """Send all parcels, and receive those that are already in shared memory."""
         self._send(self._parcels.outgoing)
         self._settle()
         if self._parcels.are_arrays:
@@ -191,7 +191,7 @@ class ObjectExchange(Post):
         return polling.lookers if self._parcels.may_be_chunked else polling.readers
 
     def look(self) -> bool:
-        """Receive new parcels from slots and chunk queues; return whether there were any."""
+        """Receive new parcels from slots and chunk queues in shared memory; return whether there were any."""
         moved = False
         for peer in tuple(self._missing):
             if self.comm.slots.deliver(self, peer, 0) or (self._parcels.may_be_chunked and self._take_chunks(peer)):
@@ -233,7 +233,7 @@ class ObjectExchange(Post):
         return True
 
     def needs(self, peer: int) -> bool:
-        """Read arrived data in shared memory, then return whether a parcel to or from `peer` is incomplete."""
+        """Read the data in shared memory, then return whether a parcel to or from `peer` is incomplete."""
         while self._parcels.are_arrays and self.look():
             pass
         return not self.done and super().needs(peer)
@@ -244,7 +244,7 @@ class ObjectExchange(Post):
         super().fail(error)
 
     def advance(self) -> None:
-        """Continue to take chunks, or to make the result."""
+        """Continue to receive chunks, or to compute the result."""
         if self._steps is None:
             self.look()
         else:

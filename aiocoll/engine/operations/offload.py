@@ -1,4 +1,4 @@
-"""Long calculations of an operation, moved to a thread so that they do not block the event loop.
+"""Long calculations of an operation, run in a thread so that they do not block the event loop.
 
 The operation stays in flight meanwhile. If it fails, the thread's result is dropped.
 """

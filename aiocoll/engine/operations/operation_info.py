@@ -1,4 +1,4 @@
-"""Information about operations for hooks."""
+"""The information about an operation that hooks receive."""
 
 from __future__ import annotations
 

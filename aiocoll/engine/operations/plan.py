@@ -1,4 +1,4 @@
-"""Plans: one rank's program of a collective, compiled for one dtype, to be run many times.
+"""Plans: one rank's program of a collective, compiled for one dtype, for repeated use.
 
 A plan contains everything that does not depend on the arrays of a call: sizes in bytes, dependencies, the destinations
 of arriving messages, and the fingerprint of the signature.
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 __all__ = ["EAGER_WINDOW", "Executor", "Plan"]
 
-#: Number of bytes of one message that may be sent before its receiver has entered the operation.
+#: Number of bytes of one message that may be sent before the receiver has entered the operation.
 EAGER_WINDOW = SEGMENT
 
-#: Creates the operation of a plan. Arguments: the communicator, the operation's id, the plan, the flat arrays of the
-#: call, and the completion, which has the timeout and the result.
+#: A function that creates the operation of a plan. Arguments: the communicator, the operation's id, the plan, the flat
+#: arrays of the call, and the completion, which holds the timeout and the result.
 Executor = Callable[["Communicator", int, "Plan", list[Any], Completion], Operation]
 
 
 class Plan:
-    """A compiled program.
+    """A program of a collective for one rank, compiled for one dtype.
 
     Tuple attributes are indexed by action, as in `Program`, with sizes in bytes. Arrays, `count` and the program are in
     elements of `storage`, of `itemsize` bytes. The signature is in elements of the dtype, each of which has `unit`
@@ -139,7 +139,7 @@ class Plan:
         return made
 
     def _dependencies(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Return the actions that each action waits for, and those that it follows.
+        """Return, for each action, the actions that must end before it, and the actions whose progress it follows.
 
         An action that would follow an empty one waits for its completion instead, since an empty action has no
         progress.

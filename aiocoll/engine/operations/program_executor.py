@@ -1,4 +1,4 @@
-"""Executor of plans over links: a dataflow machine driven by received and sent bytes.
+"""Executor of plans over links: each sent or received segment starts the actions that depend on it.
 
 Between processes of one host, a message can arrive in a slot if its sender has only small ones (`slot_program`). The
 receiver reads a large message in place (`aiocoll.transport.shm.references`). All other messages arrive in frames.
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgramExecutor"]
 
-#: Minimum number of elements per reduction call, so that the call overhead stays below the time for arithmetic.
+#: Minimum number of elements per call of a reduction kernel, so that the call overhead stays below the arithmetic.
 FOLD_FLOOR = 2048
 
-#: Number of bytes per copy call. It may exceed the cache, since a copy does not use the data again.
+#: Number of bytes per copy. It may exceed the cache, because a copy reads each byte only once.
 COPIED = 4 * SEGMENT
 
-# Plain values, since looking up an enum member takes longer than comparing it.
+# Plain values, because looking up an enum member takes longer than the comparison.
 _SEND, _RECV, _COMBINE, _COPY, _SCALE = (
     ActionKind.SEND,
     ActionKind.RECV,
@@ -41,14 +41,14 @@ _SEND, _RECV, _COMBINE, _COPY, _SCALE = (
     ActionKind.SCALE,
 )
 _EMPTY = memoryview(b"")
-# Marks a complete action. The byte count cannot mark it, since a message may be empty.
+# The progress of a complete action. Its number of bytes cannot serve as the mark, because a message may be empty.
 _COMPLETE = -1
 
 Array = NDArray[Any]
 
 
 class ProgramExecutor(Operation):
-    """The part of one rank in one collective.
+    """The operation of one rank in one collective that runs a plan over links.
 
     Args:
         arrays: the caller's flat arrays, numbered like the program's buffers; None where this rank has none.
@@ -76,7 +76,7 @@ class ProgramExecutor(Operation):
         arrays: list[Array | None],
         completion: Completion,
     ) -> None:
-        # Called by name: `super()` takes 70 ns more, 3 % of a small call (Python 3.11).
+        # Called by class name, because `super()` takes 70 ns more, 3 % of a small call (Python 3.11).
         Operation.__init__(self, comm, identity, plan.signature, plan.fingerprint, completion)
         self._plan = plan
         if plan.scratch:
@@ -87,13 +87,13 @@ class ProgramExecutor(Operation):
         self._waits = list(plan.after)
         self._moved = [0] * len(plan.verbs)
         self._remaining = len(plan.verbs)
-        # Created on first use, since most operations are small and defer nothing. Early segments are stored with their
-        # end position in the message.
+        # Created on first use, because most operations are small and defer nothing. Early segments are stored with
+        # their end position in the message.
         self._messages: dict[int, Message] | None = None
         self._early: dict[int, list[tuple[int, bytes]]] | None = None
         self._local: deque[int] | None = None
         self._working = False
-        # Actions that receive a message which may arrive in a slot, while it has not arrived.
+        # Receiving actions whose message may arrive in a slot, and has not arrived yet.
         self._from_slots = list(plan.from_slots) if plan.from_slots else None
 
     @property
@@ -103,14 +103,14 @@ class ProgramExecutor(Operation):
 
     @property
     def single_copy_from(self) -> float:
-        """Smallest message in bytes for which the peer reads from this process's memory, because that is faster."""
+        """The minimum size in bytes of a message that the peer reads in place in this process's memory."""
         sizes, limit = self.comm.tuning.single_copy, self._plan.single_copy_from
         if limit is not None:
             return limit
         return sizes.reduced if self.reduces else sizes.moved
 
     def enter(self) -> None:
-        """Start every action without dependencies."""
+        """Start every action that depends on no other action."""
         plan = self._plan
         for peer in plan.grants:
             self.promise(peer)
@@ -122,7 +122,7 @@ class ProgramExecutor(Operation):
             self.comm.polling.readers[self] = None
 
     def look(self) -> bool:
-        """Read messages posted to slots, and return whether the operation has ended."""
+        """Read messages that peers have posted to slots; return whether the operation has ended."""
         for index in tuple(self._from_slots or ()):
             if self.done:
                 break
@@ -145,8 +145,8 @@ class ProgramExecutor(Operation):
         self.succeed(self.completion.value)
 
     def _give_back_scratch(self) -> None:
-        """Return the scratch memory. After a failure it is not returned, since a link may still send from it."""
-        for _ in self._plan.scratch:  # scratch arrays are the last ones
+        """Return the scratch memory to the pool, unless the operation has failed: a link may still send from it."""
+        for _ in self._plan.scratch:  # the scratch arrays are at the end of the list
             array = self._arrays.pop()
             assert array is not None
             self.comm.scratch.give(array)
@@ -156,7 +156,7 @@ class ProgramExecutor(Operation):
         return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
-        """Return whether a message to or from `peer` is missing.
+        """Return whether a message to or from `peer` is incomplete.
 
         Messages that `peer` has posted stay readable after it has left.
         """
@@ -167,7 +167,7 @@ class ProgramExecutor(Operation):
         )
 
     def awaited_ranks(self) -> list[int]:
-        """Return the ranks whose data has not arrived, and those that have not accepted data that is ready for them."""
+        """Return the ranks whose data has not arrived, and those that have not accepted data of this rank."""
         missing = set()
         for index, action in enumerate(self._plan.program):
             if action.verb is _SEND:
@@ -187,7 +187,7 @@ class ProgramExecutor(Operation):
         Operation.fail(self, error)
 
     def _has_all_bytes(self, index: int) -> bool:
-        """Return whether all bytes of a message have been sent or received, even if they are not processed yet."""
+        """Return whether all bytes of a message have been sent or received, even if not all are processed."""
         if self._waits[index] == _COMPLETE:
             return True
         early = None if self._early is None else self._early.get(index)
@@ -210,7 +210,7 @@ class ProgramExecutor(Operation):
         return self._view(region.buffer)[start : start + length]
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Process a segment: copy it, reduce it, or store it until its action has started."""
+        """Process a segment: copy it, reduce it, or store it until the action that uses it has started."""
         plan = self._plan
         index = plan.inbound.get(peer << 16 | step)
         if index is None or plan.totals[index] & 0xFFFFFFFF != total:
@@ -245,14 +245,15 @@ class ProgramExecutor(Operation):
         first = self._moved[index] // plan.itemsize
         count = length // plan.itemsize
         place = self._slice(action.region, first, count)
-        incoming = np.frombuffer(payload, plan.storage)  # raises if the payload has a fraction of an element
+        incoming = np.frombuffer(payload, plan.storage)  # raises an error if the payload ends within an element
         if action.verb is _RECV:
             place[:] = incoming
             return
         kernel = plan.kernel
         assert kernel is not None
         own = self._slice(plan.sources[index][0], first, count)
-        # NumPy adds a single element in place differently: it yields another NaN if both are NaN. So use a copy.
+        # When NumPy adds a single element in place, it uses another code path, which returns the other one of two NaNs.
+        # So write to a temporary array.
         out = place if count > 1 else np.empty_like(place)
         try:
             if action.incoming_first:
@@ -261,7 +262,7 @@ class ProgramExecutor(Operation):
                 kernel.combine(own, incoming, out)
             if action.final and kernel.finalize is not None:
                 kernel.finalize(out)
-        except Exception as error:  # raised by the user's reduce function
+        except Exception as error:  # a user's reduce function may raise any exception
             self.comm.revoke_after_error(self, error, "its reduce function raised ")
         if out is not place:
             place[:] = out
@@ -322,7 +323,7 @@ class ProgramExecutor(Operation):
             self._waits[index] = _COMPLETE
             self._remaining -= 1
             if self._messages is not None:
-                self._messages.pop(index, None)  # breaks the reference cycle between message and operation
+                self._messages.pop(index, None)  # break the reference cycle between message and operation
             for dependent in plan.dependents[index]:
                 self._waits[dependent] -= 1
                 if not self._waits[dependent]:
@@ -342,7 +343,7 @@ class ProgramExecutor(Operation):
     # -- local work
 
     def advance(self) -> None:
-        """Reduce and copy in chunks. Continue in the next loop iteration when this callback's time is used up."""
+        """Reduce and copy in chunks. When the time of this callback is used up, continue in the next loop iteration."""
         local = self._local
         if not local or self._working:
             return
@@ -365,7 +366,7 @@ class ProgramExecutor(Operation):
             self._local.append(index)
 
     def _run_chunk(self, index: int) -> bool:
-        """Process the next chunk of a local action, and return whether another chunk is ready now."""
+        """Process the next chunk of a local copy or reduction; return whether another chunk is ready now."""
         plan = self._plan
         action = plan.program[index]
         total, moved = plan.totals[index], self._moved[index]
@@ -395,7 +396,7 @@ class ProgramExecutor(Operation):
                 kernel.prescale(inputs[0], place)
             else:
                 kernel.fold(inputs, place)
-        except Exception as error:  # raised by the user's reduce function
+        except Exception as error:  # a user's reduce function may raise any exception
             self.comm.revoke_after_error(self, error, "its reduce function raised ")
 
     # -- memory

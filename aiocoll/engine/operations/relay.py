@@ -1,4 +1,4 @@
-"""The relay of large arrays through chunk queues: the regions that one rank sends right and receives from the left."""
+"""Relay of large arrays through chunk queues: the regions that one rank sends to the right and gets from the left."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["BETWEEN_TWO", "LONGEST", "ROUND", "Relay", "messages_between_two", "take_chunk"]
 
-#: Collectives that take one step between two ranks: each rank copies or reduces the data that the other sends.
+#: Collectives that need one step between two ranks: each rank copies or reduces the data of the other rank.
 BETWEEN_TWO = frozenset(
     {"broadcast", "reduce", "allgather", "reduce_scatter", "gather", "scatter", "alltoall", "scan", "exscan"}
 )
-#: Collectives that more than two ranks also carry out by a relay: each rank passes on the data that it receives.
+#: Collectives for which more than two ranks also use a relay: each rank passes on the data that it receives.
 ROUND = frozenset({"broadcast", "allgather"})
 #: Maximum number of bytes of a message in `ROUND` for which a relay is faster than reading in place.
 LONGEST = 2 * 1024 * 1024
@@ -28,7 +28,7 @@ _BYTES: Final = np.dtype(np.uint8)
 
 
 def messages_between_two(kind: str, sizes: tuple[Any, ...], rank: int, root: int) -> tuple[int, ...]:
-    """Return the number of elements of each message in a collective of `BETWEEN_TWO`, which both ranks know."""
+    """Return the number of elements of each message in a collective listed in `BETWEEN_TWO`. Both ranks know it."""
     other = 1 - rank
     if kind == "alltoall":
         return sizes[0][other], sizes[1][other]
@@ -43,7 +43,7 @@ def take_chunk(
     size_of: Callable[[int], int],
     use: Callable[[NDArray[np.uint8]], None],
 ) -> bool:
-    """Receive the next chunk that `peer` has written for an operation; return whether there was one.
+    """Receive the next chunk that `peer` has written for an operation; return whether there was a chunk.
 
     Args:
         operation: the operation of this rank.
@@ -70,7 +70,7 @@ def take_chunk(
     if incoming is None:
         return False
     use(incoming)
-    if operation.done:  # the operation has failed, and its group has released the chunks
+    if operation.done:  # it failed in `use`, and its group has already released the chunks
         return True
     if chunks.is_void():
         return False
@@ -80,7 +80,7 @@ def take_chunk(
 
 
 class Relay(NamedTuple):
-    """The part of one rank in a ring in which all ranks send chunks to the right.
+    """The schedule of one rank in a ring in which all ranks send chunks to the right.
 
     In each step a rank sends the data that it received `behind` steps before.
 
@@ -102,7 +102,7 @@ class Relay(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, sizes: tuple[Any, ...], rank: int, size: int, root: int, chunk: int) -> Relay:
-        """Return the relay of an allreduce or of a collective in `ROUND` or `BETWEEN_TWO`; arguments as for `build`."""
+        """Return the relay of an allreduce or of a collective in `ROUND` or `BETWEEN_TWO`. Arguments as for `build`."""
         if kind == "allreduce":
             return cls._ring(sizes[0], rank, size, chunk)
         if kind == "allgather":
@@ -135,7 +135,7 @@ class Relay(NamedTuple):
 
     @classmethod
     def _ring(cls, count: int, rank: int, size: int, chunk: int) -> Relay:
-        """Return the relay of `aiocoll.algorithms.flat.ring`: each part goes round to be reduced, then to be copied."""
+        """Return the relay of a ring allreduce: each part of the array circulates to be reduced, then to be copied."""
         parts = [Region(0, count * part // size, count * (part + 1) // size) for part in range(size)]
         puts = tuple(parts[(rank - step - 1) % size] for step in range(2 * (size - 1)))
         takes = tuple(parts[(rank - step - 2) % size] for step in range(2 * (size - 1)))
@@ -143,7 +143,7 @@ class Relay(NamedTuple):
 
     @classmethod
     def _gather(cls, counts: tuple[int, ...], rank: int, size: int, chunk: int) -> Relay:
-        """Return the relay of an allgather: each block goes round. More than two ranks have equally long blocks."""
+        """Return the relay of an allgather: each block circulates. More than two ranks need equally long blocks."""
         blocks = [Region(each, 0, count) for each, count in enumerate(counts)]
         own = Region(size, 0, counts[rank])
         taken = [blocks[(rank - step) % size] for step in range(1, size)]
@@ -158,7 +158,7 @@ class Relay(NamedTuple):
         return cls(chunk, puts, takes, (), None, 0 if puts and takes else 1)
 
     def chunks(self, regions: tuple[Region, ...]) -> int:
-        """Return the number of chunks per step for `puts` or `takes`: as many as the longest region needs.
+        """Return the number of chunks per step for the regions `puts` or `takes`: as many as the longest needs.
 
         In a ring, `puts` and `takes` each contain all parts, so all ranks compute the same number.
         """

@@ -1,4 +1,4 @@
-"""Programs of one round, sorted into the phases of `SlotProgram`."""
+"""Programs with one communication round, sorted into the phases of `SlotProgram`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Contribution", "Round", "Take", "slots_of"]
 
 
 class Contribution(NamedTuple):
-    """Data that this rank posts once.
+    """Data that this rank posts once, for one or more readers.
 
     Attributes:
         buffer: number of the array.
@@ -31,7 +31,7 @@ class Contribution(NamedTuple):
 
 
 class Take(NamedTuple):
-    """A contribution that this rank reads.
+    """A contribution of another rank that this rank reads.
 
     Attributes:
         peer: the rank that posts the contribution.
@@ -48,7 +48,7 @@ class Take(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A program in which each rank posts, reads at most one contribution per peer, and possibly posts the result.
+    """A program in which each rank posts data, reads at most one contribution per peer, and may post the result.
 
     The program uses whole arrays, numbered like its buffers.
 
@@ -74,7 +74,7 @@ class Round(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, itemsize: int, lanes: Lanes, small: int, *, private: bool = False) -> Round:
-        """Sort the actions of a program.
+        """Sort the actions of a program into the phases of a round.
 
         Args:
             program: a program of one round.
@@ -104,9 +104,9 @@ class Round(NamedTuple):
                     copies.append((_buffer_of(action.region), _buffer_of(action.sources[0])))
             else:
                 raise ValueError(f"algorithm={program.algorithm!r} has more than one round: {action}")
-        # A rank that posts no result may read the result of another rank.
+        # If this rank posts no result, it may read another rank's result, which is in the lane for results.
         is_common = lanes.first if last else lanes.last
-        received.sort(key=lambda action: action.peer)  # an error names the lowest rank with a mismatch
+        received.sort(key=lambda action: action.peer)  # sort, so that an error names the lowest rank with a mismatch
         takes = []
         for action in received:
             nbytes = action.region.count * itemsize
@@ -123,7 +123,7 @@ class Round(NamedTuple):
                 (number, _buffer_of(source)) for number, source in enumerate(fold.sources) if source not in regions
             )
             if [source for source in fold.sources if source in regions] != regions:
-                raise ValueError(f"algorithm={program.algorithm!r} does not fold in rank order: {fold}")
+                raise ValueError(f"algorithm={program.algorithm!r} does not reduce in rank order: {fold}")
         first_posts, last_posts = (
             _posted(first, itemsize, lanes.first, small),
             _posted(last, itemsize, lanes.last, small),
@@ -132,7 +132,7 @@ class Round(NamedTuple):
 
 
 def slots_of(nbytes: int, small: int) -> tuple[int, int]:
-    """Return the first of the slots that a contribution of `nbytes` may take, and their number."""
+    """Return the slots that a contribution of `nbytes` may take: the first one, and their number."""
     return (0, SMALL_SLOTS) if nbytes <= small else (SMALL_SLOTS, MIDDLE_SLOTS)
 
 
@@ -148,7 +148,7 @@ def _posted(sends: list[Action], itemsize: int, is_common: bool, small: int) -> 
 
 
 def _buffer_of(region: Region) -> int:
-    """Return the number of the array that a region covers. `SlotProgram` uses no parts of arrays."""
+    """Return the number of the array that a region covers; raise an error if the region is only a part of it."""
     if region.start:
         raise ValueError(f"a round uses whole arrays, not {region}")
     return region.buffer

@@ -1,4 +1,4 @@
-"""Memory for partial results, kept between operations.
+"""Memory pool for partial results, kept between operations.
 
 The system takes freed large blocks back at once. It returns them page by page, zeroed. The first write to a page takes
 several times as long as reducing into memory in use.
@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 __all__ = ["Scratch"]
 
-#: Minimum size in bytes of blocks for which the allocator maps separate memory (glibc: M_MMAP_THRESHOLD).
+#: Minimum size in bytes of a kept block. From this size on, the allocator maps and unmaps memory for each block (glibc:
+#: M_MMAP_THRESHOLD).
 LARGE = 128 * 1024
-#: Maximum number of bytes kept, enough for a few operations of common sizes.
+#: Maximum number of bytes in the pool, enough for a few operations of common sizes.
 MOST = 64 * 1024 * 1024
 
 
 class Scratch:
-    """The unused memory blocks of one endpoint."""
+    """The pool of unused memory blocks of one endpoint."""
 
     __slots__ = ("_kept", "_nbytes")
 
@@ -29,12 +30,12 @@ class Scratch:
         self._nbytes = 0
 
     def take(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return an uninitialised array of `count` elements."""
+        """Return an uninitialised array of `count` elements, from the pool if a block fits."""
         nbytes = count * dtype.itemsize
         if nbytes < LARGE:
             return np.empty(count, dtype)
         for index, block in enumerate(self._kept):
-            # Keep a much larger block for larger requests.
+            # Do not use a block of more than twice the size: keep it for larger requests.
             if nbytes <= block.nbytes <= 2 * nbytes:
                 del self._kept[index]
                 self._nbytes -= block.nbytes
@@ -42,7 +43,7 @@ class Scratch:
         return np.empty(nbytes, np.uint8).view(dtype)
 
     def give(self, array: NDArray[Any]) -> None:
-        """Return an unused array to the pool."""
+        """Return an array that is no longer used to the pool."""
         block = array
         while isinstance(block.base, np.ndarray):
             block = block.base

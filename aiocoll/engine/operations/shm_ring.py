@@ -52,15 +52,16 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_PIECES", "ShmRing", "order"]
 
-#: Number of columns by which each step is behind the previous step, since the left neighbour needs time to add a chunk.
+#: Number of columns by which each step follows the previous step, because the left neighbour needs time to reduce a
+#: chunk.
 LAG = 2
-#: Maximum number of chunks in an operation, whose order is kept in memory.
+#: Maximum number of chunks in an operation, because the order of the chunks is kept in memory.
 MOST_PIECES = 1 << 16
 
 
 @functools.lru_cache(maxsize=64)
 def order(steps: int, chunks: int, behind: int = 1) -> tuple[tuple[int, int, int], ...]:
-    """Return the order of the chunks: step, chunk, and the position of the chunk that must arrive before, or -1.
+    """Return the chunks in transfer order: step, chunk, and the position of the chunk that must arrive before, or -1.
 
     Args:
         steps: number of steps.
@@ -79,7 +80,7 @@ def order(steps: int, chunks: int, behind: int = 1) -> tuple[tuple[int, int, int
 
 
 class ShmRing(Operation):
-    """The part of one rank in one collective that has a `Relay`; arguments as for `ProgramExecutor`."""
+    """The operation of one rank in one collective that has a `Relay`; arguments as for `ProgramExecutor`."""
 
     __slots__ = (
         "_arrays",
@@ -122,19 +123,19 @@ class ShmRing(Operation):
         self._right, self._left = (rank + 1) % size, (rank - 1) % size
         self._puts = order(len(plan.relay.puts), plan.relay.chunks(plan.relay.puts), plan.relay.behind)
         self._takes = order(len(plan.relay.takes), plan.relay.chunks(plan.relay.takes))
-        # Bytes of a chunk. A peer whose card is wrong about its accelerator has a queue of smaller chunks.
+        # Bytes per chunk. If a peer's card is wrong about its accelerator, its queue has smaller chunks.
         self._nbytes = plan.relay.chunk * plan.itemsize
         self._holds = False
         self._put = 0
         self._taken = 0
-        # Number of elements of the local copy that have been copied.
+        # Number of elements of the local copy that are done.
         self._copied = 0
-        # For frames, by step: the message to the right while it grows; the memory of the message from the left; and the
-        # number of its bytes that have arrived.
+        # For data in frames, by step: the growing message to the right neighbour; the memory of the message from the
+        # left neighbour; and the number of bytes of the latter that have arrived.
         self._messages: dict[int, Message] = {}
         self._framed: dict[int, memoryview] = {}
         self._received: dict[int, int] = {}
-        # Number of unsent bytes in messages; an empty message counts as one byte.
+        # Number of unsent bytes in messages to the right. An empty message counts as one byte.
         self._unsent = 0
         registered_memory = comm.registered_memory
         place = (
@@ -144,7 +145,7 @@ class ShmRing(Operation):
         )
         self._segment: Segment | None = None if place is None else place[0]
         self._offset = 0 if place is None else place[1]
-        # Queue number of the last chunk that was sent by its position.
+        # Queue number of the last chunk that was sent as an address in this rank's memory instead of a copy.
         self._pointed = 0
 
     @property
@@ -153,13 +154,13 @@ class ShmRing(Operation):
         return self._plan.kernel is not None
 
     def enter(self) -> None:
-        """Reserve the chunk queue, if it is free, and start."""
+        """Reserve the chunk queue to the right neighbour, if it is free, and start."""
         self._take_queue()
         self.comm.polling.lookers[self] = None
         self.look()
 
     def adopt(self, put: int, taken: int, copied: int, holds: bool) -> None:
-        """Continue an operation that the accelerator has begun, instead of `enter`.
+        """Continue an operation that the accelerator has begun; called instead of `enter`.
 
         Args:
             put: number of chunks that were sent to the right.
@@ -252,19 +253,19 @@ class ShmRing(Operation):
             if link is channel.link:
                 link.announce()
         else:
-            self._put += 1  # first, since `sent` may be called within the call
+            self._put += 1  # count first, because `enqueue` may call `sent` at once
             self._send_chunk(step, chunk)
         return True
 
     def _send_chunk(self, step: int, chunk: int) -> None:
-        """Add a chunk to the message of a step."""
+        """Send a chunk in frames, as the next part of a step's message."""
         if not chunk:
             message = Message(self, step, step, self._bytes(self._relay.puts[step]), 0)
             self._unsent += message.total or 1
         elif step in self._messages:
             message = self._messages.pop(step)
         else:
-            return  # this message has fewer chunks than the longest one
+            return  # this step's message has fewer chunks than the longest message
         message.limit = min((chunk + 1) * self._nbytes, message.total)
         if message.limit < message.total:
             self._messages[step] = message
@@ -283,14 +284,14 @@ class ShmRing(Operation):
         return True
 
     def _is_read(self) -> bool:
-        """Return whether the right neighbour has read all positions, so that the tensor may be overwritten."""
+        """Return whether the right neighbour has read all chunks, so that the array may be overwritten."""
         if not self._pointed:
             return True
         link = self.comm.channels[self._right].shared
         return link is None or link.chunks.is_taken(self._pointed)
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Record that `nbytes` of a message have been sent."""
+        """Record that `nbytes` bytes of a message have been sent."""
         if not self.done:
             self._unsent -= nbytes if message.total else 1
             if not self._unsent:
@@ -327,28 +328,29 @@ class ShmRing(Operation):
         own = self._piece(sources[step], chunk)
         kernel = self._plan.kernel
         assert kernel is not None
-        # Not in place for a single element: NumPy then uses another code path, which gives a different NaN of two.
+        # For a single element, NumPy uses another code path in place, which returns the other one of two NaNs. So write
+        # to a temporary array.
         out = place if len(place) > 1 else np.empty_like(place)
         try:
             kernel.combine(incoming, own, out)
             if step == len(sources) - 1 and kernel.finalize is not None:
                 kernel.finalize(out)
-        except Exception as error:  # raised by a user's function
+        except Exception as error:  # a user's reduce function may raise any exception
             self.comm.revoke_after_error(self, error, "its reduce function raised ")
         if out is not place:
             place[:] = out
 
     @property
     def _is_placed(self) -> bool:
-        """Return whether a message in frames is stored directly in the tensor, because it is only copied there."""
+        """Return whether messages that arrive in frames are stored directly in the array, as they are only copied."""
         return len(self._relay.takes) == 1 and not self._relay.sources
 
     def _room(self, step: int) -> memoryview:
-        """Return the memory of the message of a step that arrives in frames."""
+        """Return the memory for a step's message that arrives in frames."""
         room = self._framed.get(step)
         if room is None:
             region = self._relay.takes[step]
-            # A bytearray would be filled with zeros first, all at once.
+            # Use `np.empty`, because a large bytearray would be filled with zeros in one long step.
             new = (
                 self._bytes(region) if self._is_placed else np.empty(region.count * self._plan.itemsize, np.uint8).data
             )
@@ -357,7 +359,7 @@ class ShmRing(Operation):
         return room
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
-        """Return the memory for a segment of a message that arrives in frames; None if the message is not expected."""
+        """Return the memory for a segment of a message in frames; None if the message is not expected."""
         if peer != self._left or step >= len(self._relay.takes):
             return None
         room = self._room(step)
@@ -367,7 +369,7 @@ class ShmRing(Operation):
         return room[start : start + length]
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Store a segment of a message that arrives in frames, until its turn."""
+        """Store a segment of a message in frames, until the ring needs its chunk."""
         if peer != self._left or step >= len(self._relay.takes):
             return False
         room = self._room(step)
@@ -382,7 +384,7 @@ class ShmRing(Operation):
         if start == 0 and room.nbytes > EAGER_WINDOW:
             self.promise(peer)
         if (link := self.comm.channels[peer].shared) is not None:
-            link.chunks.reclaim()  # unread chunks may have forced the peer to send a frame
+            link.chunks.reclaim()  # unread chunks may have filled the queue, so that the peer had to send a frame
         self.look()
         return True
 
@@ -393,7 +395,7 @@ class ShmRing(Operation):
         return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
-        """Return whether data to or from `peer` is missing, after reading the chunks that it sent before it left."""
+        """Read the chunks that `peer` has sent, then return whether data to or from `peer` is missing."""
         while not self.done and self.look():
             pass
         if self.done:
@@ -403,7 +405,7 @@ class ShmRing(Operation):
         return peer == self._right and (self._put < len(self._puts) or bool(self._unsent) or not self._is_read())
 
     def awaited_ranks(self) -> list[int]:
-        """Return the left neighbour until its data has arrived, then the right one until it has read all data."""
+        """Return the left neighbour until its data has arrived, then the right neighbour until it has read all data."""
         if self._taken < len(self._takes):
             return [self._left]
         return [] if self._put == len(self._puts) and self._is_read() else [self._right]
@@ -429,7 +431,7 @@ class ShmRing(Operation):
                 link.chunks.leave(failed=failed)
 
     def _bytes(self, region: Region) -> memoryview:
-        """Return the bytes of a region."""
+        """Return a view of the bytes of a region."""
         view = self._views.get(region.buffer)
         if view is None:
             view = self._views[region.buffer] = byte_view(self._arrays[region.buffer])
@@ -437,7 +439,7 @@ class ShmRing(Operation):
         return view[region.start * itemsize : region.stop * itemsize]
 
     def _piece(self, region: Region, chunk: int) -> NDArray[Any]:
-        """Return the elements of a chunk of a region; the array may be empty."""
+        """Return a view of the elements of one chunk of a region, which may be empty."""
         start = region.start + chunk * self._relay.chunk
         piece: NDArray[Any] = self._arrays[region.buffer][start : min(start + self._relay.chunk, region.stop)]
         return piece

@@ -1,4 +1,4 @@
-"""Signatures of operations: the properties that all ranks must agree on, and their form as plain data."""
+"""Signatures of operations: the properties on which all ranks must agree, and their form as plain data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["KEYED", "P2P", "Signature", "description"]
 
-#: The two top bits of an operation id mark how it was numbered. Without these bits, the id is the sequence number.
+#: Flags in the two top bits of an operation id show its kind. Without a flag, the id is the sequence number.
 KEYED: Final = 1 << 62
 P2P: Final = 2 << 62
 
 
 class Signature(NamedTuple):
-    """The properties of one operation that all ranks must agree on.
+    """The properties of one operation on which all ranks must agree.
 
     Attributes:
         op, dtype, counts, root, reduce: equal on all ranks.
@@ -44,11 +44,11 @@ class Signature(NamedTuple):
 
     @property
     def spec(self) -> Spec:
-        """The collective's row in the table of specifications."""
+        """The collective's entry in the table of specifications."""
         return spec_of(self.op.lower())
 
     def nbytes(self, shape: tuple[int, ...]) -> int | None:
-        """Return the size in bytes of the caller's main array, of shape `shape`; None if only the other end knows it.
+        """Return the bytes of the caller's main array, whose shape is `shape`; None if only the peer knows the size.
 
         For a flush, return the size of all members.
         """
@@ -61,7 +61,7 @@ class Signature(NamedTuple):
         return itemsize * (prod(shape) if shape else sum(self.counts))
 
     def fingerprint(self) -> int:
-        """Return a 32-bit hash of the fields that are equal on all ranks. It is the same on every machine."""
+        """Return a 32-bit hash of the fields that are equal on all ranks. The hash is the same on every machine."""
         agreed: tuple[object, ...] = self[:5]
         return zlib.crc32(repr(agreed if self.device == "cpu" else (*agreed, self.device)).encode())
 
@@ -69,7 +69,7 @@ class Signature(NamedTuple):
 def description(
     rank: int, signature: Signature, shape: tuple[int, ...], key: str | None, seq: int | None
 ) -> dict[str, Any]:
-    """Return the call of `rank` as plain data."""
+    """Return the call of `rank` as plain data, for messages and error texts."""
     return {
         "rank": rank,
         "op": signature.op,

@@ -35,7 +35,7 @@ __all__ = ["SlotProgram"]
 
 
 class SlotProgram(Operation):
-    """The part of one rank in one collective. Arguments are those of `ProgramExecutor`."""
+    """The operation of one rank in a small collective in shared memory. Arguments as for `ProgramExecutor`."""
 
     __slots__ = ("_arrays", "_framed", "_has_folded", "_inputs", "_missing", "_plan", "_round", "_seen", "_unsent")
 
@@ -53,16 +53,16 @@ class SlotProgram(Operation):
         self._plan = plan
         self._round: Round = plan.round
         self._arrays = arrays
-        # Contributions that have arrived, in order: views of slots, and placeholders for contributions in frames.
-        # `_missing` is the peer of the contribution that was missing last.
+        # The contributions that have arrived, in order: views of slots, and placeholders for contributions in frames.
+        # `_missing` is the rank whose contribution was awaited last.
         self._inputs: list[NDArray[Any]] = []
         self._missing = -1
-        # Slots to free after the fold.
+        # Slots to free when the contributions have been reduced or copied.
         self._seen: list[tuple[SlotReader, int]] = []
         self._has_folded = False
-        # Peers whose frames are not sent completely.
+        # Ranks to which a contribution in a frame has not been sent completely.
         self._unsent: Collection[int] = ()
-        # Contributions received in frames, by rank.
+        # Contributions that arrived in frames, by rank.
         self._framed: dict[int, memoryview | bytes | bytearray] | None = None
 
     def enter(self) -> None:
@@ -73,7 +73,7 @@ class SlotProgram(Operation):
             self.comm.polling.readers[self] = None
 
     def adopt(self, missing: int, has_posted: bool) -> None:
-        """Continue an operation that the accelerator has begun, instead of `enter`.
+        """Continue an operation that the accelerator has begun; called instead of `enter`.
 
         Args:
             missing: the rank that the operation last waited for.
@@ -85,15 +85,15 @@ class SlotProgram(Operation):
             self.comm.endpoint.watch.entered(self.comm, self)
         self.comm.polling.readers[self] = None
         if not has_posted:
-            # Deferred: posting now could end the operation while the caller iterates over operations in flight.
+            # Post later: posting now could end the operation while the caller iterates over the operations in flight.
             self._unsent = {rank for each in self._round.first for rank in each.readers}
             self.comm.call_soon(self._post_late)
         else:
-            # Deferred: the accelerator may already have consumed the notification for data that is available.
+            # Look later, without a notification: the accelerator may already have consumed the one for available data.
             self.comm.call_soon(self.look)
 
     def _post_late(self) -> None:
-        """Post the contributions of an adopted call that had not posted."""
+        """Post the contributions of a call that the accelerator has begun without posting them."""
         if not self.done:
             self._unsent = ()
             self._post(self._round.first)
@@ -103,16 +103,16 @@ class SlotProgram(Operation):
         left = self.comm.slots.post(self.id, self.fingerprint, contributions, self._arrays)
         if left is None:
             return
-        # Set before sending: a frame that leaves immediately calls `sent`.
+        # Set before sending, because a frame that leaves immediately calls `sent`.
         self._unsent = {peer for peer, _ in left}
         for peer, array in left:
             view = byte_view(array)
             self.comm.channels[peer].enqueue(Message(self, peer, 0, view, view.nbytes))
 
     def look(self) -> bool:
-        """Look for missing contributions, and fold when none is missing. Return whether the operation has ended."""
+        """Look for missing contributions; fold when all have been posted. Return whether the operation has ended."""
         if self.done:
-            return True  # another operation, checked before, has failed this one
+            return True  # another operation that was run before has failed this one
         step, inputs = self._round, self._inputs
         count = len(step.takes)
         while len(inputs) < count:
@@ -130,14 +130,14 @@ class SlotProgram(Operation):
             return False
         if not self._has_folded:
             self._has_folded = True
-            # Copies wait until here, because a failed call must leave its outputs unchanged.
+            # Copy only now, because a failed call must leave its output arrays unchanged.
             for target, source in step.copies:
                 self._arrays[target][...] = self._arrays[source]
             if (count or step.fold is not None) and not self._fold():
                 return True
             if step.last:
                 self._post(step.last)
-                if self._unsent or self.done:  # a frame that left immediately has ended the operation
+                if self._unsent or self.done:  # if a frame has left immediately, `sent` has ended the operation
                     return self.done
         self.comm.polling.readers.pop(self, None)
         if self._missing >= 0:
@@ -150,7 +150,7 @@ class SlotProgram(Operation):
         return framed is not None and len(framed) == take.nbytes
 
     def _fold(self) -> bool:
-        """Use all contributions in place, free their slots, and return whether that succeeded."""
+        """Reduce or copy all contributions from their slots, free the slots, and return whether that succeeded."""
         step, arrays, inputs, framed = self._round, self._arrays, self._inputs, self._framed
         if framed is not None:
             inputs = [
@@ -166,7 +166,7 @@ class SlotProgram(Operation):
                 inputs.insert(number, arrays[source])
             try:
                 kernel.fold(inputs, arrays[step.fold])
-            except Exception as error:  # raised by the user's reduce function
+            except Exception as error:  # a user's reduce function may raise any exception
                 self.comm.revoke_after_error(self, error, "its reduce function raised ")
                 return False
         self.comm.slots.free(self._seen)
@@ -179,10 +179,10 @@ class SlotProgram(Operation):
             return False
         if self._framed is None:
             self._framed = {}
-        self.comm.slots.reclaim(take, self.id)  # unread data in the slot may have forced the peer to send a frame
+        self.comm.slots.reclaim(take, self.id)  # unread data in the slot may have forced the peer to use a frame
         framed = self._framed.get(peer)
         if framed is None and length == total:
-            # If no other contribution is missing, use the payload in place.
+            # If this is the last missing contribution, use the payload without a copy.
             self._framed[peer] = payload
             if not self.look():
                 self._framed[peer] = bytes(payload)
@@ -206,7 +206,7 @@ class SlotProgram(Operation):
         return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
-        """Return whether a message to or from `peer` is missing.
+        """Return whether a message to or from `peer` is incomplete.
 
         Messages that `peer` has posted stay readable after it has left.
         """
@@ -225,6 +225,6 @@ class SlotProgram(Operation):
     def fail(self, error: BaseException) -> None:
         """Finish the operation with `error`."""
         self.comm.polling.readers.pop(self, None)
-        # Inputs keep the memory of peers mapped, and the error may keep this operation alive.
+        # Drop the inputs: they keep peers' memory mapped, and the error may keep this operation alive.
         self._inputs = []
         super().fail(error)

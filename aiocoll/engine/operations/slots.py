@@ -1,4 +1,4 @@
-"""Slots of the ranks of a host, which hold small contributions that are posted once and read in place.
+"""Slots of the ranks of a host: shared memory for small contributions, which peers read in place.
 
 The slot of a contribution follows from the ids of the operation and of the group, so that two groups that alternate use
 different slots. The lane follows from the algorithm. The length of the contribution selects small or middle slots. Only
@@ -30,7 +30,7 @@ EMPTY: Final = np.empty(0, _BYTES)
 
 
 class Slots:
-    """The slots of one group on this host, as one rank accesses them.
+    """The slots of one group's ranks on this host, as this rank reads and writes them.
 
     Ranks are numbered as in the group. A peer has no slots until its link is open, nor if the link shares no memory.
 
@@ -55,7 +55,7 @@ class Slots:
     def post(
         self, identity: int, fingerprint: int, contributions: Sequence[Contribution], arrays: Sequence[NDArray[Any]]
     ) -> list[tuple[int, NDArray[Any]]] | None:
-        """Post arrays in slots; return the readers without a free slot, each with the array to send in a frame."""
+        """Post arrays in slots; return the readers without a free slot, with the array to send to each in a frame."""
         channels, group, place = self._channels, self._group, identity + self._shift
         left: list[tuple[int, NDArray[Any]]] | None = None
         for buffer, nbytes, readers, is_common, first_slot, slots in contributions:
@@ -84,7 +84,7 @@ class Slots:
     def _post_to_all(
         self, slot: int, identity: int, fingerprint: int, array: NDArray[Any], readers: Sequence[int]
     ) -> Sequence[int]:
-        """Post to the common lane, and return the readers that cannot read it there."""
+        """Post an array to the common lane, and return the readers that cannot read it there."""
         links, missed = [], []
         for rank in readers:
             channel = self._channels[rank]
@@ -102,13 +102,13 @@ class Slots:
         return missed
 
     def native_lanes(self, rank: int) -> core.PeerLanes | None:
-        """Return the accelerator's view of the lanes between a rank and this one; None without such a link."""
+        """Return the accelerator's view of the lanes between `rank` and this rank; None if their link has no lanes."""
         channel = self._channels[rank]
         link = channel.shared
         return link.native if link is not None and link is channel.link else None
 
     def look(self, take: Take, identity: int, fingerprint: int) -> bool:
-        """Return whether a rank has posted its contribution to an operation, for a call that matches this rank's."""
+        """Return whether `rank` has posted its contribution to an operation, for a call that matches this rank's."""
         link = self._channels[take.peer].shared
         if link is None:
             return False
@@ -117,7 +117,7 @@ class Slots:
         return reader.look(slot, identity, self._group) == fingerprint and reader.length(slot) == take.nbytes
 
     def deliver(self, operation: Any, peer: int, step: int, nbytes: int | None = None) -> bool:
-        """Deliver a message that `peer` has posted, as if it came in a frame. Return whether there was one.
+        """Deliver a message that `peer` has posted, as if it came in a frame. Return whether there was a message.
 
         Args:
             operation: the operation that receives the message.
@@ -141,7 +141,7 @@ class Slots:
                 return False
             try:
                 if length > most:
-                    raise ProtocolError(f"rank {link.peer} posted {length} bytes to a slot of {most}")
+                    raise ProtocolError(f"rank {link.peer} posted {length} bytes to a slot of {most} bytes")
                 operation.set_waited_for(peer)
                 operation.deliver(peer, step, length, byte_view(reader.view(slot, _BYTES, length)), length)
             except ProtocolError as error:
@@ -182,12 +182,12 @@ class Slots:
         return False
 
     def free(self, seen: Iterable[tuple[SlotReader, int]]) -> None:
-        """Let the ranks reuse the slots of contributions that have been read."""
+        """Free the slots of contributions that this rank has read, so that their senders can reuse them."""
         for reader, slot in seen:
             reader.free(slot, self._group)
 
     def reclaim(self, take: Take, identity: int) -> None:
-        """Free the slot of a contribution if it holds data of a group that has ended."""
+        """Free the slot of a contribution if the slot holds data of a group that has ended."""
         link = self._channels[take.peer].shared
         if link is not None:
             reader = link.common_reader if take.is_common else link.lane_reader

@@ -1,4 +1,4 @@
-"""Calls that run as several operations in sequence, written as a generator of steps.
+"""Calls that consist of several operations in sequence, written as a generator of steps.
 
 Each step can use the results of earlier steps::
 
@@ -34,9 +34,9 @@ __all__ = ["Step", "StepGenerator", "SteppedOperation", "calculate_in_thread", "
 
 T = TypeVar("T")
 
-#: Starts a step of an operation, which continues with the result of the step.
+#: A function that starts a step of an operation. The operation continues with the result of the step.
 Step = Callable[["SteppedOperation"], None]
-#: Yields steps, receives their results, and returns the result of the call.
+#: A generator that yields steps, receives their results, and returns the result of the call.
 StepGenerator = Generator[Step, Any, T]
 
 
@@ -50,18 +50,18 @@ def exchange(number: int) -> StepGenerator[NDArray[np.int64]]:
 
 
 def collective(name: str, plan: Plan, arrays: list[NDArray[Any] | None]) -> StepGenerator[None]:
-    """Carry out a plan on flat arrays. `name` must be unique within the call, and the same on all ranks."""
+    """Run the collective of a plan on flat arrays. `name` must be unique within the call, and the same on all ranks."""
     yield lambda operation: operation._carry_out(name, plan, arrays)
 
 
 def calculate_in_thread(task: Callable[[], T]) -> StepGenerator[T]:
-    """Run a calculation in a thread, and return its result. The event loop must not use its data meanwhile."""
+    """Run a calculation in a thread, and return its result. Meanwhile, the event loop must not use its data."""
     result: T = yield lambda operation: run_in_thread(operation, task, operation._go_on)
     return result
 
 
 class SteppedOperation(ProgramExecutor):
-    """The part of one rank in a stepped call. It carries out the exchange itself, and other collectives as children.
+    """The operation of one rank in a stepped call. It exchanges numbers itself, and runs collectives as children.
 
     Args:
         plan: the plan of an allgather of one int64 per rank, with the signature of the call.
@@ -82,7 +82,7 @@ class SteppedOperation(ProgramExecutor):
         self._steps = steps
 
     def enter(self) -> None:
-        """Start the first step. The numbers of other ranks are accepted at any time."""
+        """Start the first step. Numbers of other ranks may arrive before or after that."""
         self._go_on(None)
 
     def awaited_ranks(self) -> list[int]:
@@ -90,7 +90,7 @@ class SteppedOperation(ProgramExecutor):
         return self._children.awaited_ranks() if self._children else super().awaited_ranks()
 
     def expire(self) -> None:
-        """Handle the expired timeout. The running step knows the ranks that have not entered it."""
+        """Handle the expired timeout by expiring the running step, which knows the ranks that have not entered it."""
         step = self._children.first()
         if step is None:
             super().expire()
@@ -104,7 +104,7 @@ class SteppedOperation(ProgramExecutor):
         self._steps.close()
 
     def _go_on(self, result: Any) -> None:
-        """Resume the generator with the result of a step, and start the next step."""
+        """Resume the generator with the result of a step, and start the step that it yields next."""
         try:
             self._steps.send(result)(self)
         except StopIteration as end:
@@ -117,7 +117,7 @@ class SteppedOperation(ProgramExecutor):
         super().enter()
 
     def _complete(self) -> None:
-        """Resume the generator with all numbers."""
+        """Resume the generator with the numbers of all ranks."""
         if not self._is_counted:
             self._is_counted = True
             self._give_back_scratch()
@@ -126,7 +126,7 @@ class SteppedOperation(ProgramExecutor):
     def _carry_out(self, name: str, plan: Plan, arrays: list[NDArray[Any] | None]) -> None:
         def make(identity: int, completion: Completion) -> Operation:
             operation = plan.executor(self.comm, identity, plan, arrays, completion)
-            operation.signature = self.root.signature  # error messages name the user's call, as on other ranks
+            operation.signature = self.root.signature  # error messages show the user's call, as on the other ranks
             return operation
 
         def ended(result: Any, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""Verified operations, which start only when all ranks have described their calls, and only if the calls match.
+"""Verified operations, which start when all ranks have described their calls, if these calls match.
 
 Each rank sends the description of its call to rank 0. Rank 0 compares them and sends all ranks the same verdict. This
 takes two steps, and at rank 0 p-1 messages of some 60 bytes each way. If the calls match, every rank starts the actual
@@ -27,7 +27,7 @@ __all__ = ["RejectedCall", "VerifiedOperation"]
 
 
 class VerifiedOperation(Post):
-    """The part of one rank in one collective that is verified first.
+    """The operation of one rank in a collective that is verified before it starts.
 
     Args:
         signature: the properties that all ranks must agree on.
@@ -35,9 +35,10 @@ class VerifiedOperation(Post):
     """
 
     MARK = "detail"
-    #: Equal for all calls, so that no frame is refused: the payload describes the call.
+    #: The fingerprint of all verified operations. It is equal for all calls, so that a differing call is not refused by
+    #: its fingerprint: the payload describes the call.
     FINGERPRINT = Signature("COMPARED", None, (), None, None).fingerprint()
-    LIMIT = 16 * 1024 * 1024  # maximum bytes of a description: many times the size for thousands of ranks
+    LIMIT = 16 * 1024 * 1024  # maximum bytes of a description: many times the size in a job of thousands of ranks
 
     __slots__ = ("_children", "_make", "_outcome", "_settled")
 
@@ -50,18 +51,19 @@ class VerifiedOperation(Post):
         completion: Completion,
     ) -> None:
         sources = comm.others if comm.rank == 0 else (0,)
-        # Marked, so that a rank that does not verify is detected and stall reports do not compare the operation.
+        # Mark the signature: ranks that do not verify are then detected, and stall reports do not compare this
+        # operation.
         if signature.debug != self.MARK:
             signature = signature._replace(debug=self.MARK)
         super().__init__(comm, identity, signature, sources, completion)
         self._make = make
-        #: None until the first child starts.
+        #: The child operations; None until the first one starts.
         self._children: Children | None = None
         self._settled = False
         self._outcome: tuple[Any, BaseException | None] | None = None
 
     def enter(self) -> None:
-        """Send the description of this rank's call."""
+        """Send the description of this rank's call to rank 0."""
         mine = self._encode_call()
         if self.comm.rank == 0:
             self._incoming[0] = memoryview(mine)
@@ -70,12 +72,12 @@ class VerifiedOperation(Post):
         self._settle()
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """Handle the end of the actual operation, or a verdict against it."""
+        """Handle the end of the verified collective, or a verdict against it."""
         self._outcome = result, error
         self._settle()
 
     def algorithm(self) -> str | None:
-        """Return the algorithm of the actual operation; None before it has started."""
+        """Return the algorithm of the verified collective; None before it has started."""
         return None if self._children is None else self._children.algorithm
 
     def awaited_ranks(self) -> list[int]:
@@ -83,7 +85,7 @@ class VerifiedOperation(Post):
         return self._children.awaited_ranks() if self._children else super().awaited_ranks()
 
     def expire(self) -> None:
-        """Handle the expired timeout. A monitored barrier reports the missing ranks with its own error text."""
+        """Handle the expired timeout. A monitored barrier reports the missing ranks in its own error text."""
         proper = None if self._children is None else self._children.first()
         if proper is None and self._make is not None and self.signature.op == MonitoredBarrier.OP:
             proper = self._make(self.id, self.completion)
@@ -93,17 +95,17 @@ class VerifiedOperation(Post):
             super().expire()
 
     def fail(self, error: BaseException) -> None:
-        """Finish the operation with `error`, and fail the actual operation."""
+        """Finish the operation with `error`, and fail the verified collective."""
         super().fail(error)
         if self._children is not None:
             self._children.fail(error)
 
     def _encode_call(self) -> bytes:
-        """Return the encoded call to send to rank 0."""
+        """Return the encoded description of this rank's call, to be sent to rank 0."""
         return packed(self.describe(), None)
 
     def _agree(self) -> None:
-        """Skip the comparison, because another message has shown that all calls are equal."""
+        """End the verification successfully, because another message has shown that all calls are equal."""
         self._missing.clear()
         self._settled = True
 
@@ -113,7 +115,7 @@ class VerifiedOperation(Post):
         if not self._settled and not self._missing:
             self._settled = True
             self._conclude()
-        # Rank 0 sends its verdict before its own part ends.
+        # Finish only after the verdict has been sent: rank 0 sends it to all other ranks.
         if self._outcome is None or self._unsent or self.done:
             return
         result, error = self._outcome
@@ -123,7 +125,7 @@ class VerifiedOperation(Post):
             self.fail(error)
 
     def _conclude(self) -> None:
-        """Handle the verdict: start the actual operation, or fail."""
+        """Handle the verdict about the calls: start the verified collective, or fail."""
         comm = self.comm
         if self._refusal is not None:
             comm.revoke(GroupError(f"{self.completion.op} was not compared: {self._refusal}", group=comm.name))
@@ -138,11 +140,11 @@ class VerifiedOperation(Post):
         if found is not None:
             self._refuse(found)
         elif self._make is not None:
-            make, self._make = self._make, None  # dropped, since the factory may hold the operation that it creates
+            make, self._make = self._make, None  # the factory may hold the operation that it creates
             self._start(make)
 
     def _start(self, make: Make) -> None:
-        """Start the actual operation."""
+        """Start the verified collective."""
         self._start_child(str(self.id), make, self.ended)
 
     def _start_child(self, name: str, make: Make, ended: Ended) -> None:
@@ -151,7 +153,7 @@ class VerifiedOperation(Post):
         self._children.start(self, name, make, ended)
 
     def refused(self) -> None:
-        """Record that the call fails on all ranks without revoking the group."""
+        """Record that the call fails on all ranks, but that the group stays usable."""
         completion = self.completion
         if completion.seq is not None:
             self.comm.refused.add(completion.seq if completion.key is None else (completion.key, completion.seq))
@@ -181,7 +183,7 @@ class RejectedCall(VerifiedOperation):
         self._reason = reason
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """Finish with the verdict, which all ranks have received."""
+        """Finish with the verdict about the call, which all ranks have received."""
         if error is not None:
             error.__cause__ = self._reason
         super().ended(result, error)

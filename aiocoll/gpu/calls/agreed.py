@@ -43,7 +43,7 @@ __all__ = ["Agreed", "DeviceCall"]
 
 
 class DeviceCall(PlannedCall):
-    """A call on CUDA arrays.
+    """A prepared collective on CUDA arrays.
 
     Args:
         state: the group's state on the device.
@@ -66,25 +66,25 @@ class DeviceCall(PlannedCall):
 
     @property
     def signature(self) -> Signature:
-        """Signature of the call, marked as a call on CUDA arrays."""
+        """The signature of the call, marked as a call on CUDA arrays."""
         return self.kind.signature
 
     @property
     def is_on_device(self) -> bool:
-        """True: it is a collective on CUDA arrays."""
+        """Return True: this is a collective on CUDA arrays."""
         return True
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
-        """Make the operation."""
+        """Make the operation that carries out the call."""
         return Agreed(identity, self, completion)
 
     def choose_method(self) -> int:
-        """Return how the call is carried out, as far as the backend is decided."""
+        """Return how the call is carried out, as far as the group has decided on a backend."""
         return self.kind.choose_method(self.plan, self.state.decision)
 
 
 class Agreed(VerifiedOperation):
-    """A collective on CUDA arrays, seen by one rank.
+    """The operation of one rank in a collective on CUDA arrays.
 
     Args:
         call: the call of this rank.
@@ -119,11 +119,11 @@ class Agreed(VerifiedOperation):
         self._is_checked = call.is_checked
         self._marks: tuple[int, ...] = ()
         self._staged: Staged | None = None
-        #: Whether work of the call is enqueued on the device.
+        #: Whether work of the call has been enqueued on the device.
         self._is_on_device = False
         self._by_nccl = False
-        #: For a call that is launched before it is compared: the order, the position in it, whether all ranks have
-        #: confirmed the call, and its result once only the confirmation is missing.
+        #: For a call that is launched before it is compared: the order, the call's position in it, whether all ranks
+        #: have confirmed the call, and its result when only the confirmation is missing.
         self._order: CallOrder | None = None
         self._position = 0
         self._is_confirmed = False
@@ -133,21 +133,21 @@ class Agreed(VerifiedOperation):
     # -- the agreement
 
     def enter(self) -> None:
-        """Record the positions of the caller's streams, and start the agreement."""
+        """Mark the positions of the caller's streams, and start to agree with the other ranks."""
         try:
             self._marks = self._device_state.mark(self._arrays, is_checked=self._is_checked)
-        except (DeviceError, RuntimeError) as error:  # the latter if a stream capture has begun within a block
+        except (DeviceError, RuntimeError) as error:  # a RuntimeError if a stream capture has begun within a block
             self._device_state.fail_group(error, self)
         else:
             self._device_state.enter(self)
-        self._is_checked = False  # the thread's current device may change later
+        self._is_checked = False  # check again later: the thread's current device may change
 
     def request_comparison(self) -> None:
-        """Send a description of the call to rank 0, which decides when the call starts."""
+        """Send the description of this call to rank 0, which decides when the call starts."""
         super().enter()
 
     def is_ordered(self) -> bool:
-        """Return whether the call starts in program order on all ranks: it has no key."""
+        """Return whether the call has no key, so that it starts in program order on all ranks."""
         return self.id < KEYED
 
     def is_native(self) -> bool:
@@ -155,13 +155,13 @@ class Agreed(VerifiedOperation):
         return self._method() != STAGED
 
     def is_numbered(self) -> bool:
-        """Return whether the call must be compared before it starts, in any group."""
+        """Return whether the call must always be compared before it starts, even if other calls are launched first."""
         return self._kind.is_private or self._method() == STAGED
 
     # -- in the order of the program
 
     def join_program_order(self, order: CallOrder, *, ahead: bool) -> None:
-        """Take the call's place in program order; the call starts there if `ahead`."""
+        """Take the call's position in program order; start the call there if `ahead`."""
         if ahead:
             self._agree()
             self._order, self._position = order, order.program.called + 1
@@ -170,24 +170,24 @@ class Agreed(VerifiedOperation):
         order.program.add(self, self.hash_terms(), seq, is_numbered=not ahead)
 
     def hash_terms(self) -> bytes:
-        """Return a hash of the terms that must be equal on all ranks."""
+        """Return a hash of the call's properties that must be equal on all ranks."""
         return self._kind.hash_terms(self.completion.shape)
 
     def on_confirmed(self) -> None:
-        """Record that all ranks have made the call, and end it if it waited for that."""
+        """Record that all ranks have made this call. If only that was missing, end the call."""
         self._is_confirmed = True
         if self._result is not None and not self.done:
             super().ended(*self._result, None)
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """Handle the end of the call's work; a successful call then waits for its confirmation."""
+        """Handle the end of the call's work on the device. A successful call may still wait for confirmation."""
         if error is None and self._order is not None and not self._is_confirmed:
             self._result = (result,)
         else:
             super().ended(result, error)
 
     def needs(self, peer: int) -> bool:
-        """Return whether the call needs the leaving rank `peer`."""
+        """Return whether the call still needs `peer`, which is leaving the group."""
         if self._order is None:
             return super().needs(peer)
         return not self._is_confirmed and self._order.needs(peer, self._position)
@@ -195,22 +195,22 @@ class Agreed(VerifiedOperation):
     # -- compared by rank 0
 
     def _encode_call(self) -> bytes:
-        """Encode the description of this rank's call."""
+        """Return the encoded description of this rank's call."""
         completion = self.completion
-        # A member of a block sends its own signature, not that of the block.
+        # A call in a block sends its own signature, not the block's.
         encoded: bytes = msgpack.packb((self._kind.described(completion.shape), completion.seq, completion.key))
         return encoded
 
     def carriers(self) -> str:
-        """Return the carriers of the data: NCCL, or the links of the host if the call is staged."""
+        """Return the media that carry the data: NCCL, or the links of the host if the call is staged."""
         return LIBRARY if self._by_nccl else super().carriers()
 
     def is_private(self) -> bool:
-        """Return whether only the two ends of each message know its length."""
+        """Return whether only the sender and the receiver of a message know its length."""
         return self._kind.is_private
 
     def _conclude(self) -> None:
-        """Compare the calls of all ranks as rank 0; follow the verdict as another rank."""
+        """On rank 0, compare the calls of all ranks; on another rank, follow the verdict of rank 0."""
         comm = self.comm
         if self._refusal is not None:
             comm.revoke(GroupError(f"{self.completion.op} was not compared: {self._refusal}", group=comm.name))
@@ -227,25 +227,25 @@ class Agreed(VerifiedOperation):
                 self._device_state.decided(self, *verdict)
 
     def broadcast_verdict(self, numbers: Mapping[int, int], staged: bool) -> None:
-        """Send all ranks the verdict to start the call, each with its own number, as rank 0."""
-        said = {number: msgpack.packb([number, staged]) for number in set(numbers.values())}
-        self._send({rank: said[numbers[rank]] for rank in self.comm.others})
+        """On rank 0, send each rank the verdict to start the call, with the call's number on that rank."""
+        verdicts = {number: msgpack.packb([number, staged]) for number in set(numbers.values())}
+        self._send({rank: verdicts[numbers[rank]] for rank in self.comm.others})
         self._device_state.decided(self, numbers[0], staged)
 
     # -- carrying it out
 
     def taken_marks(self) -> tuple[int, ...]:
-        """Return the positions of the caller's streams when the call was made; the call's work waits for them."""
+        """Return the marked positions of the caller's streams, for which the call's work waits."""
         marks, self._marks = self._marks, ()
         return marks
 
     def agreed(self, marks: tuple[int, ...]) -> None:
-        """Wait for `marks` when the call starts, and skip the agreement."""
+        """Skip the agreement, because all ranks have agreed on the block. The call waits for `marks` when it starts."""
         self._marks = marks
         self._agree()
 
     def begin(self, staged: bool) -> None:
-        """Start the call, through the host if `staged`; all earlier calls have started."""
+        """Start the call (through the host if `staged`). All earlier calls have started."""
         kind = self._kind
         method = STAGED if staged else self._method()
         if kind.is_empty:
@@ -256,12 +256,12 @@ class Agreed(VerifiedOperation):
             self._launch([Native(kind.enqueue, self._arrays)])
 
     def fail_on_all_ranks(self, error: Exception) -> None:
-        """Fail the call on all ranks; the group stays usable."""
+        """Fail the call on all ranks without a failure of the group."""
         self.refused()
         self.ended(None, error)
 
     def is_waiting_for_device(self) -> bool:
-        """Return whether the call waits only for the device: all ranks have made it."""
+        """Return whether all ranks have made the call, so that it waits only for the device."""
         return self._is_on_device and (self._order is None or self._is_confirmed)
 
     def expire(self) -> None:
@@ -272,17 +272,17 @@ class Agreed(VerifiedOperation):
             super().expire()
 
     def succeed(self, result: Any) -> None:
-        """End successfully."""
+        """Finish the operation successfully."""
         self._release()
         super().succeed(result)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`."""
+        """Finish the operation with `error`."""
         self._release()
         super().fail(error)
 
     def _launch(self, calls: Sequence[Native], others: Sequence[int] = ()) -> None:
-        """Enqueue NCCL calls on the communicator's stream; the streams `others` also wait for the caller's streams."""
+        """Enqueue NCCL calls on the communicator's stream. The streams `others` wait for the caller's streams, too."""
 
         def put(tools: Tools) -> None:
             carry_out(calls, tools)
@@ -298,13 +298,13 @@ class Agreed(VerifiedOperation):
         )
 
     def _stage(self) -> None:
-        """Copy the inputs to the host."""
+        """Copy the input arrays to the host."""
         state = self._device_state
         self._staged = Staged(state.device, state.stream, self._arrays, self._plan.storage)
         self._mark_enqueued(self._staged.copy_in(self._marks, self._input_output_positions()[0], self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
-        """Run the plan on the host, where the inputs are now."""
+        """Run the plan on the host, to which the inputs have been copied."""
         if self._finish_device_work(error):
             assert self._staged is not None
             arrays, plan, comm = self._staged.arrays, self._plan, self.comm
@@ -315,7 +315,7 @@ class Agreed(VerifiedOperation):
             self._start_child(str(self.id), make, self._copy_outputs)
 
     def _copy_outputs(self, _: Any, error: BaseException | None) -> None:
-        """Copy the outputs of the host collective back to the device."""
+        """Copy the results of the host's collective back to the device."""
         if error is not None:
             self.ended(None, error)
             return
@@ -326,27 +326,27 @@ class Agreed(VerifiedOperation):
         )
 
     def _ended(self, error: DeviceError | None) -> None:
-        """Handle the end of the last work on the device."""
+        """Handle the end of the call's last work on the device."""
         if self._finish_device_work(error):
             self.ended(self.completion.value, None)
 
     def _finish_device_work(self, error: DeviceError | None) -> bool:
-        """Record that the device has finished; return whether the operation continues."""
+        """Record that the device has finished its work; return whether the operation continues."""
         self._is_on_device = False
         return self._device_state.continues(self, error, self._release)
 
     def _mark_enqueued(self, launched: Launched, last: bool = False) -> None:
-        """Record that work of the call is enqueued on the device; `last` work has no successor."""
+        """Record that work of the call is enqueued on the device; `last` if no more work follows."""
         self._is_on_device, self._marks = True, ()
         if last:
             self._enqueued.put(launched)
 
     def _method(self) -> int:
-        """Return how the call is carried out."""
+        """Return how the call is carried out: by NCCL, or staged."""
         return self._kind.choose_method(self._plan, self._device_state.decision)
 
     def _release(self) -> None:
-        """Release the resources of this call, once the device has finished."""
+        """Release the resources of this call, because the device has finished."""
         self._enqueued.over()
         self._device_state.unmark(self._marks)
         self._marks = ()
@@ -355,7 +355,7 @@ class Agreed(VerifiedOperation):
             self._staged = None
 
     def _input_output_positions(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the positions of the inputs and of the outputs among the arrays."""
+        """Return the indices of the inputs and of the outputs in the list of arrays."""
         signature = self._plan.signature
         place = (self.comm.rank, len(self.comm.ranks), signature.root)
         spec = signature.spec

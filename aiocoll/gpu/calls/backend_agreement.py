@@ -1,4 +1,4 @@
-"""Agreement of the ranks of a group on one backend for CUDA arrays: NCCL, or staging through the host.
+"""Agreement of a group's ranks on one backend for CUDA arrays: NCCL, or staging through the host.
 
     each rank     sends the card of its device, at its first call on a CUDA array ->
         rank 0        decides once it has all cards, gets NCCL's id of the communicator, requests a turn of each rank
@@ -33,12 +33,12 @@ from aiocoll.gpu.turns import Turn
 
 __all__ = ["BackendAgreement"]
 
-#: Maximum number of seconds that a closing rank waits for the decision.
+#: Maximum seconds for which a closing rank waits for the decision.
 PARTING = 5.0
 
 
 class BackendAgreement:
-    """Backend agreement of a group, seen by one rank.
+    """The part of one rank in the agreement on the group's backend.
 
     Args:
         comm: this rank's part in the group.
@@ -65,23 +65,23 @@ class BackendAgreement:
         self._follow = follow
         self._card = card(device.cuda, nccl, device.ordinal, missing_nccl_reason() or "", ahead)
         self._turn: Turn | None = None
-        #: Done once the decision is made, or will never be; None before this rank has reported its turn.
+        #: Done when the decision is made, or will never be made. None before this rank has reported its turn.
         self._settled: asyncio.Future[None] | None = None
-        #: The decision is made, or will never be.
+        #: Whether the decision is made, or will never be made.
         self._is_decided = False
-        #: As rank 0: cards by rank; the ranks whose turns are not requested yet, the next one last; and the rank whose
-        #: turn was requested.
+        #: Used on rank 0: the cards, by rank; the ranks whose turns are not requested yet, in reverse order; and the
+        #: rank whose turn was requested.
         self._cards: dict[int, Card] = {}
         self._turns: list[int] = []
         self._asked: int | None = None
         self._decision: Decision | None = None
 
     def start(self) -> None:
-        """Send this rank's card."""
+        """Send this rank's device card to rank 0."""
         self._send(0, {"card": self._card})
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message from a rank.
+        """Handle a message of another rank about the agreement.
 
         Raises:
             ValueError: the message is invalid from that rank, or for this rank; also TypeError and KeyError.
@@ -103,11 +103,11 @@ class BackendAgreement:
             number, decision = index(message["number"]), read_decision(message["decision"])
             self._settle()
             if not decision.native or decision.shared:
-                self.end_turn()  # not created, or created in the order of its slot
+                self.end_turn()  # not created here: never, or in its slot
             self._follow(number, decision)
 
     def handle_late(self, message: dict[str, Any]) -> None:
-        """Handle a message after the group has failed on this rank; other ranks may be creating the communicator.
+        """Handle a message after a failure of the group here, because other ranks may be creating the communicator.
 
         They would never return from that call. So this rank creates the communicator, too, and aborts it.
         """
@@ -123,7 +123,7 @@ class BackendAgreement:
             self._nccl.init(len(self._comm.ranks), unique_id, self._comm.rank).abort()
 
     def on_departure(self, rank: int) -> None:
-        """Handle a rank that closed the group, perhaps before the decision."""
+        """Handle a rank that has closed the group, perhaps before the decision."""
         if self._is_decided:
             return
         if rank == 0:
@@ -132,23 +132,23 @@ class BackendAgreement:
             self._conclude(_decide_without(rank))
 
     async def settle(self) -> None:
-        """Wait for the decision, if other ranks depend on this rank."""
+        """Wait for the decision if other ranks depend on this rank to create the communicator."""
         if self._settled is not None and self._comm.rank:
             await asyncio.wait([self._settled], timeout=PARTING)
 
     def end_turn(self) -> None:
-        """End the turn: the communicator has been created, or will not be."""
+        """End this rank's turn on the device: the communicator has been created, or will not be."""
         if self._turn is not None:
             self._turn.end()
             self._turn = None
 
     def end(self) -> None:
-        """End the agreement: the group has ended, or rank 0 has left."""
+        """End the agreement, because the group has ended or rank 0 has left."""
         self._settle()
         self.end_turn()
 
     def _on_turn(self) -> None:
-        """Report to rank 0 that this rank has its turn."""
+        """Report to rank 0 that this rank has the turn on its device."""
         self._settled = asyncio.get_running_loop().create_future()
         self._send(0, {"ready": True, "shares": self._device.order.is_used})
 
@@ -167,7 +167,7 @@ class BackendAgreement:
     # -- as rank 0
 
     def _decide(self) -> None:
-        """Decide, from the cards of all ranks."""
+        """On rank 0, decide on the backend from the device cards of all ranks."""
         self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._comm.hosts)
         if self._decision.native and self._comm.left:
             self._conclude(_decide_without(min(self._comm.left)))
@@ -179,7 +179,7 @@ class BackendAgreement:
             self._conclude(self._decision)
 
     def _place(self, rank: int) -> tuple[str, str]:
-        """Return the host and the bus id of a rank's device."""
+        """Return the host of a rank and the bus id of its device."""
         comm = self._comm
         return comm.endpoint.cards[comm.ranks[rank]]["host"], self._cards[rank]["bus"]
 
@@ -194,13 +194,13 @@ class BackendAgreement:
             self._request_next_turn()
 
     def _is_ready(self, crowded: bool) -> None:
-        """Record that a rank has its turn, and whether other groups use its device."""
+        """Record that a rank has the turn on its device, and whether other groups use that device."""
         assert self._decision is not None
         self._decision = self._decision._replace(shared=self._decision.shared or crowded)
         self._request_next_turn()
 
     def _request_next_turn(self) -> None:
-        """Request the next turn; if each rank has its turn, let the ranks create the communicator."""
+        """Let the next rank take its turn. When all ranks have one, let them create the communicator."""
         assert self._decision is not None
         if self._turns:
             self._asked = self._turns.pop()

@@ -1,4 +1,4 @@
-"""Calls of a block on CUDA arrays: one agreement, and one group of NCCL calls, for all of them.
+"""Calls of a coalescing block on CUDA arrays: one agreement, and one group of NCCL calls, for all of them.
 
 Calls that NCCL cannot carry out are staged, each separately. All calls end when the last one has ended.
 """
@@ -20,7 +20,7 @@ __all__ = ["BatchedCalls"]
 
 
 class BatchedCalls(Agreed):
-    """Several collectives on CUDA arrays, seen by one rank; none writes to memory that another one uses.
+    """The operation of one rank that carries out several collectives on CUDA arrays without common written memory.
 
     Args:
         members: the calls, in the order common to all ranks.
@@ -37,11 +37,11 @@ class BatchedCalls(Agreed):
         completion.value = [member.result for member in members]
         self._members = members
         self._is_ordered = ordered
-        #: Number of parts that have not ended.
+        #: Number of parts (the NCCL calls, and each staged call) that have not ended.
         self._left = 1
 
     def is_private(self) -> bool:
-        """Return whether only the two ends of each message know its length."""
+        """Return whether only the sender and the receiver of a message know its length."""
         return any(member.kind.is_private for member in self._members)
 
     def is_ordered(self) -> bool:
@@ -53,15 +53,15 @@ class BatchedCalls(Agreed):
         return any(member.choose_method() != STAGED for member in self._members)
 
     def is_numbered(self) -> bool:
-        """Return whether the calls must be compared before they start, in any group."""
+        """Return whether the calls must always be compared before they start."""
         return self.is_private() or any(member.choose_method() == STAGED for member in self._members)
 
     def hash_terms(self) -> bytes:
-        """Return a hash of the terms that must be equal on all ranks."""
+        """Return a hash of the calls' properties that must be equal on all ranks."""
         return hash_data([member.plan.signature[:5] for member in self._members])
 
     def begin(self, staged: bool) -> None:
-        """Launch the calls that NCCL can carry out, and stage the others."""
+        """Launch the calls that NCCL can carry out, and stage the others through the host."""
         native, others = [], []
         for member in self._members:
             kind, arrays = member.kind, member.arrays
@@ -81,7 +81,7 @@ class BatchedCalls(Agreed):
             self._begin_part(number, member)
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """Handle the end of one part; end the operation after the last."""
+        """Handle the end of the NCCL calls or of a staged call. After the last, end the operation."""
         self._left -= 1
         if error is not None:
             super().ended(None, error)
@@ -89,14 +89,14 @@ class BatchedCalls(Agreed):
             super().ended(self.completion.value, None)
 
     def is_waiting_for_device(self) -> bool:
-        """Return whether the operation waits only for the device: all ranks have made it."""
+        """Return whether all ranks have made the calls, so that the operation waits only for the device."""
         children = self._children
         return super().is_waiting_for_device() or (
             children is not None and children.find_waiting_for_device() is not None
         )
 
     def _encode_call(self) -> bytes:
-        """Encode the description of this rank's calls."""
+        """Return the encoded description of this rank's calls."""
         completion = self.completion
         encoded: bytes = msgpack.packb((described(self.signature, ()), completion.seq, completion.key))
         return encoded
@@ -107,7 +107,7 @@ class BatchedCalls(Agreed):
             self.ended(None, None)
 
     def _begin_part(self, number: int, member: DeviceCall) -> None:
-        """Stage a call; the first staged call makes their stream wait for the caller's streams."""
+        """Stage a call. The first staged call makes the staging stream wait for the caller's streams."""
         marks = self.taken_marks()
 
         def make(identity: int, completion: Completion) -> _Part:
@@ -118,7 +118,7 @@ class BatchedCalls(Agreed):
 
 
 class _Part(Agreed):
-    """A staged call of the block; all ranks have agreed on it."""
+    """A staged call of the block, on which all ranks have agreed."""
 
     __slots__ = ()
 
@@ -127,5 +127,5 @@ class _Part(Agreed):
         self.agreed(marks)
 
     def enter(self) -> None:
-        """Stage the call."""
+        """Stage the call through the host."""
         self.begin(True)

@@ -1,4 +1,4 @@
-"""Comparison of the calls without keys of all ranks, by rank 0."""
+"""Comparison by rank 0 of the calls without keys that all ranks have made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CallComparison"]
 
 
 class CallComparison:
-    """Comparison of the reported calls of other ranks with those of rank 0.
+    """The comparison of other ranks' reported calls with the calls of rank 0.
 
     Args:
         size: number of ranks.
@@ -30,26 +30,26 @@ class CallComparison:
         self.pacing = pacing
         self._order = order
         self._compare = compare
-        #: By rank: reported positions and hashes that rank 0 has not reached; the last equal position.
+        #: By rank: the reported positions and hashes that rank 0 has not reached yet; and the last equal position.
         self._reports: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in range(1, size)}
         self._equal = dict.fromkeys(range(1, size), 0)
         self._confirmed = 0
         self._is_over = False
 
     def reported(self, rank: int, position: int, found: int) -> None:
-        """Record the last position of a rank, and the hash of its calls.
+        """Record the last position that a rank has reported, and the hash of its calls up to there.
 
         Raises:
             ValueError: the rank reported this position or a later one before.
         """
         reports = self._reports[rank]
         if position <= (reports[-1][0] if reports else self._equal[rank]):
-            raise ValueError(f"rank {rank} has been at position {position} before")
+            raise ValueError(f"rank {rank} has already reported position {position}")
         reports.append((position, found))
         self.compare_reports()
 
     def compare_reports(self) -> None:
-        """Compare the reports up to rank 0's own position, and confirm the position that is equal on all ranks."""
+        """Compare the reports up to rank 0's position, and confirm the last position that is equal on all ranks."""
         order = self._order
         for rank, reports in self._reports.items():
             while reports and reports[0][0] <= order.called and not self._is_over:
@@ -67,11 +67,11 @@ class CallComparison:
             self.pacing.confirm(position)
 
     def has_called(self, rank: int, position: int) -> bool:
-        """Return whether another rank has reported the call at a position."""
+        """Return whether another rank has reported its call at this position."""
         reports = self._reports[rank]
         return position <= (reports[-1][0] if reports else self._equal[rank])
 
     def end(self) -> None:
-        """Stop comparing; the group has ended."""
+        """Stop the comparison, because the group has ended."""
         self._is_over = True
         self.pacing.end()

@@ -1,4 +1,4 @@
-"""Messages and errors of a group's calls on CUDA arrays that are launched before they are compared.
+"""Messages and errors about calls on CUDA arrays that a group launches before comparing them.
 
 called, confirmed       the last call of a rank; the last call that is equal on all ranks
 pace, halted            rank 0 halts or releases all ranks; the position at which a rank halted
@@ -25,7 +25,7 @@ _KINDS = ("called", "confirmed", "pace", "halted", "compare", "differs")
 
 
 class CallOrder:
-    """Order of a group's calls, seen by one rank.
+    """The order of a group's calls, as one rank knows it.
 
     Args:
         comm: this rank's part in the group.
@@ -59,24 +59,24 @@ class CallOrder:
             self._comparison = CallComparison(size, self.program, pacing, self._compare)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """Give a numbered operation its place among all calls, as rank 0; see `Pacing.place`."""
+        """On rank 0, determine the place of a numbered operation among all calls; see `Pacing.place`."""
         self._require_comparison().pacing.place(begin)
 
     def share(self, on_shared: Callable[[], None]) -> None:
-        """Stop all ranks from launching ahead, as rank 0; see `Pacing.share`."""
+        """On rank 0, stop all ranks from launching calls before the comparison; see `Pacing.share`."""
         self._require_comparison().pacing.share(on_shared)
 
     def needs(self, peer: int, position: int) -> bool:
-        """Return whether an unconfirmed call needs the leaving rank `peer`."""
+        """Return whether an unconfirmed call needs `peer`, which is leaving the group."""
         return peer == 0 if self._comparison is None else not self._comparison.has_called(peer, position)
 
     def on_departure(self) -> None:
-        """Handle a rank that closed the group."""
+        """Handle a rank that has closed the group."""
         if self._comparison is not None:
             self._comparison.pacing.on_departure()
 
     def end(self) -> None:
-        """Forget all calls; the group has ended."""
+        """Forget all calls, because the group has ended."""
         self.program.clear()
         if self._comparison is not None:
             self._comparison.end()
@@ -85,11 +85,11 @@ class CallOrder:
 
     @staticmethod
     def is_own_message(message: dict[str, Any]) -> bool:
-        """Return whether a message belongs to the call order."""
+        """Return whether a message is about the order of calls."""
         return any(kind in message for kind in _KINDS)
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message from a rank.
+        """Handle another rank's message about the order of calls.
 
         Raises:
             ValueError: the message is invalid from that rank, or for this rank; also TypeError, KeyError, IndexError.
@@ -128,7 +128,7 @@ class CallOrder:
             self._comparison.compare_reports()
 
     def _follow_pace(self, number: int, pace: str, through: int, confirmed: int) -> None:
-        """Follow a pace message from rank 0 when its number is due."""
+        """Follow rank 0's message about the pace of launches, when its number is due."""
 
         def obey(staged: bool) -> None:
             program = self.program
@@ -149,7 +149,7 @@ class CallOrder:
             self._comparison.pacing.on_halt(0, position)
 
     def _find(self, start: int, theirs: Sequence[int]) -> None:
-        """Report to rank 0 the first call whose hash differs on this rank."""
+        """Report to rank 0 the first call whose hash on this rank differs."""
         mine = self.program.hashes(start, start + len(theirs) - 1)
         offset = next(at for at, (one, two) in enumerate(zip(mine, theirs, strict=True)) if one != two)
         self._send(0, {"differs": self.program.call_at(start + offset).describe(), "position": start + offset})
@@ -171,7 +171,7 @@ class CallOrder:
         self._send(rank, {"compare": list(hashes), "position": start})
 
     def _check_seq(self, peer: int, position: int, seq: int) -> None:
-        """Compare a call of a rank with a call of this rank on host arrays, which has no position."""
+        """Compare another rank's call with this rank's call on host arrays, which has no position in the order."""
         comm = self._comm
         if position > self.program.called and seq <= comm.entered:
             record = comm.record(seq)
@@ -179,7 +179,7 @@ class CallOrder:
                 comm.mismatches.disagree(peer, seq, record.describe(comm.rank))
 
     def _mismatch(self, position: int, theirs: dict[str, Any]) -> None:
-        """Fail the group: two ranks called different operations at one position."""
+        """Fail the group, because two ranks called different operations at one position."""
         comm = self._comm
         mine = self.program.call_at(position).describe()
         found = mismatch_error(comm.name, {**mine, "debug": None}, {**theirs, "debug": None})

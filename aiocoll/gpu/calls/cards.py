@@ -1,4 +1,4 @@
-"""Device cards: what each rank publishes about its CUDA device, and the backend decision that follows."""
+"""Device cards, which ranks publish about their CUDA devices, and the decision that follows from them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from aiocoll.gpu.api import Cuda, Nccl
 
 __all__ = ["Decision", "card", "decide", "read_card", "read_decision"]
 
-#: Environment variable with which NCCL's calls return before they are complete. CuPy cannot complete them, so the
-#: setting is refused.
+#: Environment variable with which NCCL's calls return before they are complete. The setting is rejected, because CuPy
+#: cannot complete such calls.
 _BLOCKING = "NCCL_COMM_BLOCKING"
 
 #: Minimum NCCL version, and minimum compute capability of all devices, for reductions of float8.
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Decision(NamedTuple):
-    """Backend decision for a group's calls on CUDA arrays, equal on all ranks.
+    """The decision on the backend for a group's calls on CUDA arrays, equal on all ranks.
 
     Attributes:
         native: whether NCCL carries out calls where possible; otherwise all are staged through the host.
@@ -54,23 +54,23 @@ class Decision(NamedTuple):
 
     @property
     def description(self) -> str:
-        """Text that describes how calls are carried out."""
+        """A text that describes how calls are carried out."""
         return "are refused" if self.refused else "go by NCCL" if self.native else "go through the host"
 
     def refusal(self, group: str, forced: bool) -> str | None:
-        """Return the reason why all calls of a group fail; None if they do not.
+        """Return the reason why all calls of a group fail; None if calls are possible.
 
         Args:
             group: name of the group.
             forced: whether the group must use NCCL.
         """
         if self.refused:
-            return f"group {group!r} takes no CUDA arrays: {self.why}"
-        return f"group {group!r} is to use NCCL, but {self.why}" if forced and not self.native else None
+            return f"group {group!r} cannot use CUDA arrays: {self.why}"
+        return f"group {group!r} must use NCCL, but {self.why}" if forced and not self.native else None
 
 
 def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str, ahead: bool) -> Card:
-    """Return this rank's card.
+    """Return this rank's device card.
 
     Args:
         cuda: the CUDA runtime.
@@ -98,7 +98,7 @@ def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str, ahead: bool) 
 
 
 def read_card(given: Any) -> Card:
-    """Decode the card of another rank.
+    """Decode and check another rank's device card.
 
     Raises:
         TypeError, KeyError: `given` is not a card.
@@ -107,7 +107,7 @@ def read_card(given: Any) -> Card:
 
 
 def read_decision(given: Any) -> Decision:
-    """Decode a decision.
+    """Decode and check a decision of rank 0.
 
     Raises:
         TypeError, ValueError: `given` is not a decision.
@@ -126,7 +126,7 @@ def _check_type(given: Any, kind: type[T]) -> T:
 
 
 def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
-    """Decide how calls are carried out, from the cards of all ranks; the decision has no communicator id yet.
+    """Decide from all ranks' cards how calls are carried out. The decision has no communicator id yet.
 
     Args:
         cards: cards of all ranks, in rank order.
@@ -135,7 +135,7 @@ def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
     if setting := [rank for rank, each in enumerate(cards) if each["unfinished"]]:
         return Decision(
             False,
-            f"{_ranks_have(setting)} {_BLOCKING}=0, with which NCCL's calls return unfinished: unset it and make "
+            f"{_ranks_have(setting)} {_BLOCKING}=0, with which NCCL's calls return before their end; unset it and make "
             "a new group",
             refused=True,
         )
@@ -160,7 +160,7 @@ def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
 
 
 def _ranks_have(ranks: Sequence[int]) -> str:
-    """Return a text that names ranks, followed by "has" or "have"; of many ranks only the first few."""
+    """Return a text such as "ranks 0, 2 have"; of many ranks, only the first few are named."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
@@ -168,5 +168,5 @@ def _ranks_have(ranks: Sequence[int]) -> str:
 
 
 def _version(number: int) -> str:
-    """Format a version: 22809 as 2.28.9."""
+    """Format a version number: 22809 as 2.28.9."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

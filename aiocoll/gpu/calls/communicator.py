@@ -29,23 +29,23 @@ from aiocoll.log import logger
 
 __all__ = ["DeviceCommunicator", "connect_at_once"]
 
-#: Environment variable that determines when NCCL connects ranks.
+#: Environment variable that determines when NCCL connects the ranks.
 _CONNECT = "NCCL_RUNTIME_CONNECT"
-#: Seconds between two checks for asynchronous errors, while anything is in flight.
+#: Seconds between two checks for asynchronous errors while calls are in flight.
 CHECK_EVERY = 0.25
-#: Seconds until the event loop yields the GIL to a launcher that launches nothing: the first wait, which doubles each
-#: time, and the longest.
+#: Seconds until the event loop yields the GIL to a launcher thread that has launched nothing. The first value doubles
+#: each time, up to the second.
 GIVE_WAY = 0.001, 0.016
-#: Maximum number of seconds that closing ranks wait for each other; then the communicator is aborted.
+#: Maximum seconds for which closing ranks wait for each other. Then the communicator is aborted.
 PARTING = 5.0
-#: Seconds after which an abort that does not return is abandoned.
+#: Seconds after which an abort that has not returned is abandoned.
 ABORTING = 10.0
-#: Maximum number of remembered kinds of calls for which NCCL has connected the ranks.
+#: Maximum number of kinds of calls remembered as those for which NCCL has connected the ranks.
 KEPT = 256
 
 
 class DeviceCommunicator:
-    """End of a communicator on one rank.
+    """The NCCL communicator of one group on this rank.
 
     Args:
         comm: this rank's part in the group.
@@ -76,9 +76,9 @@ class DeviceCommunicator:
         self._made = made
         self._broken = broken
         self._lock = threading.Lock()
-        #: Held during each call of the communicator.
+        #: Held during each call that uses the communicator.
         self._calling = threading.Lock()
-        #: Arguments that its NCCL calls need; None before the communicator exists and after its end.
+        #: The arguments of the communicator's NCCL calls; None before it exists and after its end.
         self._tools: Tools | None = None
         self.is_begun = False
         self._failure: DeviceError | None = None
@@ -86,7 +86,7 @@ class DeviceCommunicator:
         self._is_checking = False
         self._in_flight = 0
         self._connected: set[Hashable] = set()
-        #: Calls that were queued for the launcher; some may have been launched since.
+        #: Calls queued for the launcher thread, of which some may have been launched since.
         self._unlaunched: deque[Launched] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._aborted: asyncio.Future[None] | None = None
@@ -117,7 +117,7 @@ class DeviceCommunicator:
         kind: Hashable = None,
         is_current: bool = False,
     ) -> Launched:
-        """Enqueue NCCL calls on the stream: in this thread, if their kind was launched before and the launcher is idle.
+        """Enqueue NCCL calls on the stream: in this thread if that cannot block, otherwise in the launcher thread.
 
         Args:
             marks: positions of streams for which the calls, and the streams `others`, wait.
@@ -159,7 +159,7 @@ class DeviceCommunicator:
         return launched
 
     def look(self) -> bool:
-        """Report the first call that this turn of the loop launched, if it has ended; return whether it has.
+        """If the first call launched in this loop iteration has ended, report it; return whether it has.
 
         A polling await calls this. Work that is due at the end of the turn runs first, because other ranks may wait for
         it before they launch the call.
@@ -173,7 +173,7 @@ class DeviceCommunicator:
         return bool(found)
 
     def _yield_to_launcher(self, first: Launched, waited: float) -> None:
-        """Yield the GIL to the launcher, if it has a call and has launched none for a while.
+        """Yield the GIL to the launcher thread, if it has a call but has launched none for a while.
 
         Args:
             first: first call that was not launched at the last check.
@@ -196,7 +196,7 @@ class DeviceCommunicator:
     # -- while something is in flight
 
     def _check_async_error(self) -> None:
-        """Let the launcher check for asynchronous errors, unless the last check is still running."""
+        """Let the launcher thread check for asynchronous errors, unless the last check is still running."""
         self._timer = None
         if self._over or not self._in_flight:
             return
@@ -227,7 +227,7 @@ class DeviceCommunicator:
     # -- the end
 
     def abort(self) -> None:
-        """Abort the communicator in a thread, and abandon all calls in flight."""
+        """Abort the communicator in a new thread, and abandon all calls in flight."""
         if not self._over:
             self._stop()
             self._aborted = self._device.run_in_thread(self._give_up)
@@ -235,12 +235,12 @@ class DeviceCommunicator:
             self._aborted.add_done_callback(lambda _: timer.cancel())
 
     async def release(self, seconds: float) -> None:
-        """Wait at most `seconds` for an abort to finish; a process that ends during an abort crashes."""
+        """Wait at most `seconds` for an abort to finish. A process that ends during an abort crashes."""
         if self._aborted is not None:
             await asyncio.wait([self._aborted], timeout=seconds)
 
     async def close(self) -> None:
-        """Destroy the communicator together with the other ranks; abort it if they do not."""
+        """Destroy the communicator together with the other ranks. If they do not take part, abort it."""
         if self._over:
             return
         if self._in_flight or not await self._wait_for_peers():
@@ -249,7 +249,8 @@ class DeviceCommunicator:
         self._stop()
         with contextlib.suppress(TimeoutError, DeviceError):
             async with asyncio.timeout(PARTING):
-                # Not in the launcher: the call waits for other ranks, whose launchers may be closing another group.
+                # Not in the launcher thread: this call waits for other ranks, whose launchers may be closing another
+                # group.
                 await self._device.run_in_thread(self._destroy)
 
     async def _wait_for_peers(self) -> bool:
@@ -269,7 +270,7 @@ class DeviceCommunicator:
             self._timer = None
 
     def _take_communicator(self) -> NcclCommunicator | None:
-        """Wait until no thread is inside an NCCL call; return NCCL's communicator, or None the second time."""
+        """Wait until no thread is inside an NCCL call; return NCCL's object, or None if called again."""
         with self._calling, self._lock:
             tools, self._tools = self._tools, None
         return None if tools is None else tools.end
@@ -279,7 +280,7 @@ class DeviceCommunicator:
             end.destroy()
 
     def _give_up(self) -> None:
-        """Abort NCCL's communicator; may block, and does nothing the second time."""
+        """Abort NCCL's communicator. This may block; a second call does nothing."""
         if (end := self._take_communicator()) is not None:
             try:
                 end.abort()
@@ -315,24 +316,24 @@ class _ShutdownExchange(Post):
     def __init__(self, comm: Communicator, completion: Completion) -> None:
         super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, completion)
         self._communicator = comm
-        # No stall reports: the wait is short, and a missing rank is not an error.
+        # No stall reports, because the wait is short and a missing rank is no error.
         self.suppress_reports()
 
     def enter(self) -> None:
-        """Notify the other ranks."""
+        """Notify the other ranks that this rank has no call in flight."""
         self._send(dict.fromkeys(self.comm.others, b""))
         self._settle()
 
     def needs(self, peer: int) -> bool:
-        """Return False, so that a leaving peer does not fail the operation; stop waiting if the peer is missing."""
+        """Return False, so that a leaving peer does not fail the operation. Stop waiting if the peer is missing."""
         if peer in self._missing:
             self.comm.call_soon(self.expire)
         return False
 
     def expire(self) -> None:
-        """Fail the operation, since a rank is missing."""
+        """Fail the operation, because a rank has not taken part in time."""
         self.fail(GroupError(f"some ranks of group {self.comm.name!r} did not close it in time", group=self.comm.name))
-        # Late messages must not be matched with another operation.
+        # Messages that arrive late must not match another operation.
         self._communicator.in_flight.forget(self.id)
 
     def _settle(self) -> None:
@@ -341,7 +342,7 @@ class _ShutdownExchange(Post):
 
 
 def connect_at_once() -> None:
-    """Let NCCL connect ranks when it creates a communicator; otherwise its first calls would wait for all ranks.
+    """Let NCCL connect the ranks when it creates a communicator. Otherwise, its first calls would wait for all ranks.
 
     All ranks need the same setting, so this is called before each creation. A value that the user has set stays.
     """

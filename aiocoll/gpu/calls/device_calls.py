@@ -1,4 +1,4 @@
-"""Calls of one group on its CUDA device: the operations that the dispatcher starts."""
+"""Calls of one group on its CUDA device, from which the dispatcher makes operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["CudaCalls"]
 
 
 class CudaCalls:
-    """Factory of one group's operations on its device; see `CudaCalls.first`.
+    """The maker of one group's operations on its CUDA device; see `CudaCalls.first`.
 
     Args:
         state: the group's state on the device.
@@ -35,7 +35,7 @@ class CudaCalls:
 
     @staticmethod
     def first(comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool) -> CudaCalls:
-        """Make the calls of a group, at its first call on CUDA arrays.
+        """Make the `CudaCalls` of a group, at its first call on CUDA arrays.
 
         Args:
             comm: this rank's part in the group.
@@ -54,7 +54,7 @@ class CudaCalls:
         return CudaCalls(DeviceState(comm, device, nccl, forced, ahead))
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
-        """Check the arrays of a call; return whether their device is the current device of the thread.
+        """Check the arrays of a call; return whether they are on the thread's current device.
 
         Raises:
             ValueError: the arrays are on another device than those of earlier calls.
@@ -72,7 +72,7 @@ class CudaCalls:
         return is_current
 
     def call(self, call: PlannedCall, at_once: bool) -> DeviceCall:
-        """Return the prepared form of a call on checked arrays; see `DeviceCalls.call`."""
+        """Return the prepared call on arrays that were checked; see `DeviceCalls.call`."""
         return DeviceCall(self.state, call, at_once)
 
     def batched(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
@@ -81,27 +81,27 @@ class CudaCalls:
         return lambda identity, completion: BatchedCalls(identity, members, ordered, completion)
 
     def together(self, arrays: Iterable[DeviceArray]) -> contextlib.AbstractContextManager[None]:
-        """Combine the messages of these arrays, which start in the block, in one group of NCCL calls."""
+        """In this ``with`` block, combine the messages of these arrays into one group of NCCL calls."""
         return self.state.messages.together(arrays)
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
-        """Return a function that makes a send to rank `dst`; `code` is the code of the dtype."""
+        """Return a function that makes a send operation to rank `dst`; `code` is the code of the dtype."""
         return lambda _, completion: DeviceSend(self.state, dst, tag, DeviceContent(code, array), completion)
 
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
-        """Return a function that makes a receive from rank `src`, or any rank; `code` is the code of the dtype."""
+        """Return a function that makes a receive operation from rank `src`, or from any rank; `code` is the dtype's."""
         return lambda _, completion: DeviceRecv(self.state, src, tag, DeviceContent(code, array), completion)
 
     async def close(self) -> None:
-        """Destroy the communicator together with the other ranks."""
+        """Destroy the NCCL communicator together with the other ranks."""
         await self.state.close()
 
     async def release(self) -> None:
-        """Release the device resources of the group, which has ended."""
+        """Release the device resources of a group that has ended."""
         await self.state.release()
 
     def _check_device(self, arrays: Sequence[DeviceArray | None]) -> None:
-        """Refuse arrays on another device; find the device of arrays whose library does not report it."""
+        """Reject arrays on another device. If a library does not report the device, find it by the address."""
         device = self.state.device
         if (ordinal := _ordinal(device.cuda, arrays, device.ordinal)) != device.ordinal:
             raise ValueError(
@@ -111,7 +111,7 @@ class CudaCalls:
 
 
 def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int) -> int:
-    """Return the ordinal of the arrays' device; `empty` if they have no elements, and so no device."""
+    """Return the number of the arrays' device; `empty` if they have no elements, and so no device."""
     found = {
         cuda.device_of(each.ptr) if each.device == UNKNOWN else each.device
         for each in arrays

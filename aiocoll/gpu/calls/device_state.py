@@ -1,4 +1,4 @@
-"""State of a group on the device of this rank: its backend, the order of its calls, and device failures."""
+"""State of a group on this rank's device: its backend, the order of its calls, and device failures."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceState"]
 
-#: NCCL's setting for the network interfaces it may use between hosts.
+#: Environment variable for the network interfaces that NCCL may use between hosts.
 INTERFACE = "NCCL_SOCKET_IFNAME"
-#: Seconds that the device has to finish enqueued work when the group ends.
+#: Maximum seconds for which the end of a group waits for enqueued device work.
 RELEASE = 5.0
 
 
 class DeviceState:
-    """State of one group from its first call on CUDA arrays.
+    """The state of one group on this rank's device, from its first call on CUDA arrays.
 
     Args:
         comm: this rank's part in the group.
@@ -63,8 +63,8 @@ class DeviceState:
         self.device = device
         self.nccl = nccl
         self._agreement = BackendAgreement(comm, device, nccl, ahead, self._number_all, self._on_backend_decision)
-        # A CUDA call in the event loop, but a fast one: the arrays are on the device, so its context exists. It comes
-        # last among everything that may fail, because the stream has to be released.
+        # This is a CUDA call in the event loop, but a fast one: the arrays are on the device, so its context exists. It
+        # comes after everything that may fail, because the stream must be released.
         self.stream = device.stream()
         self.decision: Decision | None = None
         self.communicator: DeviceCommunicator | None = None
@@ -72,16 +72,17 @@ class DeviceState:
         self.slots: Slots | None = None
         self._forced = forced
         self._ahead = ahead
-        #: Calls, verdicts and order messages that wait for the decision.
+        #: Calls, verdicts and order messages that wait for the decision on the backend.
         self._undecided: list[Agreed] = []
         self._verdicts: list[tuple[Agreed, int, bool]] = []
         self._early: list[tuple[int, dict[str, Any]]] = []
         self.messages = NativeMessages(self)
-        #: As rank 0: complete calls that have no number yet.
+        #: Used on rank 0: calls that all ranks have made, and that have no number yet.
         self._complete: list[Agreed] = []
-        #: As rank 0: the last number assigned on each rank.
+        #: Used on rank 0: the last number assigned on each rank.
         self._numbered = [0] * len(comm.ranks)
-        #: Calls that wait for their turn, by number: the function that starts the call, and whether NCCL runs it.
+        #: Calls that wait for their turn, by number: the function that starts the call, and whether NCCL carries it
+        #: out.
         self._held: dict[int, tuple[Callable[[bool], None], bool]] = {}
         #: Number of the call that starts next.
         self._next = 1
@@ -92,7 +93,7 @@ class DeviceState:
         comm.devices.connect(self._handle_message)
 
     def mark(self, arrays: Sequence[DeviceArray | None], is_checked: bool = False) -> tuple[int, ...]:
-        """Record the current positions of the caller's streams, for which the call's work waits.
+        """Mark the current positions of the caller's streams, for which a call's work waits.
 
         Args:
             arrays: arrays of the call; None where this rank has none.
@@ -108,14 +109,14 @@ class DeviceState:
         return tuple(marks.values())
 
     def unmark(self, marks: Iterable[int]) -> None:
-        """Release unused marks."""
+        """Release marks that are not needed."""
         for mark in marks:
             self.device.unmark(mark)
 
     # -- the agreement
 
     def enter(self, call: Agreed) -> None:
-        """Compare a call first, or launch it first, as the group has decided."""
+        """Compare a call with the other ranks' calls first, or launch it first, as the group has decided."""
         if self.decision is None and self._ahead:
             self._undecided.append(call)
         elif self.order is None or not call.is_ordered():
@@ -142,7 +143,7 @@ class DeviceState:
         return found
 
     def _begin_complete(self) -> None:
-        """Assign numbers to the complete calls once the backend is decided, as rank 0."""
+        """On rank 0, number the calls that all ranks have made, when the backend is decided."""
         if self.decision is None:
             return
         complete, self._complete = self._complete, []
@@ -156,7 +157,7 @@ class DeviceState:
         operation.broadcast_verdict(self._number_all(not staged and operation.is_native()), staged)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """Give an NCCL operation its place among all calls, as rank 0; see `Pacing.place`."""
+        """On rank 0, determine the place of an NCCL operation among all calls; see `Pacing.place`."""
         if self.order is None:
             begin(False)
         else:
@@ -166,7 +167,7 @@ class DeviceState:
         return self.number(range(len(self.comm.ranks)), native)
 
     def number(self, ranks: Iterable[int], native: bool) -> dict[int, int]:
-        """Assign the next number on each of these ranks, as rank 0; `native` operations may also need a slot."""
+        """On rank 0, assign the next number on each of these ranks. A `native` operation may also need a slot."""
         for rank in ranks:
             self._numbered[rank] += 1
         numbers = {rank: self._numbered[rank] for rank in ranks}
@@ -175,15 +176,15 @@ class DeviceState:
         return numbers
 
     def decided(self, operation: Agreed, number: int, staged: bool) -> None:
-        """Record a verdict, and start the call when it is its turn."""
-        if self.decision is None:  # it comes over other links, so perhaps later
+        """Record rank 0's verdict, and start the call when it is its turn."""
+        if self.decision is None:  # the decision takes other links, so it may arrive later
             self._verdicts.append((operation, number, staged))
             return
         native = not staged and operation.is_native()
         self.hold(number, lambda instead: self._begin(operation, staged or instead), native)
 
     def hold(self, number: int, begin: Callable[[bool], None], native: bool) -> None:
-        """Start a numbered operation once everything with a lower number has started.
+        """Start a numbered operation when all operations with lower numbers have started.
 
         Args:
             number: number of the operation on this rank.
@@ -216,7 +217,7 @@ class DeviceState:
             operation.begin(staged or not decision.native)
 
     def _handle_message(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message from the device code of another rank."""
+        """Handle a message about devices from another rank."""
         if self._is_over:
             self._agreement.handle_late(message)
         elif "match" in message or "begin" in message:
@@ -236,7 +237,7 @@ class DeviceState:
             self._agreement.handle(peer, message)
 
     def _on_rank_departed(self, rank: int) -> None:
-        """Handle a rank that closed the group."""
+        """Handle a rank that has closed the group."""
         self._agreement.on_departure(rank)
         self.messages.on_departure(rank)
         if self.order is not None:
@@ -247,11 +248,11 @@ class DeviceState:
     # -- the decision
 
     def _on_backend_decision(self, number: int, decision: Decision) -> None:
-        """Follow the backend decision in its turn; it has the first number."""
+        """Handle the decision on the backend, which has the first number, when it is its turn."""
         self.hold(number, lambda _: self._follow(decision), False)
 
     def _follow(self, decision: Decision) -> None:
-        """Use the backend that rank 0 has chosen, and start the calls that waited for it."""
+        """Use the backend on which rank 0 has decided, and start the calls that waited for the decision."""
         self.decision = decision
         logger.info(
             "group %r, rank %d: CUDA arrays %s: %s",
@@ -301,14 +302,14 @@ class DeviceState:
             self._make(decision)
 
     def _gather(self, then: Callable[[], None]) -> None:
-        """Call `then` once every call launched ahead is certain to start on all ranks, as rank 0."""
+        """On rank 0, call `then` when all calls launched without comparison are certain to start on all ranks."""
         if self.order is None:
             then()
         else:
             self.order.share(then)
 
     def _make(self, decision: Decision) -> None:
-        """Create the NCCL communicator."""
+        """Create the group's NCCL communicator."""
         assert self.nccl is not None
         try:
             self.communicator = DeviceCommunicator(
@@ -320,7 +321,7 @@ class DeviceState:
     # -- failing
 
     def fail_hung_device(self, operation: Operation, others: str = "") -> None:
-        """Fail the group: the device did not finish `operation` in time; `others` describes the other ranks."""
+        """Fail the group, because the device did not finish `operation` in time; `others` describes the other ranks."""
         comm, completion = self.comm, operation.completion
         comm.revoke(
             CollectiveTimeoutError(
@@ -350,7 +351,7 @@ class DeviceState:
         )
 
     def fail_group(self, error: BaseException, operation: Operation | None = None) -> None:
-        """Fail the group: the device or the communicator has failed, perhaps in `operation`."""
+        """Fail the group, because the device or the communicator has failed, perhaps in `operation`."""
         comm = self.comm
         completion = None if operation is None else operation.completion
         name = None if completion is None else completion.key or completion.seq
@@ -366,7 +367,7 @@ class DeviceState:
         comm.revoke(cause)
 
     def continues(self, operation: Operation, error: DeviceError | None, leave: Callable[[], None]) -> bool:
-        """Handle the end of an operation's work on the device; return whether the operation continues.
+        """Handle the end of an operation's device work; return whether the operation continues.
 
         Args:
             operation: the operation, which may have ended before.
@@ -380,7 +381,7 @@ class DeviceState:
         return not operation.done
 
     def end(self) -> None:
-        """Abort the communicator and forget all calls; the group has failed, or was closed."""
+        """Abort the communicator and forget all calls, because the group has failed or was closed."""
         self._is_over = True
         self._agreement.end()
         self._held.clear()
@@ -396,13 +397,13 @@ class DeviceState:
             self.communicator.abort()
 
     async def close(self) -> None:
-        """Destroy the communicator together with the other ranks; otherwise it is aborted when the group ends."""
+        """Destroy the communicator together with the other ranks. Otherwise, the end of the group aborts it."""
         await self._agreement.settle()
         if self.communicator is not None:
             await self.communicator.close()
 
     async def release(self) -> None:
-        """Release the device resources of the group, which has ended."""
+        """Release the device resources of a group that has ended."""
         ends: list[Awaitable[object]] = [self.device.close_stream(self.stream, RELEASE)]
         if self.communicator is not None:
             ends += [self.device.leave_common_stream(RELEASE), self.communicator.release(RELEASE)]
@@ -410,6 +411,6 @@ class DeviceState:
 
 
 def _describe_numbered_call(described: bytes, seq: int | None, key: str | None) -> bytes:
-    """Return the description of a call together with its number or key."""
+    """Return the description of a call with its number or key."""
     whole: bytes = msgpack.packb({**msgpack.unpackb(described), "seq": seq, "key": key})
     return whole

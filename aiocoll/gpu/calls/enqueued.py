@@ -1,4 +1,4 @@
-"""Enqueued state of a call, for which `Work.on_stream` waits: all its work is on a stream of the device."""
+"""Enqueued state of a call, for which `Work.on_stream` waits: all its work is on a device stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Enqueued"]
 
 
 class Enqueued:
-    """Enqueued state of one call.
+    """The enqueued state of one call: whether all its work is on a device stream.
 
     Args:
         completion: completion of the call.
@@ -33,7 +33,7 @@ class Enqueued:
         completion.order = self.order
 
     async def order(self, stream: Any) -> bool:
-        """Wait until the call is enqueued, then make a stream wait for its end; return False if it has ended or failed.
+        """Wait until the call is enqueued, then let a stream wait for it; return False if it has ended or failed.
 
         Args:
             stream: stream of any library, or its address; None is the stream that was current at the call.
@@ -57,13 +57,13 @@ class Enqueued:
         return True
 
     def put(self, launched: Launched) -> None:
-        """Record the launch of the call's last work."""
+        """Record that the last work of the call has been launched."""
         self._launched = launched
         if self._waiting:
             self._wake()
 
     def over(self) -> None:
-        """Resume the waiters; the call has ended, perhaps before a stuck launcher reached it."""
+        """Resume the waiting tasks, because the call has ended, perhaps without being launched."""
         self._completion.order = None
         if self._waiting:
             self._wake()

@@ -18,7 +18,7 @@ __all__ = ["Kind", "described", "hash_data"]
 
 
 class Kind:
-    """Shared properties of the calls of one plan in one group.
+    """The properties that all calls of one plan share in one group.
 
     Attributes:
         signature: signature of the calls, marked as calls on CUDA arrays.
@@ -36,7 +36,7 @@ class Kind:
         self.is_private = bool(signature.sends or signature.receives)
         self.is_empty = bool(signature.counts) and not any(signature.counts)
         self._way: int | None = None
-        # Cached for the shape of the last call: nearly all calls of a plan have arrays of one shape.
+        # Values for the shape of the last call, because nearly all calls of a plan have arrays of one shape.
         self._shape: tuple[int, ...] | None = None
         self._terms = self._described = b""
 
@@ -49,7 +49,7 @@ class Kind:
         return found
 
     def choose_method(self, plan: Plan, decision: Decision | None) -> int:
-        """Return how the group carries out the calls of `plan`, given its backend decision, which never changes."""
+        """Return how the group carries out the calls of `plan`, given its final decision on the backend."""
         if decision is None or not decision.native:
             return STAGED
         if self._way is None:
@@ -59,13 +59,13 @@ class Kind:
         return self._way
 
     def hash_terms(self, shape: tuple[int, ...]) -> bytes:
-        """Return a hash of the terms of a call whose main array has this shape; they must be equal on all ranks."""
+        """Return a hash of a call's properties that must be equal on all ranks, for a main array of this shape."""
         if shape != self._shape:
             self._describe(shape)
         return self._terms
 
     def described(self, shape: tuple[int, ...]) -> bytes:
-        """Return the encoded description of a call whose main array has this shape."""
+        """Return the encoded description of a call with a main array of this shape."""
         if shape != self._shape:
             self._describe(shape)
         return self._described
@@ -78,7 +78,7 @@ class Kind:
 
 
 def described(signature: Signature, shape: tuple[int, ...]) -> bytes:
-    """Return the encoded description of a call, without a rank."""
+    """Return the encoded description of a call, without the rank that makes it."""
     return packed(description(0, signature, shape, None, None), None)
 
 

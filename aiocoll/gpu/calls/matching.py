@@ -1,4 +1,4 @@
-"""Matching of messages from device to device by rank 0: when they start, and which form one group of NCCL calls.
+"""Matching by rank 0 of messages between devices: when they start, and which start in one group of NCCL calls.
 
 A message is matched once both ends have made their calls. Before that, NCCL would block either end. The receiver
 reports each match to rank 0. Rank 0 numbers the message on both ends, in one order with all other NCCL calls, so no two
@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 __all__ = ["BatchMatching", "Match", "MessageBatch"]
 
-#: Seconds that the matched messages of a batch wait for the rest.
+#: Maximum seconds for which the matched messages of a batch wait for the others.
 MAX_WAIT = 0.02
 
 
 class Match(NamedTuple):
-    """A matched message.
+    """A message between devices for which a receive has matched.
 
     Attributes:
         src: rank that sends it.
@@ -40,7 +40,7 @@ class Match(NamedTuple):
 
 
 class MessageBatch(NamedTuple):
-    """Batch of one end of a message.
+    """The batch of sends and receives to which one end of a message belongs.
 
     Attributes:
         rank: rank of that end.
@@ -54,7 +54,7 @@ class MessageBatch(NamedTuple):
 
 
 class BatchMatching:
-    """Messages of a group that have not started.
+    """The messages of a group that have been matched, but have not started.
 
     Args:
         begin: starts messages together, in the given order.
@@ -71,7 +71,7 @@ class BatchMatching:
         self._units: dict[tuple[int, int], _Unit] = {}
 
     def matched(self, match: Match, batches: Sequence[MessageBatch]) -> None:
-        """Record a matched message and the batches of its ends; a batch of size 1 is a single message."""
+        """Record a matched message and the batches of both ends. A batch of size 1 is a single message."""
         unit = self._joined([batch for batch in batches if batch.size > 1])
         unit.matches.append(match)
         if unit.timer is None and unit.left:
@@ -79,18 +79,18 @@ class BatchMatching:
         self._settle(unit)
 
     def record_uncarried(self, batch: MessageBatch) -> None:
-        """Record that a message of a batch is not carried by NCCL."""
+        """Record that NCCL does not carry one message of a batch."""
         if batch.size > 1:
             self._settle(self._joined([batch]))
 
     def clear(self) -> None:
-        """Forget all messages; none of them will start."""
+        """Forget all messages, because none of them will start."""
         for unit in self._units.values():
             unit.stop()
         self._units.clear()
 
     def _joined(self, batches: Sequence[MessageBatch]) -> _Unit:
-        """Merge these batches into one unit, and count one more known message of each; return the unit."""
+        """Merge these batches into one unit, count one more known message of each, and return the unit."""
         unit = _Unit()
         for batch in batches:
             other = self._units.get(batch[:2])
@@ -99,7 +99,7 @@ class BatchMatching:
                 unit.batches.append(batch[:2])
                 unit.left += batch.size
             elif other is not unit:
-                # Merge into the larger unit, so that a batch moves only when the size of its unit doubles.
+                # Merge into the larger unit, so that a batch is moved only when the size of its unit doubles.
                 unit, other = (other, unit) if len(other.batches) > len(unit.batches) else (unit, other)
                 unit.take(other)
                 self._units.update(dict.fromkeys(other.batches, unit))
@@ -107,7 +107,7 @@ class BatchMatching:
         return unit
 
     def _settle(self, unit: _Unit) -> None:
-        """Start the messages of a unit once it is complete."""
+        """Start the messages of a unit if all of them are known."""
         if not unit.left:
             unit.stop()
             for batch in unit.batches:
@@ -122,7 +122,7 @@ class BatchMatching:
 
 
 class _Unit:
-    """Batches connected by messages.
+    """Batches that are connected by messages, so that they must start together.
 
     Attributes:
         batches: rank and number of each batch.
@@ -140,14 +140,14 @@ class _Unit:
         self.timer: TimerHandle | None = None
 
     def take(self, other: _Unit) -> None:
-        """Merge with another unit."""
+        """Merge another unit into this one."""
         self.batches += other.batches
         self.matches += other.matches
         self.left += other.left
         other.stop()
 
     def stop(self) -> None:
-        """Stop the timer."""
+        """Stop the timer that limits the wait for the rest of the messages."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

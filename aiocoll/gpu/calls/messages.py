@@ -1,4 +1,4 @@
-"""Point-to-point messages of CUDA arrays: by NCCL, or staged through the host, with the semantics of host messages.
+"""Point-to-point messages of CUDA arrays, by NCCL or staged through the host, with the semantics of host messages.
 
 `aiocoll.gpu.calls.native_messages` has the messages that NCCL carries. The sender of any other message copies it to the
 host first (`aiocoll.gpu.calls.staged`). It announces the message to the receiver at once, so that no later message
@@ -34,14 +34,14 @@ _BYTES = np.dtype(np.uint8)
 
 
 class DeviceContent(NamedTuple):
-    """Content of a message of a CUDA array: the code of its dtype, and the array at this end."""
+    """The content of a message of a CUDA array: the code of the dtype, and the array at this end."""
 
     code: int
     array: DeviceArray
 
 
 class _MessageEnd(Operation):
-    """End of a message, and its work on the device: a copy to or from the host, or NCCL calls.
+    """An end of a message, with its device work: a copy to or from the host, or NCCL calls.
 
     Attributes:
         array: array to send, or to receive in.
@@ -51,10 +51,10 @@ class _MessageEnd(Operation):
     array: DeviceArray
     batch: tuple[int, int]
     _enqueued: Enqueued
-    #: Whether work of the message is enqueued on the device, and whether NCCL carries the message.
+    #: Whether work of the message is enqueued on the device; and whether NCCL carries the message.
     _is_on_device: bool
     _by_nccl: bool
-    #: Whether NCCL may still carry the message, and rank 0 does not know how this end is carried.
+    #: Whether NCCL may still carry the message, without rank 0 knowing yet how this end is carried.
     _open: bool
     _marks: tuple[int, ...]
     _device_state: DeviceState
@@ -70,38 +70,38 @@ class _MessageEnd(Operation):
         self._enqueued = Enqueued(self.completion, [array])
 
     def _mark(self) -> bool:
-        """Choose between NCCL and the host, and mark the caller's stream; return whether that worked."""
+        """Choose between NCCL and the host, and mark the caller's stream; return whether that succeeded."""
         self._open = self._device_state.messages.carries(self.array.nbytes)
         try:
             self._marks = self._device_state.mark([self.array])
         except DeviceError as error:
             self._device_state.fail_group(error, self)
-        except RuntimeError as error:  # the message was in a block, and a stream capture began after its call
+        except RuntimeError as error:  # a stream capture began after the call that the block recorded
             self.fail(error)
             self._report_not_carried()
         return not self.done
 
     def taken_marks(self) -> tuple[int, ...]:
-        """Return the positions of the caller's streams when the call was made; the message's work waits for them."""
+        """Return the marked positions of the caller's streams, for which the message's work waits."""
         marks, self._marks = self._marks, ()
         return marks
 
     def launched(self, launched: Launched) -> None:
-        """Record that NCCL carries the message."""
+        """Record that NCCL carries the message, and that its calls are launched."""
         self._open, self._by_nccl = False, True
         self._mark_enqueued(launched)
 
     @abstractmethod
     def complete(self) -> None:
-        """End the operation: NCCL has sent or received the message."""
+        """Finish the operation, because NCCL has sent or received the message."""
 
     def on_nccl_done(self, error: DeviceError | None) -> None:
-        """Handle the end of the NCCL calls."""
+        """Handle the end of the message's NCCL calls."""
         if self._finish_device_work(error):
             self.complete()
 
     def is_waiting_for_device(self) -> bool:
-        """Return whether the message waits for the device of this rank."""
+        """Return whether the message waits for this rank's device."""
         return self._is_on_device
 
     def expire(self) -> None:
@@ -114,15 +114,15 @@ class _MessageEnd(Operation):
             self._device_state.fail_hung_device(self)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`."""
+        """Finish the operation with `error`."""
         super().fail(error)
         self._release()
         if self._is_on_device and self._by_nccl and isinstance(error, PeerLostError):
-            # All later work on the stream would wait for the lost rank.
+            # Revoke the group: all later work on the stream would wait for the lost rank.
             self.comm.revoke(error)
 
     def _report_not_carried(self) -> None:
-        """Report to rank 0, which may wait for the message, that NCCL does not carry it."""
+        """Report to rank 0, which may be waiting for the message, that NCCL does not carry it."""
         if self._open:
             self._open = False
             self._device_state.messages.report_uncarried(self.batch)
@@ -132,12 +132,12 @@ class _MessageEnd(Operation):
         self._enqueued.put(launched)
 
     def _finish_device_work(self, error: DeviceError | None) -> bool:
-        """Record that the device has finished; return whether the operation continues."""
+        """Record that the device has finished its work; return whether the operation continues."""
         self._is_on_device = False
         return self._device_state.continues(self, error, self._release)
 
     def _release(self) -> None:
-        """Release the resources of this message, once the device has finished."""
+        """Release the resources of this message, because the device has finished."""
         self._enqueued.over()
         self._device_state.unmark(self.taken_marks())
         if not self._is_on_device:
@@ -145,7 +145,7 @@ class _MessageEnd(Operation):
 
 
 class DeviceSend(OutboundMessage, _MessageEnd):
-    """A send of a CUDA array; done once the array has been read."""
+    """A send of a CUDA array. It ends when the array has been read."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class DeviceSend(OutboundMessage, _MessageEnd):
         self._prepare(state, array)
 
     def enter(self) -> None:
-        """Announce the message, and copy it to the host unless NCCL may carry it."""
+        """Announce the message. Copy it to the host, unless NCCL may carry it."""
         if not self._mark():
             return
         if not self._view.nbytes:
@@ -174,24 +174,24 @@ class DeviceSend(OutboundMessage, _MessageEnd):
         self.comm.channels[self.peer].enqueue(self._message)
 
     def complete(self) -> None:
-        """End the send; NCCL has sent the message."""
+        """Finish the send, because NCCL has sent the message."""
         self._sends.outgoing.pop((self.peer, self.id), None)
         self.succeed(self.completion.value)
 
     def on_grant(self) -> None:
-        """Handle the receiver's request to send the message through the host."""
+        """Handle the receiver's permission to send the message through the host."""
         super().on_grant()
         if self._open:
             self._report_not_carried()
             self._stage()
 
     def succeed(self, result: Any) -> None:
-        """End successfully."""
+        """Finish the send successfully."""
         super().succeed(result)
-        # The send may end before the receiver has answered its announcement.
+        # Drop the announcement, because the send may end before the receiver has answered it.
         self.comm.channels[self.peer].drop(self)
         if self._view.nbytes:
-            del self._message  # it refers to this send
+            del self._message  # break a reference cycle
         self._release()
 
     def _stage(self) -> None:
@@ -205,7 +205,7 @@ class DeviceSend(OutboundMessage, _MessageEnd):
 
 
 class DeviceRecv(PostedReceive, _MessageEnd):
-    """A receive in a CUDA array; done once the message is on the device."""
+    """A receive into a CUDA array. It ends when the message is in the array."""
 
     def __init__(
         self,
@@ -218,17 +218,17 @@ class DeviceRecv(PostedReceive, _MessageEnd):
         code, array = content
         super().__init__(state.comm.matching, peer, tag, Content(code, _placeholder(array.nbytes)), completion)
         self._prepare(state, array)
-        #: Whether the host memory is allocated.
+        #: Whether host memory has been allocated.
         self._is_there = False
 
     @property
     def source(self) -> int:
-        """Rank of the matched message."""
+        """The rank that sent the matched message."""
         assert self.arrival is not None
         return self.arrival.peer
 
     def enter(self) -> None:
-        """Match a waiting message, or wait for one; receive its data once host memory is allocated."""
+        """Match a message that has arrived, or wait for one. Receive data when host memory is allocated."""
         if not self._mark():
             return
         if not self._open:
@@ -236,7 +236,7 @@ class DeviceRecv(PostedReceive, _MessageEnd):
         super().enter()
 
     def match(self, arrival: InboundMessage) -> None:
-        """Become the receiver of `arrival`."""
+        """Match this receive with the message `arrival`."""
         offer = arrival.offer if arrival.code == self.code and arrival.total == self.array.nbytes else None
         if self._open and offer is not None and self._device_state.messages.carries(arrival.total):
             self.claim(arrival)
@@ -252,14 +252,14 @@ class DeviceRecv(PostedReceive, _MessageEnd):
                 self.stage()
 
     def describe_wait(self) -> str:
-        """Describe what the receive waits for."""
+        """Return a text that describes the data that this receive waits for."""
         arrival = self.arrival
         if arrival is not None and self._device_state.messages.is_held(arrival.peer, arrival.op):
             return "rank 0 has not started it"
         return super().describe_wait()
 
     def needs(self, peer: int) -> bool:
-        """Return whether the receive needs the leaving rank `peer`; not once the message has arrived."""
+        """Return whether the receive needs `peer`, which is leaving; False when the message has arrived."""
         is_here = self.arrival is not None and self.arrival.complete
         return not is_here and super().needs(peer)
 
@@ -272,13 +272,13 @@ class DeviceRecv(PostedReceive, _MessageEnd):
             self._staged.copy_out(self.taken_marks(), (0,), self._mark_enqueued, self._copied)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`; start no other message if this rank has closed the group."""
+        """Finish with `error`. If this rank has closed the group, start no other message."""
         super().fail(error)
         if not isinstance(error, GroupClosedError):
             self._report_not_carried()
 
     def stage(self) -> None:
-        """Receive the message through the host."""
+        """Receive the message through the host instead of NCCL."""
         self._device_state.device.run(self._staged.allocate).add_done_callback(self._allocated)
 
     def _allocated(self, allocated: asyncio.Future[None]) -> None:
@@ -303,5 +303,5 @@ class DeviceRecv(PostedReceive, _MessageEnd):
 
 
 def _placeholder(nbytes: int) -> memoryview:
-    """Return a view of `nbytes` zero bytes, a placeholder until the memory is allocated."""
+    """Return a view of `nbytes` zero bytes, for use until the memory is allocated."""
     return np.broadcast_to(np.uint8(0), nbytes).data

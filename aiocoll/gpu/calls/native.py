@@ -1,4 +1,4 @@
-"""NCCL's part: which calls NCCL can carry out, and by which of its functions.
+"""NCCL calls: which collectives NCCL can carry out, and by which of its functions.
 
 Calls that only move data move bytes. Where NCCL has no function for a call, or counts differ between ranks, several
 NCCL calls form one NCCL group, so that none of them waits for another. The choice depends only on terms that are equal
@@ -39,11 +39,11 @@ __all__ = [
     "way_of",
 ]
 
-#: Ways to carry out a call.
+#: Ways to carry out a call: through the host; by a group of NCCL calls; by one NCCL call on contiguous parts.
 STAGED, GROUPED, PACKED = 0, 1, 2
 
 _BYTES = 1
-#: NCCL's numbers of dtypes that it reduces.
+#: NCCL's numbers of the dtypes that it reduces.
 _TYPES = {
     "bool": 1,
     "int8": 0,
@@ -61,24 +61,24 @@ _TYPES = {
     "float8_e4m3fn": 10,
     "float8_e5m2": 11,
 }
-#: Types that NCCL reduces only where all devices can. AVG of these types is staged: NCCL multiplies by 1/p first, which
-#: rounds to the low precision of the type.
+#: Dtypes that NCCL reduces only if all devices support it. AVG of these dtypes is staged: NCCL first multiplies by 1/p,
+#: which rounds to the low precision of the dtype.
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 _NUMBERS = {"SUM": _SUM, "PRODUCT": _PRODUCT, "MAX": _MAX, "MIN": _MIN}
-#: Ops on values that are 0 or 1.
+#: NCCL's ops for logical ops, on values that are 0 or 1.
 _LOGICAL = {
     **dict.fromkeys(("SUM", "MAX", "BOR", "LOR"), _MAX),
     **dict.fromkeys(("PRODUCT", "MIN", "BAND", "LAND"), _MIN),
 }
 _FLOATS = {**_NUMBERS, "AVG": _AVG, "PREMUL_SUM": _SUM}
-#: Complex numbers as pairs: real and imaginary parts separately.
+#: NCCL's ops for complex numbers, as pairs of a real and an imaginary part.
 _COMPLEX = {"SUM": _SUM, "AVG": _AVG, "PREMUL_SUM": _SUM}
 _FLOATING = ("float16", "float32", "float64", "bfloat16")
 
 
 class Tools(NamedTuple):
-    """Libraries, communicator and stream with which a call is carried out.
+    """The libraries, communicator and stream with which a call is carried out.
 
     Attributes:
         cuda: the CUDA runtime.
@@ -99,7 +99,7 @@ class Tools(NamedTuple):
     grouped: bool = False
 
 
-#: Enqueues a call, given its arrays, which are numbered as the buffers of the plan.
+#: A function that enqueues a call, given the call's arrays, numbered like the buffers of the plan.
 Enqueue = Callable[[Sequence[DeviceArray | None], Tools], None]
 
 
@@ -116,7 +116,7 @@ class Native(NamedTuple):
 
 
 def way_of(plan: Plan, float8: bool) -> int:
-    """Return how a group that uses NCCL carries out a call; equal on all ranks.
+    """Return the way in which a group that uses NCCL carries out a call. All ranks get the same result.
 
     Args:
         plan: plan of the call.
@@ -133,7 +133,7 @@ def way_of(plan: Plan, float8: bool) -> int:
 
 
 def carry_out(calls: Sequence[Native], tools: Tools) -> None:
-    """Enqueue calls that have elements on some rank; may block until the other ranks enqueue them.
+    """Enqueue calls that have elements on some rank. This may block until the other ranks enqueue them.
 
     Several calls form one NCCL group, and one kernel if NCCL supports it. So no call may write to memory that another
     call reads or writes.
@@ -155,7 +155,7 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
 
 
 def _call_all(after: list[Callable[[], None]]) -> None:
-    """Call all functions of `after`, even if some of them fail."""
+    """Call all functions in `after`, even if some of them fail."""
     with ExitStack() as stack:
         for call in after:
             stack.callback(call)
@@ -163,7 +163,7 @@ def _call_all(after: list[Callable[[], None]]) -> None:
 
 
 def make_enqueue(plan: Plan, method: int) -> Enqueue:
-    """Return the function that enqueues the calls of a plan in this way."""
+    """Return the function that enqueues a plan's calls in the given way."""
     signature = plan.signature
     spec, root = signature.spec, signature.root or 0
     match spec.native:
@@ -184,19 +184,19 @@ def make_enqueue(plan: Plan, method: int) -> Enqueue:
 
 
 def _reduction(signature: Signature) -> int | None:
-    """Return the number of a call's op in NCCL; None if NCCL does not have the op."""
+    """Return NCCL's number for a call's op; None if NCCL does not have the op."""
     dtype, reduce = signature.dtype or "", signature.reduce or ""
     if dtype not in _TYPES:
         return None
     if reduce == "PREMUL_SUM" and signature.spec.native != "all_reduce":
-        return None  # the factor would have to be applied to an array that is no output
+        return None  # scaling would overwrite an array that is no output
     if dtype.startswith("complex"):
         return _COMPLEX.get(reduce)
     return (_LOGICAL if dtype == "bool" else _FLOATS if dtype in _FLOATING else _NUMBERS).get(reduce)
 
 
 class _Reduction(NamedTuple):
-    """A reduction by the numbers of NCCL.
+    """A reduction op and dtype, as NCCL's numbers.
 
     Attributes:
         each: number of NCCL elements per array element.
@@ -210,7 +210,7 @@ class _Reduction(NamedTuple):
 
     @staticmethod
     def of(signature: Signature) -> _Reduction:
-        """Return the reduction of a call that NCCL can carry out."""
+        """Return the reduction for a call that NCCL can carry out."""
         dtype, op = signature.dtype or "", _reduction(signature)
         assert op is not None
         return _Reduction(2 if dtype.startswith("complex") else 1, _TYPES[dtype], op)
@@ -239,7 +239,7 @@ def _broadcast(root: int, arrays: Sequence[DeviceArray | None], tools: Tools) ->
 
 
 def _drop_missing(arrays: Sequence[DeviceArray | None]) -> list[DeviceArray]:
-    """Return the arrays without the entries that are None."""
+    """Return the arrays in a list that may contain None."""
     return [each for each in arrays if each is not None]
 
 
@@ -286,25 +286,25 @@ def _reduce_scatter(reduction: _Reduction, method: int, arrays: Sequence[DeviceA
 
 
 def _is_packed(blocks: Sequence[DeviceArray]) -> bool:
-    """Return whether equal parts are contiguous and in order, as NCCL requires."""
+    """Return whether the equal parts are contiguous and in rank order, as NCCL requires."""
     step = blocks[0].nbytes
     return all(block.ptr == blocks[0].ptr + rank * step for rank, block in enumerate(blocks))
 
 
 def _overlaps_out_of_place(own: DeviceArray, blocks: Sequence[DeviceArray], rank: int) -> bool:
-    """Return whether this rank's part overlaps the parts of all ranks other than exactly in place."""
+    """Return whether this rank's part overlaps the parts of all ranks, except exactly at its own place."""
     return any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks))
 
 
 def _scratch(nbytes: int, tools: Tools) -> int:
-    """Return scratch memory of the device, which is freed on the stream after the calls."""
+    """Return scratch memory on the device, which is freed on the stream after the calls."""
     address = tools.cuda.scratch(nbytes, tools.stream)
     tools.after.append(partial(tools.cuda.scratch_free, address, tools.stream))
     return address
 
 
 def _places(start: int, blocks: Sequence[DeviceArray]) -> Iterator[tuple[int, DeviceArray]]:
-    """Yield each part with its address in contiguous memory that starts at `start`."""
+    """Yield each part with its address, for parts that lie one after the other from `start` on."""
     for block in blocks:
         yield start, block
         start += block.nbytes
@@ -321,7 +321,7 @@ def _send_recv(spec: Spec, signature: Signature, arrays: Sequence[DeviceArray | 
 
 
 def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray], tools: Tools) -> None:
-    """Send and receive arrays by peer; the array of this rank for itself is copied."""
+    """Send and receive one array per peer. Copy this rank's array for itself."""
     own, kept = outgoing.pop(tools.rank, None), incoming.pop(tools.rank, None)
     if own is not None and kept is not None and own.size and own.ptr != kept.ptr:
         tools.cuda.copy(kept.ptr, own.ptr, own.nbytes, tools.stream)
@@ -334,7 +334,7 @@ def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray]
 def exchange(
     sends: Sequence[tuple[int, DeviceArray]], receives: Sequence[tuple[int, DeviceArray]], tools: Tools
 ) -> None:
-    """Enqueue messages as one NCCL group, which matches the messages between two ranks in order.
+    """Enqueue messages as one NCCL group, in which messages between two ranks match in order.
 
     Args:
         sends: destination rank and array of each send.
@@ -353,7 +353,7 @@ def exchange(
 
 @contextlib.contextmanager
 def _group_calls(tools: Tools) -> Iterator[None]:
-    """Combine the calls of the block in one NCCL group, unless they are part of a group already."""
+    """Combine the calls in this ``with`` block into one NCCL group, unless they are already part of a group."""
     if tools.grouped:
         yield
         return
@@ -362,7 +362,7 @@ def _group_calls(tools: Tools) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # The group must end in any case. The first error is more useful than that of the group's end.
+        # End the group in any case. The first error is more useful than the error of ending the group.
         with contextlib.suppress(DeviceError):
             nccl.group_end()
         raise

@@ -1,4 +1,4 @@
-"""Messages from device to device by NCCL, whose send blocks its stream until the message is received.
+"""Messages between devices by NCCL, in which a send blocks its stream until the message is received.
 
 So a message starts only after both ends have made their calls. NCCL carries only messages that wait for their receiver
 anyway: those of more than `EAGER_WINDOW`. The host matches them like all messages, by source, tag and order:
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeMessages"]
 
-#: Larger batches are treated as single messages: a READY frame has 16 bits for the size.
+#: Maximum size of a batch, because a READY frame has 16 bits for it. Larger batches are treated as single messages.
 LARGEST = 0xFFFF
 
 
 class NativeMessages:
-    """Messages of one group that NCCL carries.
+    """The messages of one group that NCCL carries.
 
     Args:
         state: the group's state on the device.
@@ -51,7 +51,7 @@ class NativeMessages:
         self.batch = (0, 1)
         self._device_state = state
         self._batches = 0
-        #: Matched receives without a number, by source and id of the message.
+        #: Matched receives that have no number yet, by source and message id.
         self._matched: dict[tuple[int, int], DeviceRecv] = {}
         self._matching = BatchMatching(
             lambda matches: state.place(partial(self._number, matches)), state.comm.call_later
@@ -59,7 +59,7 @@ class NativeMessages:
 
     @contextlib.contextmanager
     def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:
-        """Combine the messages of these arrays, whose calls are made in this block, in one batch."""
+        """In this ``with`` block, combine the messages of these arrays into one batch."""
         size = sum(self.carries(array.nbytes) for array in arrays)
         if 1 < size <= LARGEST:
             self._batches = self._batches + 1 & 0xFFFFFFFF
@@ -70,39 +70,39 @@ class NativeMessages:
             self.batch = 0, 1
 
     def carries(self, nbytes: int) -> bool:
-        """Return whether NCCL can carry a message of this size; not after a rank has left the group."""
+        """Return whether NCCL can carry a message of this size; False after a rank has left the group."""
         return (
             nbytes > EAGER_WINDOW and self._device_state.communicator is not None and not self._device_state.comm.left
         )
 
     def matched(self, receive: DeviceRecv, src: int, number: int, theirs: tuple[int, int]) -> None:
-        """Record that a receive has matched a message that NCCL can carry; `theirs` is the batch at the sender."""
+        """Record that a receive matches a message that NCCL can carry; `theirs` is the batch at the sender."""
         rank = self._device_state.comm.rank
         self._matched[src, number] = receive
         self._send(Match(src, rank, number), [MessageBatch(src, *theirs), MessageBatch(rank, *receive.batch)])
 
     def is_held(self, src: int, number: int) -> bool:
-        """Return whether a message is matched and rank 0 has not started it."""
+        """Return whether a message is matched, but rank 0 has not started it."""
         return (src, number) in self._matched
 
     def on_departure(self, rank: int) -> None:
-        """Handle a rank that closed the group; without rank 0, receive the waiting messages through the host."""
+        """Handle a rank that closed the group. Without rank 0, receive the waiting messages through the host."""
         if rank == 0:
             self._give_back([Match(src, self._device_state.comm.rank, number) for src, number in self._matched])
 
     def report_uncarried(self, batch: tuple[int, int]) -> None:
-        """Report that NCCL does not carry a message of a batch of this rank, unless the group has failed."""
+        """Report that NCCL does not carry one message of this rank's batch, unless the group has failed."""
         comm = self._device_state.comm
         if batch[1] > 1 and not comm.left and comm.cause is None:
             self._send(None, [MessageBatch(comm.rank, *batch)])
 
     def end(self) -> None:
-        """Forget all messages; the group has ended."""
+        """Forget all messages, because the group has ended."""
         self._matched.clear()
         self._matching.clear()
 
     def _send(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
-        """Report a match, or a batch without one of its messages, to rank 0."""
+        """Report to rank 0 a matched message, or a batch that lacks one of its messages."""
         comm = self._device_state.comm
         if comm.rank == 0:
             self._take(match, batches)
@@ -110,7 +110,7 @@ class NativeMessages:
             comm.channels[0].send_control({"t": DEVICE, "g": comm.id, "match": match, "batches": batches})
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message from a rank.
+        """Handle another rank's message about messages between devices.
 
         Raises:
             ValueError: the message is invalid from that rank, or for this rank; also TypeError and KeyError.
@@ -148,7 +148,7 @@ class NativeMessages:
             self._matching.matched(match, batches)
 
     def _number(self, matches: Sequence[Match], staged: bool) -> None:
-        """Start messages as one NCCL group on both ends; let the receivers stage them instead if a rank has left."""
+        """Start messages as one NCCL group at both ends; if a rank has left, let the receivers stage them."""
         state, comm = self._device_state, self._device_state.comm
         own: dict[int, list[Match]] = {}
         staged = staged or bool(comm.left)
@@ -166,18 +166,18 @@ class NativeMessages:
     # -- carrying them out
 
     def _give_back(self, matches: Sequence[Match]) -> None:
-        """Receive matched messages through the host."""
+        """Receive matched messages through the host instead of NCCL."""
         for src, _, number in matches:
             self._matched.pop((src, number)).stage()
 
     def _begin(self, pairs: Sequence[tuple[Match, DeviceRecv | None]], staged: bool) -> None:
-        """Enqueue the sends and receives of this rank; each peer enqueues its own."""
+        """Enqueue this rank's sends and receives. Each peer enqueues its own."""
         state, comm = self._device_state, self._device_state.comm
         sends: list[DeviceSend] = []
         receives: list[DeviceRecv] = []
         for (src, dst, number), receive in pairs:
             if receive is not None and staged:
-                receive.stage()  # the sender then sends through the host
+                receive.stage()  # the sender then also sends through the host
             elif receive is not None and not receive.done:
                 receives.append(receive)
             elif src == comm.rank and not staged and (send := comm.matching.outgoing.get((dst, number))) is not None:

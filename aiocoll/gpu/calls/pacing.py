@@ -1,4 +1,4 @@
-"""Pacing by rank 0: how far ranks may launch calls before the calls are compared.
+"""Pacing by rank 0: how many calls ranks may launch before the calls are compared.
 
 Ranks launch their calls without keys (`aiocoll.gpu.calls.program_order`) before these are compared
 (`aiocoll.gpu.calls.call_comparison`). Calls with keys and messages have no program order. They need one place among the
@@ -28,16 +28,17 @@ from collections.abc import Callable
 
 __all__ = ["Pacing"]
 
-#: Seconds that an operation waits for its place before it is staged.
+#: Maximum seconds for which an operation waits for its place before it is staged.
 MAX_WAIT = 0.02
-#: Number of calls without keys after which ranks launch ahead again, if no other operation was placed meanwhile.
+#: Number of calls without keys after which ranks launch before the comparison again, if no other operation was placed
+#: meanwhile.
 CALM = 64
 
 AHEAD, HALTING, PACED = range(3)
 
 
 class Pacing:
-    """Launch limits of all ranks of a group, set by rank 0.
+    """The launch limits of all ranks of a group, which rank 0 sets.
 
     Args:
         size: number of ranks.
@@ -66,7 +67,7 @@ class Pacing:
         self._can_stage = can_stage
         self._state = PACED if is_shared else AHEAD
         self._is_shared = is_shared
-        #: Requests all ranks to share their devices; called once they are at one position.
+        #: Callback that requests all ranks to share their devices, called when they are at one position.
         self._shares: Callable[[], None] | None = None
         self._halted: dict[int, int] = {}
         self._confirmed = self._through = self._placed_at = 0
@@ -75,7 +76,7 @@ class Pacing:
         self._is_short = False
 
     def confirm(self, position: int) -> None:
-        """Confirm that the calls of all ranks are equal up to a position."""
+        """Record that the calls of all ranks are equal up to a position."""
         self._confirmed = position
         if self._state != PACED or position <= self._through:
             self._confirm(position)
@@ -89,7 +90,7 @@ class Pacing:
             self._pace("ahead", 0, position)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """Give an operation its place among all calls.
+        """Determine the place of an operation among all calls, and start it there.
 
         Args:
             begin: starts the operation at its place; takes whether it must be staged.
@@ -104,7 +105,7 @@ class Pacing:
         self._halt()
 
     def share(self, on_shared: Callable[[], None]) -> None:
-        """Stop all ranks from launching ahead; call `on_shared` once they have reached one position."""
+        """Stop all ranks from launching before the comparison. When all are at one position, call `on_shared`."""
         self._shares = on_shared
         self._halt()
         self._place_queued()
@@ -116,7 +117,7 @@ class Pacing:
             self._pace("halt", 0, self._confirmed)
 
     def on_halt(self, rank: int, position: int) -> None:
-        """Record the position at which a rank halted."""
+        """Record the position at which a rank has stopped launching."""
         self._halted[rank] = position
         if self._state == HALTING and len(self._halted) == self._size:
             self._state = PACED
@@ -124,19 +125,19 @@ class Pacing:
             self._place_queued()
 
     def on_departure(self) -> None:
-        """Stage all waiting and later operations, since a rank left and NCCL needs all ranks."""
+        """Stage all waiting and later operations, because a rank has left and NCCL needs all ranks."""
         self._is_short = True
         self._stage()
         self._place_queued()
 
     def end(self) -> None:
-        """Forget all waiting operations; the group has ended."""
+        """Forget all waiting operations, because the group has ended."""
         self._queue.clear()
         self._stop_waiting()
 
     @property
     def _is_even(self) -> bool:
-        """True if all ranks have made every launched call, and launch no more."""
+        """Return whether all ranks have made every launched call, and launch no more calls."""
         return self._state == PACED and self._confirmed >= self._through
 
     def _admit_up_to(self, position: int) -> None:

@@ -1,4 +1,4 @@
-"""Calls of one rank without keys, in program order: launched first, compared later.
+"""Program order of one rank's calls without keys: they are launched first and compared later.
 
 Each call has a position (1, 2, ...) and a hash of all calls up to it. The rank reports both to rank 0. One report
 covers several positions if the rank calls fast. Rank 0 confirms the highest position at which the hashes of all ranks
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "ProgramOrder"]
 
-#: Maximum number of calls in one report. The end of the loop's turn sends a report with fewer.
+#: Maximum number of calls per report. At the end of a loop iteration, a report may contain fewer.
 TOGETHER = 16
-#: Maximum number of remembered pairs of consecutive calls: far more than a program's loop has.
+#: Maximum number of remembered pairs of consecutive calls, far more than the loop of a program has.
 KEPT = 4096
 
 
 class Entry:
-    """A call that is not confirmed: other ranks may not have made it yet.
+    """A call that is not confirmed yet: other ranks may not have made the same call.
 
     Attributes:
         call: the call.
@@ -53,7 +53,7 @@ class Entry:
 
 
 class ProgramOrder:
-    """Program order of this rank's calls.
+    """The calls of this rank in program order.
 
     Args:
         report: called with the last position, its hash and the sequence number of its call.
@@ -86,7 +86,7 @@ class ProgramOrder:
         self.is_staged = False
         self._entries: deque[Entry] = deque()
         self._waiting: deque[Entry] = deque()
-        #: Entries whose hash is computed after the launch.
+        #: Entries whose hash will be computed after the launch.
         self._unhashed: deque[Entry] = deque()
         self._known: set[tuple[bytes, bytes]] = set()
         self._last = b""
@@ -96,11 +96,11 @@ class ProgramOrder:
 
     @property
     def is_caught_up(self) -> bool:
-        """True if all calls that may start have started, so that a later operation may start too."""
+        """Return whether all calls that may start have started, so that a later operation may start, too."""
         return self.through is None or self.started >= self.through
 
     def add(self, call: Agreed, terms: bytes, seq: int, *, is_numbered: bool) -> None:
-        """Add the next call of the program, and start it if it may start.
+        """Add the program's next call, and start it if it may start.
 
         Args:
             call: the call.
@@ -116,7 +116,7 @@ class ProgramOrder:
             self._unhashed.append(entry)
         self._waiting.append(entry)
         self._go_on()
-        # Report at once if a call waits for the answer, or if no report is on its way. Otherwise wait for more calls.
+        # Report at once if a call waits for the answer, or if no report is under way. Otherwise, wait for more calls.
         is_first = self._reported <= self.confirmed and not self._alone
         if self._waiting or is_first or self.called - self._reported >= TOGETHER:
             self._report_now()
@@ -137,7 +137,7 @@ class ProgramOrder:
             self._go_on()
 
     def hashes(self, start: int, stop: int) -> Sequence[int]:
-        """Return the hashes of unconfirmed positions, `stop` included."""
+        """Return the hashes at unconfirmed positions, up to and including `stop`."""
         self._hash_all()
         return [entry.hash for entry in self._entries if start <= entry.position <= stop]
 
@@ -146,7 +146,7 @@ class ProgramOrder:
         return self._entries[position - self._entries[0].position].call
 
     def clear(self) -> None:
-        """Forget all calls; the group has ended."""
+        """Forget all calls, because the group has ended."""
         self._entries.clear()
         self._unhashed.clear()
         self._waiting.clear()

@@ -28,15 +28,15 @@ from aiocoll.gpu.launch_order import LaunchOrder
 
 __all__ = ["INITIAL", "Slots"]
 
-#: Seconds that a call waits for its time before it is staged.
+#: Maximum seconds for which a call waits for its time before it is staged.
 MAX_WAIT = 0.02
-#: Slot of the communicator's creation.
+#: The slot in which the communicator is created.
 INITIAL = 0
 _KINDS = ("crowded", "shared", "slot")
 
 
 class _Slot:
-    """A slot without a time, on rank 0.
+    """A slot on rank 0 that has no time yet.
 
     Attributes:
         numbers: numbers of the call, by rank that takes part.
@@ -51,7 +51,7 @@ class _Slot:
 
 
 class Slots:
-    """Slots of a group, seen by one rank.
+    """The slots of one group's NCCL calls, as one rank knows them.
 
     Args:
         comm: this rank's part in the group.
@@ -86,42 +86,42 @@ class Slots:
         self._gather = gather
         self._moved = moved
         self._can_stage = can_stage
-        #: The time of each slot, by number; None if it is not known yet, 0 if the call must be staged.
+        #: The time of each slot, by number; None if not known yet, 0 if the call must be staged.
         self._times: dict[int, int | None] = {}
-        #: Numbers of the slots whose turn has come.
+        #: Numbers of the slots that have their turn.
         self._begun: set[int] = set()
         #: Numbers of the slots that wait for their turn.
         self._entered: set[int] = set()
         self._make: Callable[[], None] | None = None
-        #: As rank 0: whether a rank has requested sharing.
+        #: Used on rank 0: whether a rank has requested to share its device.
         self._is_asked = False
-        #: As rank 0: slots without a time, in the order of their numbers.
+        #: Used on rank 0: slots without a time, in the order of their numbers.
         self._row: deque[_Slot] = deque()
-        #: As rank 0: the slots in `_row`, by rank and number.
+        #: Used on rank 0: the slots in `_row`, by rank and number.
         self._asked: dict[tuple[int, int], _Slot] = {}
-        #: As rank 0: the last number with a slot, by rank.
+        #: Used on rank 0: the last number that has a slot, by rank.
         self._numbered: dict[int, int] = {}
-        #: As rank 0: the last time that was given to a slot.
+        #: Used on rank 0: the last time given to a slot.
         self._last = 0
 
     def share(self) -> None:
-        """Give each call a slot from now on."""
+        """Give each call a slot from now on, because the group shares its device with others."""
         self.is_shared = self.is_given = True
         self._lane.share()
 
     def _report_crowded_device(self) -> None:
-        """Report to rank 0 that another group uses the device."""
+        """Report to rank 0 that another group uses this rank's device."""
         if not self._lane.is_shared:
             self._send(0, {"crowded": True})
 
     def make(self, make: Callable[[], None]) -> None:
-        """Call `make` in the initial slot."""
+        """Create the communicator by `make`, in the initial slot."""
         self._make = make
         if self._comm.rank == 0:
             self.open(dict.fromkeys(range(len(self._comm.ranks)), INITIAL))
 
     def turn(self, number: int) -> bool | None:
-        """Return whether a call must be staged; None if it has to wait until `moved` is called."""
+        """Return whether a call must be staged; None if it must wait until `moved` is called."""
         time = self._times.get(number)
         if time is None:
             return None
@@ -137,14 +137,14 @@ class Slots:
         return None
 
     def on_departure(self, rank: int) -> None:
-        """Handle a rank that closed the group; without rank 0, stage all calls without a time, and launch no more."""
+        """Handle a rank that closed the group. Without rank 0, stage all calls without a time, and launch no more."""
         if rank == 0:
             for number in [number for number, time in self._times.items() if time is None]:
                 self._stamp(number, 0)
             self._lane.share()
 
     def end(self) -> None:
-        """Leave the launch order; the group has ended."""
+        """Leave the device's launch order, because the group has ended."""
         for slot in self._row:
             self._stop(slot)
         self._row.clear()
@@ -160,7 +160,7 @@ class Slots:
         return any(kind in message for kind in _KINDS)
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message from a rank.
+        """Handle another rank's message about slots.
 
         Raises:
             ValueError: the message is invalid from that rank, or for this rank; also TypeError and KeyError.
@@ -192,7 +192,7 @@ class Slots:
 
     def _propose(self, number: int) -> None:
         if number in self._times:
-            raise ValueError(f"slot {number} was requested before")
+            raise ValueError(f"slot {number} has already been requested")
         self._times[number] = None
         self._lane.propose(number, lambda clock: self._answer(number, clock))
 
@@ -213,7 +213,7 @@ class Slots:
         self._moved()
 
     def _begin(self, number: int) -> None:
-        """Start a call whose turn on the device has come."""
+        """Start a call that has its turn on the device."""
         self._entered.discard(number)
         self._begun.add(number)
         self._moved()
@@ -233,7 +233,7 @@ class Slots:
             self._send(rank, {"shared": number})
 
     def open(self, numbers: Mapping[int, int]) -> None:
-        """Request proposals for the time of a newly numbered call."""
+        """On rank 0, request proposals for the time of a call that has just been numbered."""
         slot = _Slot(numbers)
         self._row.append(slot)
         self._asked |= dict.fromkeys(numbers.items(), slot)
@@ -246,18 +246,18 @@ class Slots:
     def _on_proposal(self, rank: int, number: int, clock: int) -> None:
         slot = self._asked.get((rank, number))
         if slot is None and number <= self._numbered[rank]:
-            return  # the call was staged
+            return  # the call has been staged
         if slot is None or clock < 1:
             raise ValueError(f"slot {number} was not requested, or {clock} is not a time")
         slot.clocks[rank] = clock
         while self._row and len(self._row[0].clocks) == len(self._row[0].numbers):
             first = self._row.popleft()
-            # Times must increase in the order of numbers, which is the same on all ranks.
+            # Times must increase in the order of the numbers, which is the same on all ranks.
             self._last = max(self._last + 1, *first.clocks.values())
             self._close(first, self._last)
 
     def _stage(self, slot: _Slot) -> None:
-        """Stage a call that waited too long."""
+        """Stage a call that has waited too long for its time."""
         self._row.remove(slot)
         self._close(slot, 0)
 

@@ -1,1 +1,1 @@
-"""The path from a checked call to an operation: dispatcher, plans, devices, and interceptors."""
+"""From a checked call to its operation: dispatcher, plans, devices, and interceptors."""

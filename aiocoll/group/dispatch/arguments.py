@@ -1,4 +1,4 @@
-"""Checks of a call's arrays: dtypes, counts, devices, and shared memory."""
+"""Checks of a call's arrays: dtypes, counts, devices, and overlapping memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ndarray: Final = np.ndarray
 
 
 class Arguments:
-    """The checks of arrays passed to collectives, which convert them to buffers.
+    """Checks of the arrays passed to collectives, and their conversion to buffers.
 
     Args:
         rank: this rank.
@@ -29,7 +29,7 @@ class Arguments:
         self._size = size
 
     def blocks(self, arrays: Any, name: str, like: Buffer | None, of: str, *, writable: bool = True) -> list[Any]:
-        """Return one buffer per array; all must have the dtype and device of `like`, or else of the first array.
+        """Return a buffer for each array. All must have the dtype and device of `like`, or else of the first array.
 
         Args:
             arrays: one array per rank.
@@ -51,20 +51,20 @@ class Arguments:
         return blocks
 
     def check_outputs_separate(self, blocks: Sequence[Buffer | None], source: Buffer) -> None:
-        """Raise if an output of another rank shares memory with this rank's contribution."""
+        """Raise an error if the output for another rank shares memory with this rank's contribution."""
         for rank, block in enumerate(blocks):
             if rank != self._rank and block is not None and overlaps(block.array, source.array):
                 raise ValueError(f"tensor shares memory with the output of rank {rank}: it would be overwritten")
 
     def check_none(self, arrays: Any, name: str, root: int) -> None:
-        """Raise if a rank other than the root passes arrays."""
+        """Raise an error if a rank other than the root passes arrays that only the root may pass."""
         if arrays is not None and (not hasattr(arrays, "__len__") or len(arrays)):
             raise ValueError(f"{name} must be None or [] on rank {self._rank}: only the root, rank {root}, has {name}")
 
     def require_buffer(
         self, array: Any, name: str, like: Buffer, of: str, count: int, *, writable: bool = True
     ) -> Buffer:
-        """Return the buffer of an array; raise unless it has `count` elements and the dtype and device of `like`."""
+        """Return an array's buffer; raise an error unless it has `count` elements and `like`'s dtype and device."""
         buffer = view(array, name=name, writable=writable)
         if buffer.dtype is not like.dtype:
             raise TypeError(f"{name} has dtype {buffer.dtype.name}, expected {like.dtype.name}")
@@ -76,12 +76,12 @@ class Arguments:
         return buffer
 
     def same_count(self, block: Any, other: Buffer, name: str, other_name: str) -> None:
-        """Raise if two arrays have different numbers of elements."""
+        """Raise an error if two arrays have different numbers of elements."""
         if block.count != other.count:
             raise ValueError(f"{name} has {block.count} elements, {other_name} has {other.count}; they must be equal")
 
     def splits(self, buffer: Buffer, sizes: Sequence[int] | None, name: str) -> list[int]:
-        """Return the number of elements of `buffer` for each rank."""
+        """Return the number of elements of `buffer` that belong to each rank."""
         rows = buffer.shape[0] if buffer.shape else 1
         if sizes is None:
             if rows % self._size:
@@ -103,7 +103,7 @@ class Arguments:
 
 
 def slices(whole: Buffer, counts: Sequence[int]) -> list[Buffer]:
-    """Split a buffer into parts of `counts` elements, which share its memory."""
+    """Divide a buffer into parts of `counts` elements, which share its memory."""
     parts, start, unit = [], 0, whole.dtype.unit
     for count in counts:
         part = Buffer(whole.array[start : start + count * unit], whole.dtype, (count,), None)

@@ -1,4 +1,4 @@
-"""The call cache of one group: plans by kind, dtype, op, root and sizes of the call.
+"""Call cache of one group: it finds a call's plan by kind, dtype, op, root and sizes.
 
 Nearly every call equals an earlier one. If its arrays are plain, one check is left: written arrays must not share
 memory with others. The lookup replaces `view`, splitting and planning, and takes a fraction of their time.
@@ -24,18 +24,19 @@ from aiocoll.group.dispatch.planner import Planner
 
 __all__ = ["PLANS", "CallCache", "Found"]
 
-#: Plans kept per group. A program has few call sites, and a plan for many ranks has some hundred actions.
+#: Maximum number of plans per group. A program makes few different calls, and a plan for many ranks has some hundred
+#: actions.
 PLANS = 256
 
-#: The plan of a call, and its flat arrays.
+#: A plan from the cache, and the flat arrays of the call.
 Found = tuple[Plan, list[Any]]
 _ndarray: Final = np.ndarray
-#: Compares bounds, which is exact for contiguous arrays.
+#: Compares the arrays' bounds, which is exact for contiguous arrays.
 _share: Final = np.may_share_memory
 
 
 class CallCache:
-    """A cache of the plans of one group's calls; missing plans are made by the planner.
+    """A cache of the plans for one group's calls. The planner makes plans that are missing.
 
     Args:
         planner: makes missing plans.
@@ -57,7 +58,7 @@ class CallCache:
     # -- calls on plain arrays
 
     def one(self, kind: str, tensor: Any, op: ReduceOp | None, root: Any) -> Plan | None:
-        """Return the plan of a call on one array with equal counts on all ranks; None if the array is not plain."""
+        """Return the plan of a call on one array, with equal counts on all ranks; None if the array is not plain."""
         if type(tensor) is not _ndarray or not tensor.flags.carray:
             return None
         dtype = tensor.dtype
@@ -68,7 +69,7 @@ class CallCache:
         return plan if plan is not None and plan.storage is dtype else None
 
     def parts(self, kind: str, whole: Any, other: Any, op: ReduceOp | None) -> Found | None:
-        """Return the plan and the flat arrays of a call on an array of one equal part per rank.
+        """Return the plan and the flat arrays of a call on an array that consists of one equal part per rank.
 
         Args:
             kind: "allgather", "reduce_scatter", or "alltoall".
@@ -83,7 +84,7 @@ class CallCache:
         return None if plan is None else (plan, self.flatten(kind, whole, other))
 
     def plan_of_parts(self, kind: str, whole: Any, other: Any, op: ReduceOp | None) -> Plan | None:
-        """Return the plan of a call on an array of equal parts; for arguments and result, see `parts`."""
+        """Return the plan of a call on an array of equal parts. Arguments and result as for `parts`."""
         if type(whole) is not _ndarray or type(other) is not _ndarray:
             return None
         dtype = whole.dtype
@@ -97,7 +98,7 @@ class CallCache:
         return plan if plan is not None and plan.storage is dtype else None
 
     def flatten(self, kind: str, whole: Any, other: Any) -> list[Any]:
-        """Return the flat arrays of a call on an array of equal parts, in the order of its plan."""
+        """Return the flat arrays of a call on an array of equal parts, in the order that the call's plan expects."""
         arrays = self._split_parts(whole)
         if kind == "alltoall":
             arrays += self._split_parts(other)
@@ -108,7 +109,7 @@ class CallCache:
     def lists(
         self, kind: str, blocks: Any, other: Any, *, root: int | None = None, op: ReduceOp | None = None
     ) -> Found | None:
-        """Return the plan and the flat arrays of a call on a list of one array per rank.
+        """Return the plan and the flat arrays of a call on a list with one array per rank.
 
         Args:
             kind: "allgather", "gather", "scatter", "reduce_scatter", or "alltoall".
@@ -155,7 +156,7 @@ class CallCache:
         return plan, arrays if count else [*[None] * self._size, *arrays]
 
     def plan_of_lists(self, kind: str, blocks: Any, other: Any, op: ReduceOp | None, root: int | None) -> Plan | None:
-        """Return the plan of a call on lists; for arguments and result, see `lists`."""
+        """Return the plan of a call on lists. Arguments and result as for `lists`."""
         found = self.lists(kind, blocks, other, root=root, op=op)
         return None if found is None else found[0]
 
@@ -181,13 +182,13 @@ class CallCache:
         root: int | None = None,
         agreed: tuple[int, ...] | None = None,
     ) -> Plan:
-        """Return the plan of a call with these sizes; for the arguments, see `Planner.plan`."""
+        """Return the plan of a call with these sizes. Arguments as for `Planner.plan`."""
         key = kind, dtype, id(op), root, sizes
         found = self.known.get(key)
         return found or self._store_plan(key, self._planner.plan(kind, dtype, sizes, op=op, root=root, agreed=agreed))
 
     def counting_plan(self, signature: Signature) -> Plan:
-        """Return the plan of the step in which all ranks of a call exchange one number each."""
+        """Return the plan of a step in which the ranks of a call exchange one number each."""
         key = (signature,)
         return self.known.get(key) or self._store_plan(key, self._planner.counting_plan(signature))
 
@@ -196,7 +197,7 @@ class CallCache:
     def _new_plain(
         self, key: tuple[Any, ...], dtype: np.dtype[Any], sizes: tuple[Any, ...], op: ReduceOp | None, root: int | None
     ) -> Plan | None:
-        """Make the plan of a call on plain arrays; return None if the arrays need conversion to another dtype."""
+        """Make the plan of a call on plain arrays; return None if the arrays must be converted to another dtype."""
         try:
             element = from_numpy(dtype)
         except TypeError:
@@ -208,7 +209,7 @@ class CallCache:
         return self._store_plan(key, self._planner.plan(kind, element, sizes, op=op, root=root, agreed=agreed))
 
     def _store_plan(self, key: tuple[Any, ...], plan: Plan) -> Plan:
-        """Store the plan of a call in the cache, which is emptied when full."""
+        """Store a call's plan in the cache. A full cache is emptied first."""
         if len(self.known) >= PLANS:
             self.known.clear()
         self.known[key] = plan
@@ -225,7 +226,7 @@ class CallCache:
         if kind != "alltoall":
             return (counts,) if other.size == count else None
         if other.size != whole.size or any(each.ndim and each.shape[0] % size for each in (whole, other)):
-            return None  # each part must be whole rows
+            return None  # each part must consist of whole rows
         return counts, counts
 
     def _sizes_of_lists(self, kind: str, sizes: list[int], count: int, root: int | None) -> tuple[Any, ...] | None:
@@ -244,17 +245,17 @@ class CallCache:
     # -- lists and parts
 
     def _is_list(self, arrays: Any) -> bool:
-        """Return whether `arrays` is a list or tuple of one array per rank."""
+        """Return whether `arrays` is a list or tuple with one array per rank."""
         return (type(arrays) is list or type(arrays) is tuple) and len(arrays) == self._size
 
     def _has_clash(self, arrays: list[Any], count: int, kind: str) -> bool:
-        """Return whether a written array shares memory with another one; the first `count` arrays are the blocks."""
+        """Return whether a written array overlaps another array in memory; the first `count` arrays are the blocks."""
         blocks, others = arrays[:count], arrays[count:]
         written, read = (blocks, others) if kind in ("allgather", "gather") else (others, blocks)
         return clash(written, read) is not None
 
     def _split_parts(self, whole: Any) -> list[Any]:
-        """Split a flattened array into one equal part per rank."""
+        """Divide a flattened array into one equal part per rank."""
         flat = whole if whole.ndim == 1 else whole.reshape(-1)
         count = len(flat) // self._size
         return [flat[part * count : (part + 1) * count] for part in range(self._size)]

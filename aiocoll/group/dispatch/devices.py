@@ -1,4 +1,4 @@
-"""Backends of devices: the interfaces of calls on device arrays, and the registry by kind of device."""
+"""Device backends: interfaces for calls on device arrays, and the registry by kind of device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DEVICE_VERSION", "DeviceBackend", "DeviceCalls", "devices", "receive_in_memory", "send_from_memory"]
 
-#: Version of the interfaces `DeviceBackend` and `DeviceCalls`.
+#: Version number of the interfaces `DeviceBackend` and `DeviceCalls`.
 DEVICE_VERSION: Final = 1
 
 
 class DeviceCalls(Protocol):
-    """The calls of one group on the device of this rank, from its first call on a device array.
+    """The calls of one group on this rank's device, made at the first call on a device array.
 
     Attributes:
         kind: of the device.
@@ -34,7 +34,7 @@ class DeviceCalls(Protocol):
         """The kind of device."""
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
-        """Check the arrays of a call; return whether their device is the current device of the thread.
+        """Check the arrays of a call; return whether they are on the thread's current device.
 
         Raises:
             ValueError: the arrays are on another device than those of earlier calls.
@@ -42,7 +42,7 @@ class DeviceCalls(Protocol):
         """
 
     def call(self, call: PlannedCall, at_once: bool) -> PreparedCall:
-        """Return the prepared form of a call on arrays that `check` accepted.
+        """Return the prepared call on arrays that `check` has accepted.
 
         A backend whose memory the host can access returns `call` with NumPy arrays in `call.arrays`. The host then
         carries out the call, alone or in a block.
@@ -53,7 +53,7 @@ class DeviceCalls(Protocol):
         """
 
     def batched(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
-        """Return a function that makes one operation of several collectives.
+        """Return a function that makes one operation of several collectives on device arrays.
 
         Args:
             calls: results of the method `call`, without those on NumPy arrays.
@@ -61,23 +61,23 @@ class DeviceCalls(Protocol):
         """
 
     def together(self, arrays: Iterable[DeviceArray]) -> contextlib.AbstractContextManager[None]:
-        """Combine the messages of these arrays, which start in the block, in one call of the device's library."""
+        """In this ``with`` block, combine the messages of these arrays into one call of the device's library."""
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
-        """Return a function that makes a send to rank `dst`; `code` is the code of the dtype."""
+        """Return a function that makes a send operation to rank `dst`; `code` is the code of the dtype."""
 
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
-        """Return a function that makes a receive from rank `src`, or any rank; `code` is the code of the dtype."""
+        """Return a function that makes a receive operation from rank `src`, or from any rank; `code` is the dtype's."""
 
     async def close(self) -> None:
-        """Close the device resources together with the other ranks, before the group ends."""
+        """Close the device resources together with the other ranks, before the group is closed."""
 
     async def release(self) -> None:
-        """Release the device resources of the group after its end."""
+        """Release the device resources of a group that has been closed."""
 
 
 class DeviceBackend(Protocol):
-    """A backend that carries out collectives and messages on arrays of one kind of device.
+    """A backend that carries out collectives and messages on the arrays of one kind of device.
 
     Attributes:
         kind: kind of device, as programs name it: "kind" and "kind:0" are devices of it.
@@ -87,23 +87,23 @@ class DeviceBackend(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind of device."""
+        """The kind of device, as used in the registry."""
 
     @property
     def label(self) -> str:
-        """The kind in error messages."""
+        """The kind of device, as named in error messages."""
 
     @property
     def library(self) -> str:
-        """The backend that moves arrays between devices without the host."""
+        """The library that moves arrays between devices without the host."""
 
     def count(self) -> int:
-        """Return the number of devices that this process may use."""
+        """Return the number of devices of this kind that this process may use."""
 
     def calls(
         self, comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
     ) -> DeviceCalls:
-        """Make the calls of a group, at its first call on arrays of this kind.
+        """Make the `DeviceCalls` of a group, at its first call on arrays of this kind.
 
         Args:
             comm: this rank's part in the group.
@@ -116,12 +116,12 @@ class DeviceBackend(Protocol):
         """
 
 
-#: Backends by kind of device.
+#: The device backends, by kind of device.
 devices: Registry[DeviceBackend] = Registry("device", DEVICE_VERSION)
 
 
 def send_from_memory(comm: Communicator, data: memoryview, dst: int, tag: int, code: int) -> Make:
-    """Return a function that makes a send of host memory, for `DeviceCalls.sending`.
+    """Return a function that makes a send operation from host memory, for `DeviceCalls.sending`.
 
     Args:
         comm: this rank's part in the group.
@@ -134,7 +134,7 @@ def send_from_memory(comm: Communicator, data: memoryview, dst: int, tag: int, c
 
 
 def receive_in_memory(comm: Communicator, data: memoryview, src: int | None, tag: int, code: int) -> Make:
-    """Return a function that makes a receive in host memory, for `DeviceCalls.receiving`.
+    """Return a function that makes a receive operation into host memory, for `DeviceCalls.receiving`.
 
     Args:
         comm: this rank's part in the group.

@@ -1,4 +1,4 @@
-"""The dispatcher of a group: it finds the plan of a checked call, numbers the call and starts its operation."""
+"""Dispatcher of a group: it finds the plan of a checked call, numbers the call and starts its operation."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ from aiocoll.work import Work
 
 __all__ = ["PROC_NULL", "Dispatcher", "Timeout"]
 
-#: Stands for the other rank of a message that is not sent: the message ends at once. It is not -1, which a program may
+#: A rank number for "no rank": a message to or from it ends at once and is not sent. It is not -1, which a program may
 #: compute by mistake, as ``rank - 1`` on rank 0.
 PROC_NULL: Final = -2
 
 Timeout = float | timedelta | None
-#: Arguments: the error in a call, the call's signature, the shape of its main array, its timeout and key.
+#: A function that reports a wrong call to all ranks. Arguments: the error, the call's signature, the shape of its main
+#: array, its timeout and key.
 ReportWrongCall = Callable[[ValueError, Signature, tuple[int, ...], Timeout, str | None], Work[Any]]
 _ndarray: Final = np.ndarray
 _thread: Final = threading.get_ident
 
 
 class Dispatcher:
-    """The part of a group that starts all its calls.
+    """The part of a group that starts all calls.
 
     An unchecked `root`, `rank` or `key` from the user is annotated `Any`.
 
@@ -104,25 +105,25 @@ class Dispatcher:
     # -- checks of the group
 
     def check(self) -> None:
-        """Raise if the group cannot accept a call now; called before the call takes a number."""
-        # `is_running` in the loop's own thread is enough: on Python 3.11, finding the running loop is a system call.
+        """Raise an error if the group cannot accept a call now. Called before the call takes a number."""
+        # `is_running` is enough in the loop's own thread. On Python 3.11, finding the running loop takes a system call.
         if _thread() != self.runtime.thread or not self._is_running() or self.closed or self.comm.gate[BARRED]:
             self.check_owner()
         if self.comm.cause is not None:
             self.comm.raise_if_revoked()
 
     def check_owner(self) -> None:
-        """Raise if the caller is in a wrong process, thread or event loop, or if the group is closed."""
+        """Raise an error if the caller is in a wrong process, thread or event loop, or if the group is closed."""
         self.check_caller()
         if self.closed:
             raise self.closed_error()
 
     def closed_error(self) -> GroupClosedError:
-        """Return the error of a call after this rank has closed the group."""
+        """Return the error for a call on a group that this rank has closed."""
         return GroupClosedError(f"group {self.comm.name!r} was closed by this rank", group=self.comm.name)
 
     def check_caller(self) -> None:
-        """Raise if the caller is in another process, thread or event loop than the group, or in a hook."""
+        """Raise an error if the caller is in a wrong process, thread or event loop, or in a hook."""
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"group {self.comm.name!r} was made in process {self._pid}; a forked child cannot use it: "
@@ -147,7 +148,7 @@ class Dispatcher:
         self.comm.set_timeout(seconds(timeout, "timeout"))
 
     def limit(self, timeout: Timeout) -> float:
-        """Return the timeout of a call in seconds; None is the group's default."""
+        """Return the timeout of a call in seconds. None stands for the group's default."""
         return self.comm.timeout if timeout is None else seconds(timeout, "timeout")
 
     # -- collectives on arrays
@@ -162,7 +163,7 @@ class Dispatcher:
         timeout: Timeout,
         key: Any,
     ) -> Work[Any]:
-        """Start a collective on one tensor or number with the same number of elements on all ranks."""
+        """Start a collective on one array or number that has the same number of elements on all ranks."""
         # hot path: inlined from `CallCache.one`
         if type(tensor) is _ndarray and tensor.flags.carray:
             dtype, shape = tensor.dtype, tensor.shape
@@ -187,7 +188,7 @@ class Dispatcher:
         key: Any,
         wholes: Sequence[Buffer] = (),
     ) -> PreparedCall:
-        """Return a call that carries out a plan on checked buffers.
+        """Return a prepared call that carries out a plan on checked buffers.
 
         Args:
             plan: plan of the call.
@@ -207,19 +208,19 @@ class Dispatcher:
         unwrap = _unstage(staged, result) if staged else None
         shape = () if main is None else main.shape
         call = PlannedCall(plan, arrays, shape, result, self.limit(timeout), key, unwrap)
-        # The last array is never None. It shows whether the arrays are on a device.
+        # The last array is never None, so it shows whether the arrays are on a device.
         return call if not arrays or type(arrays[-1]) is _ndarray else self._on_device(call)
 
     # -- any call
 
     def start(self, call: PreparedCall) -> Work[Any]:
-        """Start a call, or pass it to an interceptor."""
+        """Start a prepared call, or pass it to an interceptor."""
         if type(call) is PlannedCall:
             return self.start_plan(call.plan, call.arrays, call.shape, call.result, call.limit, call.key, call.unwrap)
         self.check()
         if (interceptor := self.interceptor_here()) is not None:
             return interceptor.take(call)
-        # A message takes no number: its operation has its own id.
+        # A message takes no sequence number, because its operation has its own id.
         identity, seq = (P2P, None) if call.signature is None else self.numbered(call.key)
         completion = Completion(self.endpoint, call.op, seq, call.key, self)
         call.expect(completion)
@@ -241,7 +242,7 @@ class Dispatcher:
         key: Any,
         unwrap: Callable[[], Any] | None = None,
     ) -> Work[Any]:
-        """Start a planned call; its `PlannedCall` is made only if an interceptor takes the call."""
+        """Start a call with a plan. Its `PlannedCall` is made only if an interceptor takes the call."""
         comm = self.comm
         # hot path: inlined from `check`, and from `interceptor_here` for the case that this group's block is innermost
         if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.gate[BARRED]:
@@ -270,13 +271,13 @@ class Dispatcher:
         return work
 
     def enter(self, operation: Operation) -> None:
-        """Put an operation in flight."""
+        """Put an operation in flight, so that it sends and receives."""
         self._run_quietly(self._enter, operation)
 
     # -- interceptors
 
     def intercept(self, interceptor: Interceptor, report_wrong_call: ReportWrongCall | None = None) -> None:
-        """Let `interceptor` take all calls of the group that no block takes.
+        """Pass all calls of the group to `interceptor`, except those that a block takes.
 
         Args:
             interceptor: takes the calls.
@@ -289,14 +290,14 @@ class Dispatcher:
     def refuse(
         self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: Any
     ) -> Work[Any]:
-        """Raise the error of a call, or report it to all ranks if an interceptor does so."""
+        """Raise the error of a wrong call; with ``debug="detail"``, report it to all ranks instead."""
         if self._report_wrong_call is None or self.block_here() is not None:
             raise wrong
         return self._report_wrong_call(wrong, signature, shape, timeout, key)
 
     @contextlib.contextmanager
     def scoped(self, interceptor: Interceptor) -> Iterator[None]:
-        """Let `interceptor` take the calls on this group inside a ``with`` block."""
+        """Pass the calls made on this group in a ``with`` block to `interceptor`."""
         self._scopes += 1
         self.comm.gate[DIVERTS] = True
         try:
@@ -307,28 +308,28 @@ class Dispatcher:
             self.comm.gate[DIVERTS] = self.closed or self._scopes > 0 or self.interceptor is not None
 
     def interceptor_here(self) -> Interceptor | None:
-        """Return the interceptor of calls in the current context: the block's, or the group's own."""
+        """Return the interceptor for calls in the current context: that of the block, or that of the group."""
         return self.block_here() or self.interceptor
 
     def block_here(self) -> Interceptor | None:
-        """Return the interceptor of the block in the current context; None outside of blocks."""
+        """Return the interceptor of the block around the current code; None outside of blocks."""
         return interceptor_in_scope(self) if self._scopes else None
 
     def check_block(self, kind: str) -> None:
-        """Raise if the current block records calls, but cannot record this kind of call."""
+        """Raise an error if the current block records calls, but cannot record this kind of call."""
         block = self.block_here()
         if block is not None and block.records and not spec_of(kind).recordable:
             raise RuntimeError(f"a coalescing block cannot record {kind}(), which takes several steps; call it outside")
 
     def close(self) -> None:
-        """Refuse all further calls."""
+        """Reject all later calls, because the group is closed."""
         self.closed = True
         self.comm.gate[DIVERTS] = True
 
     # -- numbers and keys
 
     def numbered(self, key: Any) -> tuple[int, int]:
-        """Take the next sequence number, or the next count of `key`; return the operation id and the number."""
+        """Take the next sequence number, or the next count of `key`; return operation id and number."""
         comm = self.comm
         if key is None:
             identity = comm.gate[ENTERED] + 1
@@ -343,18 +344,20 @@ class Dispatcher:
             raise
 
     def check_key(self, key: Any) -> None:
-        """Raise if a key is invalid."""
+        """Raise an error if a call's key is invalid."""
         if not isinstance(key, str):
             raise TypeError(f"key must be a str or None, not {type(key).__name__}")
         try:
             key.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"key={key!r} is no text: it has a lone surrogate, which UTF-8 cannot hold") from None
+            raise ValueError(
+                f"key={key!r} is not valid text: it has a lone surrogate, which UTF-8 cannot encode"
+            ) from None
 
     # -- ranks
 
     def check_rank(self, rank: Any, name: str, *, null: bool = False) -> int:
-        """Return `rank` as an int; raise if it is not a rank of this group or, with `null`, `PROC_NULL`."""
+        """Return `rank` as an int; raise an error unless it is a rank of this group or, with `null`, `PROC_NULL`."""
         if type(rank) is not int:  # a plain int needs no conversion
             rank = to_int(rank, name, "a rank (int)")
         number: int = rank
@@ -364,7 +367,7 @@ class Dispatcher:
         return number
 
     def count_error(self, values: Any, name: str, what: str) -> ValueError | None:
-        """Return an error if `values` is not a sequence of one `what` per rank, else None."""
+        """Return an error if `values` is not a sequence with one `what` per rank, otherwise None."""
         if not hasattr(values, "__len__") or not hasattr(values, "__getitem__") or isinstance(values, Mapping):
             given = "None" if values is None else type(values).__name__
         elif len(values) != self.size:
@@ -376,7 +379,7 @@ class Dispatcher:
     # -- arrays on devices
 
     def on_device(self, arrays: Sequence[Any]) -> DeviceCalls:
-        """Check device arrays, and return the group's calls on their device."""
+        """Check device arrays; return the group's `DeviceCalls` for their device."""
         self.check()
         if self.device_calls is None:
             return self._first_on_device(arrays)
@@ -384,7 +387,7 @@ class Dispatcher:
         return self.device_calls
 
     def _on_device(self, call: PlannedCall) -> PreparedCall:
-        """Return the call that carries out a planned call on device arrays."""
+        """Return the prepared call that carries out a planned call on device arrays."""
         if self.dry:
             plan, arrays = call.plan, call.arrays
 
@@ -396,7 +399,7 @@ class Dispatcher:
         is_current = False
         if calls is None:
             calls = self.on_device(call.arrays)
-        else:  # the group itself is checked when the call starts
+        else:  # the state of the group is checked when the call starts
             is_current = self._check_arrays(calls, call.arrays)
         return calls.call(call, is_current and not self.comm.gate[DIVERTS])
 
@@ -408,8 +411,8 @@ class Dispatcher:
         return self.device_calls
 
     def _check_arrays(self, calls: DeviceCalls, arrays: Sequence[Any]) -> bool:
-        """Raise if the group cannot use these arrays; return whether they are on the thread's current device."""
-        last = arrays[-1]  # the last array is never None, and all are on one kind of device
+        """Raise an error if the group cannot use these arrays; return whether they are on the current device."""
+        last = arrays[-1]  # the last array is never None, and all arrays are on one kind of device
         if last.kind != calls.kind:
             raise ValueError(
                 f"group {self.comm.name!r} works on {devices.get(calls.kind).label} devices, where its first device "
@@ -418,7 +421,7 @@ class Dispatcher:
         return calls.check(arrays)
 
     def make_batch(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
-        """Return a factory of one operation for several collectives on checked device arrays.
+        """Return a function that makes one operation of several collectives on checked device arrays.
 
         Args:
             calls: the collectives.
@@ -428,12 +431,12 @@ class Dispatcher:
         return self.device_calls.batched(calls, ordered)
 
     def batched(self, arrays: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-        """Combine the messages of these device arrays that start in the block into one library call."""
+        """In this ``with`` block, combine the messages of these device arrays into one library call."""
         return contextlib.nullcontext() if self.device_calls is None else self.device_calls.together(arrays)
 
 
 def _unstage(staged: Sequence[Buffer], result: Any) -> Callable[[], Any]:
-    """Return a function that copies staging buffers back, and returns the result with the user's arrays."""
+    """Return a function that copies staging buffers to the user's arrays and returns the result with these."""
 
     def unwrap() -> Any:
         made: Mapping[int, Any] = {id(buffer.result): buffer.finish() for buffer in staged}

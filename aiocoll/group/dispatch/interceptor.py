@@ -1,4 +1,4 @@
-"""The interface of interceptors, which receive calls instead of the engine, and the scopes of interceptors.
+"""Interceptors, which take calls instead of the engine: their interface, and the blocks in which they are active.
 
 Most calls go directly from the group to the engine. A call with an *interceptor* goes to the interceptor instead. An
 interceptor belongs to a block around the call, such as `ProcessGroup.coalescing`, or to the whole group, as with
@@ -24,7 +24,7 @@ __all__ = ["Interceptor", "Wrapper", "interceptor_in_scope", "scope_here", "scop
 
 
 class Interceptor(Protocol):
-    """A receiver of calls in place of the engine.
+    """An object that takes calls instead of the engine.
 
     Attributes:
         moves_nothing: whether calls end at once, without an access to the arrays.
@@ -37,7 +37,7 @@ class Interceptor(Protocol):
     native: Any
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Receive `call` instead of the engine, after its arguments were checked; return its work."""
+        """Take `call`, whose arguments were checked, instead of the engine; return its work."""
 
 
 class Wrapper(ABC):
@@ -49,15 +49,15 @@ class Wrapper(ABC):
 
     @abstractmethod
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Receive `call` instead of the engine, after its arguments were checked; return its work."""
+        """Take `call`, whose arguments were checked, instead of the engine; return its work."""
 
     @abstractmethod
     def wrap(self, identity: int, signature: Signature, make: Make, completion: Completion) -> Operation:
-        """Return the operation that replaces, and later starts, the operation of `make`."""
+        """Return an operation that first does its own task, then starts the operation that `make` makes."""
 
 
 class _Scope:
-    """A block around calls; after its end, calls of tasks that outlive it are no longer intercepted.
+    """A block whose calls are intercepted. After its end, tasks started in it make calls as usual.
 
     Attributes:
         group: the group whose calls are intercepted.
@@ -74,13 +74,13 @@ class _Scope:
 
 
 _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("aiocoll_scope", default=None)
-#: Returns the innermost scope, of any group.
+#: Returns the innermost open block, of any group.
 scope_here = _scope.get
 
 
 @contextlib.contextmanager
 def scoped(group: object, interceptor: Interceptor) -> Iterator[None]:
-    """Let `interceptor` take the calls on `group` inside a ``with`` block, and of tasks started in it."""
+    """Pass calls on `group` to `interceptor`, if made in this ``with`` block or in tasks started in it."""
     scope = _Scope(group, interceptor, _scope.get())
     token = _scope.set(scope)
     try:
@@ -91,7 +91,7 @@ def scoped(group: object, interceptor: Interceptor) -> Iterator[None]:
 
 
 def interceptor_in_scope(group: object) -> Interceptor | None:
-    """Return the interceptor of the innermost open block around calls on `group`; None without one."""
+    """Return the interceptor of the innermost open block around a call on `group`; None if there is none."""
     scope = _scope.get()
     while scope is not None and (scope.group is not group or scope.interceptor is None):
         scope = scope.outer

@@ -1,4 +1,4 @@
-"""The planner of a group: it selects the algorithm, program and executor of a call."""
+"""Planner of a group: it selects the algorithm, program and executor of each call."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from aiocoll.transport.frame import SEGMENT
 
 __all__ = ["Planner"]
 
-#: Most ranks for which the ring of chunk queues (two steps per rank) is faster just above the one-step sizes.
+#: Maximum number of ranks for which the ring of chunk queues (two steps per rank) is faster for arrays just larger than
+#: one-step algorithms can take.
 RING_RANKS = 4
-#: Most ranks for which every rank reduces a small tensor itself. With more ranks, one rank reduces for all: this takes
-#: a fraction of the CPU time, and is not slower (`bench/RESULTS.md`).
+#: Maximum number of ranks for which every rank reduces a small tensor itself. With more ranks, one rank reduces for
+#: all: this takes a fraction of the CPU time, and is not slower (`bench/RESULTS.md`).
 ONESHOT_RANKS = 4
-#: Most ranks for which barriers go through slots; notifying one other rank takes 1.5 µs.
+#: Maximum number of ranks for which barriers use slots. Notifying one rank takes 1.5 µs.
 BARRIER_IN_SLOTS = 64
-#: Most bytes of contributions that a rank reads from slots for one call; reducing them takes about 150 µs.
+#: Maximum number of bytes that a rank reads from slots for one call. Reducing as many takes about 150 µs.
 READ_AT_ONCE = 2 * SEGMENT
 
 _INT64 = by_name("int64")
-#: Collectives whose large messages are read in place, with their algorithms. Each rank reads directly from the ranks
-#: that have data for it.
+#: Collectives whose large messages are read in place, with the algorithms used then. Each rank reads directly from the
+#: ranks that have data for it.
 _IN_PLACE = {"allreduce": "ring", "reduce_scatter": "ring", "allgather": "direct", "broadcast": "linear"}
 
 
 class Planner:
-    """The maker of one group's plans; the group's `CallCache` keeps them.
+    """The maker of plans for one group. The group's `CallCache` keeps the plans.
 
     Args:
         comm: this rank's communicator of the group.
@@ -51,7 +52,7 @@ class Planner:
         self._rank = comm.rank
         self._size = len(comm.ranks)
         self._dry = dry
-        # The algorithm of small allreduces and barriers in shared memory.
+        # The algorithm for small allreduces and barriers in shared memory.
         self._small = "oneshot" if self._size <= ONESHOT_RANKS else "central"
 
     def plan(
@@ -74,10 +75,10 @@ class Planner:
             root: root of the call; None without one.
             agreed: the counts that must be equal on all ranks; by default all of `sizes`.
         """
-        # Must come first: it checks the op.
+        # Make the kernel first, because that checks the op.
         made = kernel(op, dtype, self._size) if spec_of(kind).reduces else None  # type: ignore[arg-type]
         if made is not None and made.of_one is not None and kind == "exscan":
-            made = made._replace(prescale=made.of_one)  # rank 1's result is rank 0's contribution alone
+            made = made._replace(prescale=made.of_one)  # rank 1's result is the contribution of rank 0 alone
         name = None if op is None else op.wire_name
         plan = self.build_plan(kind, dtype, sizes, made, name, root, agreed)
         plan.op = op
@@ -93,7 +94,7 @@ class Planner:
         root: int | None,
         agreed: tuple[int, ...] | None = None,
     ) -> Plan:
-        """Make a plan as `plan` does, from a kernel `made` and `reduce`, the name of the op in signatures."""
+        """Make a plan like `plan`, but with the kernel `made`, and `reduce` as the op's name in signatures."""
         counts = _flat(sizes)
         signature = Signature(
             kind.upper(),
@@ -107,7 +108,7 @@ class Planner:
             0 if dtype is None else dtype.itemsize
         )
         if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is made.of_one is None:
-            # A single rank returns its input. Running the reduction took as long as the rest of the call.
+            # With a single rank, the result is the input. Running the reduction took as long as the rest of the call.
             return Plan(signature, Program((), (), "alone"), dtype, made, ProgramExecutor)
         algorithm = choose(
             kind,
@@ -132,7 +133,7 @@ class Planner:
                 algorithm, executor = name, SlotProgram
             elif relays:
                 algorithm, executor = "relay", ShmRing
-        if dtype is not None and (unit := dtype.unit) != 1:  # programs count elements of the storage dtype
+        if dtype is not None and (unit := dtype.unit) != 1:  # a program counts elements of the storage dtype
             sizes = tuple(
                 tuple(each * unit for each in size) if isinstance(size, tuple) else size * unit for size in sizes
             )
@@ -158,7 +159,7 @@ class Planner:
         return plan
 
     def counting_plan(self, signature: Signature) -> Plan:
-        """Make the plan of the step in which all ranks of a call exchange one number each."""
+        """Make the plan of a step in which the ranks of a call exchange one number each."""
         counts = (1,) * self._size
         nbytes = _INT64.itemsize * self._size
         algorithm = choose("allgather", nbytes, self._size, tuning=self._comm.tuning, hosts=self._comm.hosts)
@@ -169,14 +170,14 @@ class Planner:
     def _program(
         self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None
     ) -> Program:
-        """Return the program of this rank: its steps in the algorithm."""
+        """Return this rank's program for an algorithm."""
         if self._dry:
             return Program((), (), algorithm)
         program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._comm.hosts)
         return program if made is None or made.prescale is None else self._scaled(program, kind, sizes, root)
 
     def _slot_algorithm(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None) -> str | None:
-        """Return the algorithm of a call through slots; None if its contributions do not fit into slots."""
+        """Return the algorithm for a call through slots; None if the contributions do not fit into slots."""
         if not self._comm.chunk_nbytes or self._size == 1:
             return None
         if kind == "barrier":
@@ -191,7 +192,7 @@ class Planner:
         return self._small if made is not None and self._is_portable(made) else None
 
     def _uses_chunk_queues(self, kind: str, algorithm: str, nbytes: int, made: Kernel | None) -> bool:
-        """Return whether a call goes through the ring of chunk queues, with or without the accelerator."""
+        """Return whether a call uses the ring of chunk queues, with or without the accelerator."""
         piece = self._comm.chunk_nbytes
         if not piece or self._size == 1 or not nbytes or (made is not None and (made.ordered or made.prescale)):
             return False
@@ -203,13 +204,13 @@ class Planner:
     def _uses_native_queues(
         self, kind: str, sizes: tuple[Any, ...], itemsize: int, root: int, made: Kernel | None
     ) -> bool:
-        """Return whether a call goes through chunk queues, which requires the accelerator on all ranks."""
+        """Return whether a call uses chunk queues in a way that requires the accelerator on all ranks."""
         comm = self._comm
         kinds = BETWEEN_TWO if self._size == 2 else ROUND
         if kind not in kinds or self._size == 1 or not comm.chunk_nbytes or (made is not None and made.ordered):
             return False
         if kind == "scan" and made is not None and (made.finalize or made.of_one):
-            return False  # rank 0 would have to transform its own data
+            return False  # rank 0 would have to transform its own data in place
         if self._size == 2:
             messages = messages_between_two(kind, sizes, self._rank, root)
         else:
@@ -222,15 +223,15 @@ class Planner:
         return comm.is_on_all_cards("native")
 
     def can_relay_blocks(self) -> bool:
-        """Return whether large blocks go through chunk queues if only the sender and the receiver know the size."""
+        """Return whether large blocks whose sizes only sender and receiver know can use chunk queues."""
         return self._size == 2 and bool(self._comm.chunk_nbytes) and self._comm.is_on_all_cards("native")
 
     def _is_portable(self, made: Kernel) -> bool:
-        """Return whether ranks that compute the same element get the same bits, NaN payloads included."""
+        """Return whether all ranks compute the same bits for an element, even in NaNs."""
         return made.portable and (not made.nan_varies or self._comm.makes_same_nans)
 
     def _can_read_in_place(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None) -> bool:
-        """Return whether all messages of a call are large enough to be read in place."""
+        """Return whether all messages of a call are large enough for the peer to read them in place."""
         comm = self._comm
         if not comm.chunk_nbytes or self._size == 1 or kind not in _IN_PLACE or (made and made.ordered):
             return False
@@ -242,13 +243,13 @@ class Planner:
         return not self._fits_in_slots(nbytes) and nbytes >= limit and comm.is_on_all_cards("reads")
 
     def _is_small(self, program: Program, dtype: DType | None) -> bool:
-        """Return whether all messages of a program fit into slots. Only their two ranks know the sizes."""
+        """Return whether all messages of a program, whose sizes only two ranks know, fit into slots."""
         itemsize, largest = 1 if dtype is None else dtype.storage.itemsize, self._comm.slots.largest
         blocks = [action.region.count * itemsize for action in program.actions if action.peer >= 0]
         return bool(blocks) and max(blocks) <= largest
 
     def _fits_in_slots(self, nbytes: int) -> bool:
-        """Return whether contributions of `nbytes` fit into slots, and a rank can read all of them in one callback."""
+        """Return whether contributions of `nbytes` fit into slots, and one callback has time to read all of them."""
         return nbytes <= self._comm.slots.largest and nbytes * (self._size - 1) <= READ_AT_ONCE
 
     def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:

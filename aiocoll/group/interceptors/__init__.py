@@ -1,1 +1,1 @@
-"""Interceptors, which take the calls of a group instead of the engine: blocks, verification, dry runs, estimates."""
+"""Interceptors, which take a group's calls instead of the engine: blocks, verification, dry runs, estimates."""

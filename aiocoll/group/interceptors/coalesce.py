@@ -1,4 +1,4 @@
-"""Coalescing: blocks whose calls are fused, and calls on lists of tensors."""
+"""Coalescing: blocks whose calls are fused, and calls on lists of arrays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Batch:
         self._flusher = flusher
         self._open = open_batches
         self._failures: list[DeferredCompletion] = []
-        #: The recorded calls until the next flush.
+        #: The calls recorded since the last flush.
         self.recording: Recording
         self.native: Any = None
         self._started: list[Completion] = []
@@ -51,7 +51,7 @@ class Batch:
                 f"group {d.comm.name!r} already has a coalescing block here, and blocks of one group do not nest: make "
                 "the calls in the outer block, or await one of its works to send its recorded calls"
             )
-        # The interceptor outside the block takes the fused calls.
+        # The interceptor that is active outside the block takes the fused calls.
         self._outer = d.interceptor_here()
         self._start_recording()
         self._open[self] = None
@@ -75,12 +75,12 @@ class Batch:
                     completion.withdraw()
             self._dispatcher.comm.on_revoked.remove(self._on_revoked)
             del self._open[self]
-            # These hold references to this block: break the cycles.
+            # Break reference cycles: these objects refer to this block.
             self._started.clear()
             self.native = self.recording.native = None
             del self.recording
         for each in self._failures:
-            # A withdrawn receive is not a failure.
+            # A withdrawn receive does not count as a failure.
             if not getattr(each, "retrieved", False) and not isinstance(each.exception, asyncio.CancelledError):
                 each.note_retrieval()
                 assert each.exception is not None
@@ -89,7 +89,7 @@ class Batch:
     # -- recording
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Record a call, and return its work."""
+        """Record a call in the block; return its work."""
         if type(call) is not PlannedCall or call.key is not None:
             if call.key is not None:
                 self._dispatcher.check_key(call.key)
@@ -108,13 +108,13 @@ class Batch:
         return Work(completion)
 
     def recorded(self) -> list[Completion]:
-        """Return the completions of calls that have not started."""
+        """Return the completions of recorded calls that have not started."""
         return self.recording.completions()
 
     # -- flushing
 
     def _flush(self) -> None:
-        """Start all recorded calls; raise the error if one cannot start."""
+        """Start all recorded calls; raise the error if one of them cannot start."""
         recording = self.recording
         if recording.is_empty():
             return
@@ -137,12 +137,12 @@ class Batch:
         self.native = self.recording.native
 
     def _flush_quietly(self) -> None:
-        """Flush for an awaiting task, which gets errors through its work."""
+        """Start all recorded calls for a task that awaits one of them. The task gets any error from its work."""
         with contextlib.suppress(Exception):
             self._flush()
 
     def _drop(self, error: BaseException) -> None:
-        """Fail the recorded calls of a block that an exception has left; send nothing more."""
+        """Fail the recorded calls of a block that ended with an exception, without sending anything."""
         cause = GroupError(
             f"the call was not sent: an exception left its coalescing block on rank {self._dispatcher.rank} of group "
             f"{self._dispatcher.comm.name!r}: {describe(error)}",
@@ -150,18 +150,18 @@ class Batch:
             ranks=[self._dispatcher.rank],
         )
         cause.__cause__ = error
-        # The exception itself propagates to the caller, so it does not count as unretrieved.
+        # The exception itself propagates to the caller: do not report it as unretrieved.
         self._dispatcher.failures.expect(error)
         self.recording.fail(cause)
 
     def _on_revoked(self) -> None:
-        """Fail the recorded calls after the group was revoked or closed."""
+        """Fail the recorded calls, because the group was revoked or closed."""
         cause = self._dispatcher.comm.cause
         self.recording.fail(self._dispatcher.closed_error() if cause is None else failure_by(cause))
 
 
 class Coalescer:
-    """The maker of one group's blocks, and of its calls on lists of tensors.
+    """The maker of one group's blocks, and of its calls on lists of arrays.
 
     Args:
         dispatcher: of the group.
@@ -173,11 +173,11 @@ class Coalescer:
         self._batches: dict[Batch, None] = {}
 
     def block(self) -> Batch:
-        """Return a new block that records calls."""
+        """Return a new ``async with`` block that records calls."""
         return Batch(self._dispatcher, self._flusher, self._batches)
 
     def start_list(self, op: str, calls: Callable[[], object], key: str | None) -> Work[list[Any]]:
-        """Start the calls that `calls` makes as one call named `op`; inside a block, record them there."""
+        """Start the calls that `calls` makes, as one call named `op`. Inside a block, record them instead."""
         d = self._dispatcher
         d.check()
         if key is not None:
@@ -208,7 +208,7 @@ class Coalescer:
         return work
 
     def deferred(self) -> list[Completion]:
-        """Return the calls unknown to the engine: recorded by a block, or held by an interceptor."""
+        """Return the completions of calls that have not reached the engine: recorded, or held by an interceptor."""
         calls = [call for block in self._batches for call in block.recorded()]
         for flush in self._flusher.intercepted:
             calls += flush.stands_for()
@@ -216,7 +216,7 @@ class Coalescer:
 
 
 class _Collector:
-    """An interceptor that records the calls on a list of tensors as parts of one call."""
+    """An interceptor that records calls on several arrays as members of one list call."""
 
     moves_nothing = False
     records = True
@@ -227,36 +227,36 @@ class _Collector:
         self._recording = recording
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Record a call on arrays."""
+        """Record the call on one array of the list."""
         if not isinstance(call, PlannedCall):
             raise TypeError("the tensors of a list must be dense arrays: make one call per sparse array")
         recording = self._recording
         completion = MemberCompletion(recording, call.op, None, None, None)
         if type(call) is PlannedCall:
             completion.plan = call.plan
-        else:  # on a device
+        else:  # the call is on device arrays
             completion.plan = None
             completion.call = call
         completion.arrays = call.arrays
         completion.value = call.result
-        completion.unwrap, call.unwrap = call.unwrap, None  # the completion alone unwraps the result
+        completion.unwrap, call.unwrap = call.unwrap, None  # only the completion must unwrap the result
         recording.limit = min(recording.limit, call.limit)
         recording.members.append(completion)
         return Work(completion)
 
 
 def _flush_nothing() -> None:
-    """Do nothing: the recording of a list outside of blocks is flushed at once by its maker."""
+    """Do nothing, because the caller itself flushes the recording of a list outside of blocks."""
 
 
 def check_list(tensors: Any, name: str) -> None:
-    """Raise unless `tensors` is a list of arrays."""
+    """Raise an error unless `tensors` is a list of arrays."""
     if not isinstance(tensors, Sequence) or isinstance(tensors, str | bytes):
         raise TypeError(f"{name} must be a list of arrays, not {type(tensors).__name__}")
 
 
 def pairs(outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
-    """Return pairs of an output and its input; raise unless both lists have the same length."""
+    """Return pairs of an output and its input; raise an error unless both lists have the same length."""
     check_list(outputs, "outputs")
     check_list(inputs, "inputs")
     if len(outputs) != len(inputs):
@@ -265,7 +265,7 @@ def pairs(outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
 
 
 async def _wait_end(completion: Completion) -> None:
-    """Wait for a completion as awaiting its work does, but do not raise its error."""
+    """Wait for a completion like an await of its work, but without raising its error."""
     if not completion.done:
         completion.progress.spin(completion)
     if not completion.done:

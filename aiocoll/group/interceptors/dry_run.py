@@ -1,4 +1,4 @@
-"""The interceptor of dry runs: all calls succeed at once, and nothing is sent."""
+"""Interceptor of dry runs: all calls succeed at once, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DryRun:
         self._dispatcher = dispatcher
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Take a number for a call as usual, and complete it with this rank's data in place of the other ranks'."""
+        """Take a number for a call as usual; complete it with this rank's data instead of the other ranks' data."""
         d = self._dispatcher
         identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         completion = Completion(d.endpoint, call.op, seq, call.key, d)

@@ -1,4 +1,4 @@
-"""Estimated durations of calls, from measurements of this machine; nothing is sent."""
+"""Estimates of call durations from measurements of this machine, without sending anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Estimate", "Estimator", "Predicted"]
 
 
 class Predicted(NamedTuple):
-    """The estimate of one call.
+    """The estimated duration of one call.
 
     Attributes:
         op: name of the operation in capitals.
@@ -37,7 +37,7 @@ class Predicted(NamedTuple):
 
 
 class Estimate:
-    """The estimates of the calls in a block of `ProcessGroup.time_estimator`.
+    """The estimates of all calls in a block of `ProcessGroup.time_estimator`.
 
     Attributes:
         calls: one estimate per call, in order.
@@ -48,12 +48,12 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """The sum of the times of all calls."""
+        """The sum of the estimated durations of all calls."""
         return sum(call.seconds for call in self.calls)
 
 
 class Estimator:
-    """An interceptor that estimates the calls of one block instead of starting them."""
+    """An interceptor that estimates the calls of a block instead of starting them."""
 
     moves_nothing = True
     records = False
@@ -64,7 +64,7 @@ class Estimator:
         self._estimate = estimate
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Add the estimate of a call, and return a work that has ended."""
+        """Add the estimate of a call; return a work that has already ended."""
         if call.signature is not None and call.signature.device != "cpu":
             label = devices.get(call.signature.device).label
             raise TypeError(f"{call.op} is on {label} arrays, for which there are no measurements: pass host arrays")
@@ -73,7 +73,7 @@ class Estimator:
         completion = Completion(d.endpoint, call.op, None, call.key, d)
         call.expect(completion)
         completion.finish(call.result)
-        completion.note_await()  # no warning if the program does not await it
+        completion.note_await()  # avoid a warning if the program does not await it
         work: Work[Any] = Work(completion)
         return work
 
@@ -90,7 +90,7 @@ def _prediction(comm: Communicator, call: PreparedCall) -> Predicted:
     if spec.method is Method.PROGRAM:
         algorithm = choose(spec.kind, call.nbytes, size, tuning=comm.tuning, hosts=comm.hosts)
         return _estimate_program(comm, call.op, call.nbytes, algorithm)
-    # These calls send each message directly from rank to rank.
+    # These calls send each message directly from the sender to the receiver.
     sends = 0 if spec.receivers is Participants.ROOT else size - 1
     receives = 0 if spec.senders is Participants.ROOT else size - 1
     load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)
@@ -98,7 +98,7 @@ def _prediction(comm: Communicator, call: PreparedCall) -> Predicted:
 
 
 def _estimate_program(comm: Communicator, op: str, nbytes: int, algorithm: str) -> Predicted:
-    """Return the estimate of a call that is carried out by this algorithm."""
+    """Return the estimate of a call that this algorithm would carry out."""
     kind, machine, size, seconds = op.lower(), comm.tuning.machine, len(comm.ranks), 0.0
     if (kind, algorithm) in two_level.ALGORITHMS:
         seconds = two_level.predict(algorithm, kind, nbytes, comm.hosts, machine)
@@ -108,7 +108,7 @@ def _estimate_program(comm: Communicator, op: str, nbytes: int, algorithm: str) 
 
 
 def _vector_length(signature: Signature, comm: Communicator) -> int:
-    """Return the number of elements of the whole vector of a call."""
+    """Return the number of elements of a call's whole vector."""
     if signature.counts:
         return sum(signature.counts)
     known = max(sum(signature.sends), sum(signature.receives))

@@ -1,4 +1,4 @@
-"""The fusion of recorded calls: selection of the calls to fuse, and plans of the fused operations.
+"""Fusion of recorded calls: the choice of the calls to fuse, and the plans of the fused operations.
 
 The layout of a list of calls is computed once, and kept for equal lists.
 
@@ -30,25 +30,26 @@ from aiocoll.group.dispatch.planner import Planner
 
 __all__ = ["LARGE", "Fuser"]
 
-#: Bytes of the whole vector from which a call is not fused: copying it takes longer than a separate message. The limit
-#: is the same on all ranks, so that they fuse the same calls. Calls whose counts only two ranks know are always fused.
+#: Bytes of a call's whole vector from which the call is not fused: copying would take longer than a separate message.
+#: The limit is the same on all ranks, so that they fuse the same calls. Calls whose counts only two ranks know are
+#: always fused.
 LARGE = 128 * 1024
-#: Most calls whose arrays are copied as one chunk.
+#: Maximum number of calls whose arrays are copied in one step.
 MOST = 128
-#: Number of layouts kept.
+#: Maximum number of cached layouts.
 LAYOUTS = 16
-#: Bytes of a stamp.
+#: Number of bytes in a stamp.
 STAMP = 8
 
-#: Dtype for fusing elements that are moved but not reduced.
+#: The dtype with which elements are fused if they are copied and not reduced.
 _BYTES = by_name("uint8")
 
-#: A recorded call: its plan, or its signature if it has no plan.
+#: A recorded call: its plan, or its signature if there is no plan.
 Called = Plan | Signature
 
 
 class Fuser:
-    """The maker of layouts: how a list of recorded calls is carried out.
+    """The maker of layouts, which describe how a list of recorded calls is carried out.
 
     Args:
         comm: this rank's communicator of the group.
@@ -59,13 +60,14 @@ class Fuser:
         self._rank = comm.rank
         self._size = len(comm.ranks)
         self._planner = planner
-        #: Whether small calls are not fused: the accelerator carries out one in 1 µs, which is less than packing takes.
+        #: Whether small calls are not fused, because the accelerator carries out each of them in 1 µs, less than
+        #: packing takes.
         self.has_singles = bool(comm.chunk_nbytes) and self._size > 1 and comm.is_on_all_cards("native")
         self._small = comm.slots.small if self.has_singles else 0
         self._layouts: dict[tuple[bool, bool, tuple[Called, ...]], Layout] = {}
 
     def layout(self, calls: tuple[Called, ...], together: bool = True, *, allow_singles: bool = False) -> Layout:
-        """Return the layout of a list of calls.
+        """Return the layout for a list of recorded calls.
 
         Args:
             calls: the recorded calls.
@@ -88,7 +90,7 @@ class Fuser:
         fingerprint = crc32(b"".join(entry.hash for entry in entries), crc32(b"coalesced"))
         members: dict[Any, list[int]] = {}
         for position, (call, entry) in enumerate(zip(calls, entries, strict=True)):
-            # A call that is not fused gets its own bucket.
+            # A call that is not fused gets a bucket of its own.
             bucket: object = position
             if isinstance(call, Signature):
                 if together and call.device != "cpu":
@@ -112,9 +114,9 @@ class Fuser:
         return Layout(signature, fingerprint, tuple(buckets), tuple(singles) if made else ())
 
     def _is_single(self, plan: Plan) -> bool:
-        """Return whether a call counts as small; always so if only two ranks know its counts."""
+        """Return whether a call is small enough to run unfused; always True if only two ranks know its counts."""
         if plan.kernel is not None and (plan.kernel.ufunc is None or not plan.kernel.portable):
-            return False  # a Python function reduces
+            return False  # a Python function carries out the reduction
         if plan.signature.spec.private:
             return True
         longest = max(plan.signature.counts, default=0) * plan.unit * plan.itemsize
@@ -153,7 +155,7 @@ class Fuser:
         return bucket._replace(plan=self._fused(plans[0], sizes))
 
     def _fused(self, like: Plan, sizes: Sequence[int | None]) -> Plan:
-        """Make the plan of fused calls like `like`; packing has already applied any prescaling factor."""
+        """Make the plan of a fused call from calls like `like`. Any prescaling factor is applied when packing."""
         signature, spec, kernel = like.signature, like.signature.spec, like.kernel
         if kernel is not None and kernel.prescale is not None:
             kernel = kernel._replace(prescale=None)
@@ -163,7 +165,7 @@ class Fuser:
         return self._planner.build_plan(spec.kind, dtype, given, kernel, signature.reduce, signature.root, agreed)
 
     def _counts(self, spec: Spec, plan: Plan) -> tuple[int | None, ...]:
-        """Return the number of elements in each buffer, counted in the plan's storage dtype."""
+        """Return the number of elements in each buffer of a fused call, in units of the plan's storage dtype."""
         signature, unit = plan.signature, plan.unit
         counts = spec.counts(signature.counts, signature.sends, signature.receives, self._rank, signature.root)
         return counts if unit == 1 else tuple(None if count is None else count * unit for count in counts)
@@ -175,14 +177,14 @@ class _Entry(NamedTuple):
 
 
 class _SignatureTable:
-    """The signatures of a list's calls as all ranks see them; user functions with equal names are numbered in order."""
+    """The signatures of a list's calls, with user functions of equal names numbered in order."""
 
     def __init__(self) -> None:
         self._functions: dict[str, list[Any]] = {}
         self._known: dict[int, _Entry] = {}
 
     def entry(self, call: Called) -> _Entry:
-        """Return the signature of a call, and its hash."""
+        """Return the signature of a call, and the hash of that signature."""
         known = self._known.get(id(call))
         if known is None:
             signature = call if isinstance(call, Signature) else self._named(call)
@@ -205,12 +207,12 @@ def _is_large(plan: Plan) -> bool:
 
 
 def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | None, ...]:
-    """Transpose counts by call and buffer into counts by buffer and call."""
+    """Transpose a table of counts from one row per call to one row per buffer."""
     return tuple(None if column[0] is None else column for column in zip(*rows, strict=True))
 
 
 def _part_bounds(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Iterable[int]:
-    """Yield the bounds of parts with at most `CHUNK` bytes and `MOST` calls; a larger call is a part by itself."""
+    """Yield the bounds of parts of at most `CHUNK` bytes and `MOST` calls. A larger call is a part of its own."""
     yield 0
     start = nbytes = 0
     sizes = [sum(each) * itemsize for each in zip(*(column for column in counts if column is not None), strict=True)]
@@ -223,7 +225,7 @@ def _part_bounds(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Ite
 
 
 def _stamp(counts: tuple[int, ...], size: int, storage: np.dtype[Any]) -> NDArray[Any]:
-    """Return a hash of `counts` in the form of buffer elements."""
+    """Return a hash of `counts` as elements to put into a buffer."""
     stamp = np.zeros(size * storage.itemsize, np.uint8)
     stamp[:STAMP] = np.frombuffer(blake2b(repr(counts).encode(), digest_size=STAMP).digest(), np.uint8)
     return stamp.view(storage)

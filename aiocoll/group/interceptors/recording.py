@@ -1,4 +1,4 @@
-"""Recorded calls and their start: all take one number; fused calls are one operation, other calls one each."""
+"""Recorded calls and their start: all take one number; fused calls become one operation, other calls one each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["Flusher", "Recording"]
 
 
 class Recording:
-    """Recorded calls, which are started together, and the progress interface of their completions.
+    """The recorded calls of a block, which are started together.
 
     Args:
         dispatcher: dispatcher of the group.
@@ -69,7 +69,7 @@ class Recording:
         self.native: Any = None
         self.loose: list[tuple[DeferredCompletion, PreparedCall]] = []
         self.lists: list[tuple[DeferredCompletion, list[Member]]] = []
-        # For works recorded by the accelerator: the completion of the list call that they belong to.
+        # For works that the accelerator recorded: the completion of the list call to which they belong.
         self._wholes: dict[Work[Any], Completion] = {}
         self.limit = inf
         self.followed: list[Completion] = []
@@ -78,7 +78,7 @@ class Recording:
         self._wanted = False
 
     def spin(self, completion: Completion) -> None:
-        """Make progress for a task that awaits `completion`: schedule the flush, or poll if the calls have started."""
+        """Make progress for a task that awaits `completion`: start the recorded calls soon, or poll if started."""
         if self.flushed:
             self._dispatcher.endpoint.spin(completion)
         else:
@@ -91,11 +91,11 @@ class Recording:
             self.runtime.call_soon(self._flush)
 
     def follow(self, completion: Completion) -> None:
-        """Add a completion that the block also waits for."""
+        """Let the block also wait for a further completion."""
         self.followed.append(completion)
 
     def keep(self, call: PreparedCall) -> Work[Any]:
-        """Record a call that has no plan or has a key, and return its work."""
+        """Record a call that has no plan, or has a key; return its work."""
         completion = DeferredCompletion(self, call.op, None, call.key, self._dispatcher)
         call.expect(completion)
         if call.signature is not None and call.key is None:
@@ -110,14 +110,14 @@ class Recording:
         return Work(completion)
 
     def completions(self) -> list[Completion]:
-        """Return the completions of the user's works."""
+        """Return the completions to which the user's works refer."""
         lists = (whole for whole, _ in self.lists)
         members = (completion_of_member(member).visible() for member in self.members)
         each = (*members, *lists, *(loose for loose, _ in self.loose))
         return list(dict.fromkeys(each))
 
     def note_awaits(self) -> None:
-        """Mark all completions as awaited, since the block awaits them; works of the accelerator need no mark."""
+        """Mark all completions as awaited by the block. Works of the accelerator need no mark."""
         members = [member for member in self.members if type(member) is not Work]
         for completion in (*members, *(whole for whole, _ in self.lists), *(loose for loose, _ in self.loose)):
             completion.note_await()
@@ -125,7 +125,7 @@ class Recording:
     def deferred(
         self, plan: Plan, arrays: list[Any], facts: tuple[Any, ...], waiters: Any, guard: Any, work: Any
     ) -> DeferredCompletion:
-        """Return the completion of a call recorded in C; for the last four arguments, see `make_completion`."""
+        """Return the completion of a call that the accelerator recorded. Arguments as for `make_completion`."""
         whole = self._wholes.get(work)
         completion: DeferredCompletion
         if whole is None:
@@ -138,7 +138,7 @@ class Recording:
         return completion
 
     def add_list(self, whole: DeferredCompletion, members: list[Member]) -> None:
-        """Add a call on a list, whose members are recorded calls."""
+        """Record a call on a list, whose members are recorded calls."""
         for member in members:
             if type(member) is Work:
                 self._wholes[member] = whole
@@ -147,20 +147,20 @@ class Recording:
         self.lists.append((whole, members))
 
     def is_empty(self) -> bool:
-        """Return whether there are no calls to start."""
+        """Return whether there are no recorded calls to start."""
         return not (self.members or self.loose or self.lists)
 
     def fail(self, error: BaseException) -> None:
-        """Fail all recorded calls with `error`; none is started."""
+        """Fail all recorded calls with `error`, without starting them."""
         self.flushed, self.native = True, None
         fail([*map(completion_of_member, self.members), *(loose for loose, _ in self.loose)], error)
         self.settle(error)
 
     def settle(self, error: BaseException | None) -> None:
-        """End the calls on lists after their members, with `error`, or with the members' results or first error."""
+        """End each list call when its members have ended: with `error`, their first error, or their results."""
         for whole, members in self.lists:
             if not whole.done:
-                # A member may have failed although the group has not.
+                # A member may have failed without a failure of the group.
                 wrong = error or next((wrong for wrong in map(_failure, members) if wrong is not None), None)
                 if wrong is None:
                     whole.finish([each.result() if type(each) is Work else each.result for each in members])
@@ -170,13 +170,13 @@ class Recording:
         self._wholes = {}
 
     def _withdraw(self, receive: DeferredCompletion) -> None:
-        """Cancel a recorded receive whose last awaiting task was cancelled."""
+        """Cancel a recorded receive, because the last task that awaited it was cancelled."""
         self.loose = [(each, call) for each, call in self.loose if each is not receive]
         receive.finish(None, asyncio.CancelledError())
 
 
 class Flusher:
-    """The starter of one group's recorded calls.
+    """The part of one group that starts recorded calls.
 
     Args:
         dispatcher: dispatcher of the group.
@@ -192,7 +192,7 @@ class Flusher:
         self._fuser = Fuser(dispatcher.comm, dispatcher.planner)
 
     def record_natively(self, recording: Recording) -> None:
-        """Let the accelerator record plain calls, if the group does not fuse small ones."""
+        """Let the accelerator record plain calls, unless the group fuses small calls."""
         native = self._dispatcher.native
         if native is not None and self._fuser.has_singles:
             recording.native = native.block(recording)
@@ -211,7 +211,7 @@ class Flusher:
         d = self._dispatcher
         wrapper = outer if isinstance(outer, Wrapper) else None
         if wrapper is not None:
-            outer = None  # the engine takes the calls, as children of the wrapper's operations
+            outer = None  # the engine takes the calls, as children of the operations that the wrapper makes
         recording.flushed = True
         native = recording.native
         try:
@@ -219,7 +219,7 @@ class Flusher:
             layout, members = self._lay_out(recording, outer is None, outer is None and wrapper is None)
             if recording.loose:
                 self._start_all_loose(recording.loose, outer, wrapper)
-                # One of these calls may have revoked the group.
+                # Check the group, because one of these calls may have revoked it.
                 self._comm.raise_if_revoked()
         except Exception as error:
             d.failures.expect(error)
@@ -276,7 +276,7 @@ class Flusher:
         return completion
 
     def _lay_out(self, recording: Recording, together: bool, allow_singles: bool) -> tuple[Layout, list[Member]]:
-        """Return the layout of recorded calls, and their members; raise if the calls share written memory."""
+        """Return the layout and members of recorded calls; raise an error if calls share memory that one writes."""
         d, members, native = self._dispatcher, recording.members, recording.native
         if native is None:
             calls = tuple([member.plan or member.call.signature for member in members])
@@ -309,14 +309,14 @@ class Flusher:
         key: str | None,
         alone: bool = False,
     ) -> PreparedCall:
-        """Return the call that carries out a bucket; `alone`: the bucket is the only one of the flush."""
+        """Return the prepared call for a bucket; `alone` if it is the only bucket of the flush."""
         if bucket.plan is not None:
             return PlannedCall(bucket.plan, arrays, (), None, limit, key)
         own: list[PreparedCall] = [members[position].call for position in bucket.members]
         if len(own) == 1:
             own[0].key = key
             return own[0]
-        return FactoryCall(layout.signature, self._dispatcher.make_batch(own, alone), limit, key)  # on a device
+        return FactoryCall(layout.signature, self._dispatcher.make_batch(own, alone), limit, key)  # on device arrays
 
     def _start_all_loose(
         self,
@@ -324,7 +324,7 @@ class Flusher:
         outer: Interceptor | None,
         wrapper: Wrapper | None,
     ) -> None:
-        """Start messages, and collectives with a key; a call that cannot start does not affect the others."""
+        """Start messages and keyed collectives. If one cannot start, only that one fails."""
         d = self._dispatcher
         with d.batched(array for _, call in calls if isinstance(call, MessageCall) for array in call.arrays or ()):
             for completion, call in calls:
@@ -339,7 +339,7 @@ class Flusher:
                     fail([completion], error)
 
     def _make_loose(self, completion: DeferredCompletion, call: PreparedCall, wrapper: Wrapper | None) -> Operation:
-        """Return the operation of a message, or of a collective with a key."""
+        """Return the operation of a message or of a keyed collective."""
         if call.signature is None:
             return call.operation(self._comm, P2P, completion)
         identity, completion.seq = self._dispatcher.numbered(call.key)
@@ -349,16 +349,16 @@ class Flusher:
 
 
 def _failure(member: Member) -> BaseException | None:
-    """Return the error of an ended call; None if it succeeded."""
+    """Return the error of a call that has ended; None if it has succeeded."""
     error: BaseException | None = member.exception() if type(member) is Work else member.exception
     return error
 
 
 def _make_bucket_operation(comm: Communicator, call: PreparedCall, layout: Layout, limit: float) -> Make:
-    """Return a factory of a bucket's operation, which is reported under the signature of the whole flush."""
+    """Return a function that makes a bucket's operation, which reports use with the whole flush's signature."""
 
     def make(identity: int, completion: Completion) -> Operation:
-        # A monitored barrier keeps its own timeout, since its error names the missing ranks.
+        # A monitored barrier keeps its own timeout, because its error names the missing ranks.
         completion.expect(call.shape, call.limit if call.op == MonitoredBarrier.OP else limit, call.result)
         operation = call.operation(comm, identity, completion)
         operation.signature, operation.fingerprint = layout.signature, layout.fingerprint
@@ -368,7 +368,7 @@ def _make_bucket_operation(comm: Communicator, call: PreparedCall, layout: Layou
 
 
 def _device_spans(members: Sequence[Member], rank: int, size: int) -> Iterator[Span]:
-    """Yield the address ranges of the members' device arrays."""
+    """Yield the address ranges of the device arrays of recorded calls."""
     for position, member in enumerate(members):
         call = None if type(member) is Work or member.plan is not None else member.call
         if call is not None and call.is_on_device:
@@ -380,7 +380,7 @@ def _device_spans(members: Sequence[Member], rank: int, size: int) -> Iterator[S
 
 
 def _follow(completion: Completion, follower: DeferredCompletion) -> None:
-    """End `follower` together with `completion`, with the same outcome."""
+    """End `follower` when `completion` ends, with the same outcome."""
 
     def ended(result: Any, error: BaseException | None) -> None:
         follower.source = completion.source
@@ -393,7 +393,7 @@ def _follow(completion: Completion, follower: DeferredCompletion) -> None:
 
 
 def _at_end(completion: Completion, ended: Ended) -> None:
-    """Call `ended` when an intercepted call ends; at once if it has ended."""
+    """Call `ended` when an intercepted call ends, or now if it has ended."""
     completion.note_await()
     if completion.done:
         ended(completion.result, completion.exception)

@@ -1,4 +1,4 @@
-"""The interceptor of ``debug="detail"``: all ranks compare their calls before a collective moves data."""
+"""Interceptor of ``debug="detail"``: all ranks compare their calls before a collective moves data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Verifier(Wrapper):
         self._dispatcher = dispatcher
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Start a message at once, or a collective after its comparison."""
+        """Start a message immediately, or a collective after all ranks have compared their calls."""
         d = self._dispatcher
         identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         completion = Completion(d.endpoint, call.op, seq, call.key, d)
@@ -52,13 +52,13 @@ class Verifier(Wrapper):
         return work
 
     def wrap(self, identity: int, signature: Signature, make: Make, completion: Completion) -> Operation:
-        """Return the operation that compares a call on all ranks, then carries it out as a child."""
+        """Return an operation that compares the ranks' calls, then carries the call out as a child."""
         return VerifiedOperation(self._dispatcher.comm, identity, signature, make, completion)
 
     def report_wrong_call(
         self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Report a wrong call to all ranks, as part of their comparison."""
+        """Report a call with wrong arguments to all ranks, as part of their comparison."""
         d = self._dispatcher
         d.check()
         limit = d.limit(timeout)

@@ -284,7 +284,7 @@ class StoreContract:
         assert await store.compare_set("set", "äb", "c") == b"c"
         await store.queue_push("queue", "item")
         assert await store.queue_pop("queue") == b"item"
-        with pytest.raises(ValueError, match=r"^value='\\ud800' is no text"):
+        with pytest.raises(ValueError, match=r"^value='\\ud800' is not valid text"):
             await store.set("set", "\ud800")
 
     async def test_keys_are_text(self, store: Store) -> None:
@@ -298,9 +298,9 @@ class StoreContract:
             lambda: store.check(["a\ud800"]),
         ]
         for call in calls:
-            with pytest.raises(ValueError, match=r"^key='.*a\\ud800' is no text: it has a lone surrogate"):
+            with pytest.raises(ValueError, match=r"^key='.*a\\ud800' is not valid text: it has a lone surrogate"):
                 await call()
-        with pytest.raises(ValueError, match=r"^prefix='\\ud800' is no text"):
+        with pytest.raises(ValueError, match=r"^prefix='\\ud800' is not valid text"):
             PrefixStore("\ud800", store)
         await store.set("ä€😀", b"text")
         assert await store.get("ä€😀") == b"text"

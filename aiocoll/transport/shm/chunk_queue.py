@@ -1,4 +1,4 @@
-"""A chunk queue: the chunks of one large operation at a time, in order, in memory that stays in the cache.
+"""Chunk queue: a ring in shared memory for the chunks of one large operation at a time.
 
 While one operation holds the queue, others use the frame ring. The reader takes chunks only for the operation that they
 belong to. A sender may leave the queue before the reader has entered the operation. The next operation gets the queue
@@ -45,14 +45,15 @@ from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
 __all__ = ["ChunkQueueReader", "ChunkQueueWriter", "Chunks"]
 
-#: Value of word 3 if the writer may have overwritten the chunk in its segment. No segment has this number.
+#: The segment number in word 3 of a chunk's line if the writer may have overwritten the chunk in its segment. No
+#: segment has this number.
 _VOID = (1 << 64) - 1
-#: A number larger than the id of any operation.
+#: A number greater than any operation id.
 _NEVER = (1 << 64) - 1
 
 
 class _QueueEnd:
-    """Part of a chunk queue that both ends share: the places of the chunks.
+    """Base class of both ends of a chunk queue, which computes the positions of chunks.
 
     Attributes:
         layout: offsets in bytes of the lines and of the chunks, size and number of the chunks, and the indices of two
@@ -89,7 +90,7 @@ class _QueueEnd:
 
 
 class ChunkQueueWriter(_QueueEnd):
-    """Writer's end of a chunk queue.
+    """The writing end of a chunk queue.
 
     Attributes:
         nbytes: size of the largest chunk, in bytes.
@@ -104,11 +105,11 @@ class ChunkQueueWriter(_QueueEnd):
 
     @property
     def number(self) -> int:
-        """Return the number of chunks written so far."""
+        """Return the number of chunks written to the queue so far."""
         return self.state[CHUNK_NUMBER]
 
     def take(self, identity: int, group: int, *, ordered: bool = False) -> bool:
-        """Reserve the queue for an operation of a group; return False if it is not available.
+        """Reserve the queue for an operation of a group; return False if the queue is not available.
 
         The first call reserves the memory of the queue, which takes half a millisecond per MiB.
 
@@ -124,7 +125,7 @@ class ChunkQueueWriter(_QueueEnd):
         return True
 
     def _is_free(self, identity: int, group: int, ordered: bool) -> bool:
-        """Return whether no operation holds the queue, and the reader will read its remaining chunks."""
+        """Return whether no operation holds the queue, and the reader will read all remaining chunks."""
         state = self.state
         if state[CHUNK_HOLDER]:
             return False
@@ -134,14 +135,14 @@ class ChunkQueueWriter(_QueueEnd):
         return ordered and state[CHUNK_HOLDER_GROUP] == group and state[CHUNK_LAST] < identity
 
     def reserve(self) -> bool:
-        """Reserve the memory of the queue; return False if the host has none left."""
+        """Allocate the queue's memory pages; return False if the host has none left."""
         state = self.state
         if not state[CHUNK_READY]:
             state[CHUNK_READY] = self._region.reserve(self._places[0], self._places[-1] + self.nbytes)
         return bool(state[CHUNK_READY])
 
     def leave(self, *, failed: bool) -> None:
-        """Release the queue for other operations; `failed`: chunks that are never read may remain in it."""
+        """Release the queue for other operations. With `failed`, chunks that are never read may remain in it."""
         state = self.state
         state[CHUNK_LAST], state[CHUNK_HOLDER] = state[CHUNK_HOLDER], 0
         if failed:
@@ -158,14 +159,14 @@ class ChunkQueueWriter(_QueueEnd):
         return True
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int = 0) -> bool:
-        """Write a reference to the next chunk, which must stay unchanged until the reader takes it or `invalidate`."""
+        """Write a reference to the next chunk, which must not change until it is taken or `invalidate` is called."""
         if not self.is_taken(self.state[CHUNK_NUMBER] - self._count + 1):
             return False
         self._announce(identity, group, fingerprint, segment, offset, length)
         return True
 
     def is_taken(self, number: int) -> bool:
-        """Return whether the reader has taken the first `number` chunks; if not, it wakes this rank later."""
+        """Return whether the reader has taken the first `number` chunks. If not, the reader will wake this rank."""
         words = self._words
         if words[self._taken] >= number:
             return True
@@ -174,7 +175,7 @@ class ChunkQueueWriter(_QueueEnd):
         return words[self._taken] >= number
 
     def invalidate(self, identity: int, group: int) -> None:
-        """Mark the referenced chunks of a failed operation: they may change from now on."""
+        """Mark chunks written by reference as invalid: their operation has failed, and their memory may change now."""
         words = self._words
         for number in range(words[self._taken], self.state[CHUNK_NUMBER]):
             line = self._lines[number % self._count]
@@ -197,7 +198,7 @@ class ChunkQueueWriter(_QueueEnd):
 
 
 class ChunkQueueReader(_QueueEnd):
-    """Reader's end of a chunk queue."""
+    """The reading end of a chunk queue."""
 
     __slots__ = ("_closed_groups", "_last_chunks")
 
@@ -205,7 +206,7 @@ class ChunkQueueReader(_QueueEnd):
         super().__init__(memory, direction, fences)
         self.state[CHUNK_NUMBER] = 1
         self._closed_groups: set[int] = set()
-        #: The last chunk of each released group, by number. Unread chunks precede it.
+        #: The number of the last chunk of each released group. Chunks before it may be unread.
         self._last_chunks: dict[int, int] = {}
 
     @property
@@ -213,7 +214,7 @@ class ChunkQueueReader(_QueueEnd):
         return self.state[CHUNK_NUMBER]
 
     def look(self, identity: int, group: int) -> int:
-        """Return the fingerprint of the next chunk if it is for this operation of this group, else -1."""
+        """Return the fingerprint of the next chunk if the chunk is for this operation of this group, otherwise -1."""
         words, number = self._words, self.state[CHUNK_NUMBER]
         line = self._lines[(number - 1) % self._count]
         if words[line] != number:
@@ -223,7 +224,7 @@ class ChunkQueueReader(_QueueEnd):
         return words[line + 5] if words[line + 2] == identity and words[line + 1] == group else -1
 
     def head(self) -> tuple[int, tuple[int, int, int]] | None:
-        """Return the number of the next chunk, and its operation, group and fingerprint; None if there is none."""
+        """Return the next chunk's number, operation, group and fingerprint; None if there is no chunk."""
         words, number = self._words, self._next
         line = self._lines[(number - 1) % self._count]
         if words[line] != number:
@@ -233,7 +234,7 @@ class ChunkQueueReader(_QueueEnd):
         return number, (words[line + 2], words[line + 1], words[line + 5])
 
     def length(self) -> int:
-        """Return the size in bytes of the message that contains the next chunk."""
+        """Return the length in bytes of the whole message to which the next chunk belongs."""
         return self._words[self._lines[(self._next - 1) % self._count] + 6]
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
@@ -241,18 +242,18 @@ class ChunkQueueReader(_QueueEnd):
         return np.frombuffer(self._memory, dtype, count, self._places[(self._next - 1) % self._count])
 
     def place(self) -> tuple[int, int]:
-        """Return the writer's segment that contains the next chunk, and the offset; (0, 0) if it is in the queue."""
+        """Return the writer's segment that contains the next chunk, and the offset there; (0, 0) if the queue does."""
         line = self._lines[(self._next - 1) % self._count]
         return self._words[line + 3], self._words[line + 4]
 
     def is_void(self) -> bool:
-        """Return whether the next chunk may have been overwritten, before this call or during the read."""
+        """Return whether the next chunk may have been overwritten before or while this rank read it."""
         if self._order is not None:
             self._order()
         return self._words[self._lines[(self._next - 1) % self._count] + 3] == _VOID
 
     def free(self) -> bool:
-        """Free the next chunk; return whether its writer waits for a wake-up."""
+        """Free the next chunk; return whether the writer waits for a wake-up."""
         if self._order is not None:
             self._order()
         words = self._words
@@ -265,12 +266,12 @@ class ChunkQueueReader(_QueueEnd):
         return False
 
     def end(self, group: int) -> None:
-        """Record that a group is closed: its present and later chunks have no reader."""
+        """Record that a group is closed, so that no operation reads its current and later chunks."""
         self._closed_groups.add(group)
         self.state[CHUNK_GROUPS_OVER] = len(self._closed_groups)
 
     def release(self, group: int) -> None:
-        """Forget a closed group, for which the peer writes nothing more, once its last chunk is freed."""
+        """Forget a closed group for which the peer writes no more chunks, as soon as its last chunk is freed."""
         words, numbers = self._words, range(self._next, self._next + self._count)
         lines = {number: self._lines[(number - 1) % self._count] for number in numbers}
         left = [number for number, line in lines.items() if words[line] == number and words[line + 1] == group]
@@ -280,7 +281,7 @@ class ChunkQueueReader(_QueueEnd):
             self._forget(group)
 
     def reclaim(self) -> tuple[bool, bool]:
-        """Free the next chunks as long as they belong to closed groups.
+        """Free the next chunks, as long as they belong to closed groups.
 
         Returns:
             Whether any chunk was freed, and whether the writer waits for a wake-up.
@@ -307,7 +308,7 @@ class ChunkQueueReader(_QueueEnd):
 
 
 class Chunks:
-    """Two chunk queues of a link and the segments that they refer to: this rank writes one queue, reads the other.
+    """The two chunk queues of a link (this rank writes one and reads the other), with the segments that they refer to.
 
     For the peer, this rank calls `take`, then `put` or `point` for each chunk, then `leave`. For each chunk from the
     peer it calls `look`, `read`, `is_void` and `free`.
@@ -336,13 +337,13 @@ class Chunks:
         self.reader = reader
         self._sharing = sharing
         self._peer = peer
-        # Both None after `close`.
+        # Both callbacks are None after `close`.
         self._wake: Callable[[], object] | None = wake
         self._refuse: Callable[[Exception], object] | None = refuse
 
     @property
     def number(self) -> int:
-        """Return the number of chunks written so far."""
+        """Return the number of chunks written to the peer so far."""
         return self.writer.number
 
     @property
@@ -351,20 +352,20 @@ class Chunks:
         return self.writer.nbytes
 
     def connect(self, native: Any, memory: memoryview) -> None:
-        """Attach the accelerator to the queues in `memory`, the link's region."""
+        """Connect the accelerator to the queues in `memory`, the link's region."""
         writer, reader = self.writer, self.reader
         native.connect_queues(memory, writer.layout, writer.state, reader.layout, reader.state, writer.reserve)
 
     def take(self, identity: int, group: int, *, ordered: bool) -> bool:
-        """Reserve the queue to the peer for an operation of a group; return False if it is not available."""
+        """Reserve the queue to the peer for an operation of a group; return False if the queue is not available."""
         return self.writer.take(identity, group, ordered=ordered)
 
     def leave(self, *, failed: bool) -> None:
-        """Release the queue to the peer; `failed`: chunks that are never read may remain in it."""
+        """Release the queue to the peer. With `failed`, chunks that are never read may remain in it."""
         self.writer.leave(failed=failed)
 
     def can_map(self, segment: Segment) -> bool:
-        """Return whether the peer has mapped `segment`; offer it to the peer if that has not been done."""
+        """Return whether the peer has mapped `segment`. Send the peer the segment's descriptor on the first call."""
         return self._sharing.can_map(segment)
 
     def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview, length: int) -> bool:
@@ -376,27 +377,27 @@ class Chunks:
         return self.writer.put(identity, group, fingerprint, chunk, length)
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int) -> bool:
-        """Write a reference to the next chunk, which must stay unchanged until the peer takes it or `invalidate`."""
+        """Write a reference to the next chunk, which must not change until it is taken or `invalidate` is called."""
         return self.writer.point(identity, group, fingerprint, segment, offset, length)
 
     def length(self) -> int:
-        """Return the size in bytes of the message that contains the peer's next chunk."""
+        """Return the length in bytes of the whole message to which the peer's next chunk belongs."""
         return self.reader.length()
 
     def is_taken(self, number: int) -> bool:
-        """Return whether the peer has taken the first `number` chunks; if not, it wakes this rank later."""
+        """Return whether the peer has taken the first `number` chunks. If not, the peer will wake this rank."""
         return self.writer.is_taken(number)
 
     def invalidate(self, identity: int, group: int) -> None:
-        """Report to the peer that the referenced chunks of a failed operation may change from now on."""
+        """Mark chunks written by reference as invalid: their operation has failed, and their memory may change now."""
         self.writer.invalidate(identity, group)
 
     def look(self, identity: int, group: int) -> int:
-        """Return the fingerprint of the peer's next chunk if it is for this operation of this group, else -1."""
+        """Return the fingerprint of the peer's next chunk if it is for this operation of this group, otherwise -1."""
         return self.reader.look(identity, group)
 
     def head(self) -> tuple[int, tuple[int, int, int]] | None:
-        """Return the number of the peer's next chunk, and its operation, group and fingerprint; None if there is none.
+        """Return the number, operation, group and fingerprint of the peer's next chunk; None if there is no chunk.
 
         Chunks of closed groups do not count.
         """
@@ -404,39 +405,41 @@ class Chunks:
         return self.reader.head()
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
-        """Return a view of the next chunk, valid until it is freed; None if it is no longer available."""
+        """Return a view of the peer's next chunk, valid until it is freed; None if its memory is not available now."""
         segment, offset = self.reader.place()
         if not segment:
             return self.reader.read(dtype, count)
         found = self._sharing.read(segment, offset, dtype, count)
         if found is None and not self.reader.is_void() and self._refuse is not None:
-            self._refuse(ProtocolError(f"rank {self._peer} pointed to memory that it has not shared"))
+            self._refuse(
+                ProtocolError(f"rank {self._peer} sent the address of a chunk in memory that it has not shared")
+            )
         return found
 
     def is_void(self) -> bool:
-        """Return whether the next chunk may have been overwritten, before this call or during the read."""
+        """Return whether the peer's next chunk may have been overwritten before or while this rank read it."""
         return self.reader.is_void()
 
     def free(self) -> bool:
-        """Free the next chunk; return whether its writer waits for a wake-up."""
+        """Free the peer's next chunk; return whether the peer waits for a wake-up."""
         return self.reader.free()
 
     def reclaim(self) -> bool:
-        """Free the next chunks as long as they belong to closed groups; return whether any was freed."""
+        """Free the peer's next chunks, as long as they belong to closed groups; return whether any was freed."""
         freed, wanted = self.reader.reclaim()
         if wanted and self._wake is not None:
             self._wake()
         return freed
 
     def purge(self, group: int) -> None:
-        """Free the peer's present and later chunks for a closed group."""
+        """Free the peer's current and later chunks for a closed group."""
         self.reader.end(group)
         self.reclaim()
 
     def release(self, group: int) -> None:
-        """Forget a closed group, for which the peer writes nothing more."""
+        """Forget a closed group for which the peer writes no more chunks."""
         self.reader.release(group)
 
     def close(self) -> None:
-        """Stop waking the peer and refusing chunks. Chunks can still be read."""
+        """Stop waking the peer and rejecting its chunks. Chunks can still be read."""
         self._wake = self._refuse = None

@@ -1,4 +1,4 @@
-"""File descriptors received over a unix socket."""
+"""Receiving of file descriptors over a unix socket, and their checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["check_eventfd", "recv_fds"]
 
 
 def recv_fds(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]]:
-    """Receive data and at most `most` descriptors, as `socket.recv_fds` does; child processes do not inherit them."""
+    """Receive data and at most `most` descriptors, like `socket.recv_fds`; child processes do not inherit them."""
     space = socket.CMSG_LEN(most * array.array("i").itemsize) if most else 0
     data, ancillary, _, _ = sock.recvmsg(nbytes, space, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
@@ -23,7 +23,7 @@ def recv_fds(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[i
 
 
 def check_eventfd(fd: int) -> None:
-    """Check that a descriptor from a peer is an eventfd on which a write cannot block.
+    """Check that a descriptor received from a peer is an eventfd on which a write cannot block.
 
     All processes that hold the eventfd share its blocking mode, so the peer has to set it before it passes the eventfd.
 

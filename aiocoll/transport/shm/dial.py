@@ -42,7 +42,7 @@ _ANSWERED_FDS = 2
 
 
 class _Message(NamedTuple):
-    """A message of the exchange.
+    """A message that two ranks exchange to set up shared memory.
 
     Attributes:
         agreed: whether the sender agrees to share memory.
@@ -64,11 +64,11 @@ class _Message(NamedTuple):
 
 
 class NotSharedError(Exception):
-    """Error of a rank that cannot share memory, and has reported that to its peer."""
+    """Raised when this rank cannot share memory, and has reported that to its peer."""
 
 
 def decline(sock: socket.socket) -> None:
-    """Send a refusal."""
+    """Send the peer a message that this rank does not share memory."""
     sock.send(_MESSAGE.pack(*_Message(agreed=False)))
 
 
@@ -94,12 +94,12 @@ async def propose(sock: socket.socket, own: OwnPart) -> LinkParts | None:
         found = await _agree(sock, own)
     finally:
         if found is None:
-            region.close()  # a traceback may keep the other objects
+            region.close()  # close it explicitly, because a traceback may keep its owner alive
     return None if found is None else LinkParts(region, 0, own, *found)
 
 
 async def _agree(sock: socket.socket, own: OwnPart) -> tuple[PeerPart, PeerMemory | None, bool, bool] | None:
-    """Receive the answer and send the last message; return the last four fields of a `LinkParts`."""
+    """Receive the peer's answer, send the last message, and return the last four fields of a `LinkParts`."""
     answer, fds = await _receive(sock, _ANSWERED_FDS)
     if not answer.agreed:
         _close(fds)
@@ -117,7 +117,7 @@ async def _agree(sock: socket.socket, own: OwnPart) -> tuple[PeerPart, PeerMemor
 
 
 def _make_message(own: OwnPart, *, reads: bool) -> _Message:
-    """Return the message about this rank's part."""
+    """Return the message that describes this rank's part of the link."""
     address, word = (0, 0) if own.memory is None else (own.memory.address, own.memory.word)
     return _Message(True, reads, ranks=own.layout.ranks, lane=own.lane.number, address=address, word=word)
 
@@ -127,12 +127,12 @@ def _are_both_native(message: _Message) -> bool:
 
 
 def _read_secret_word(sock: socket.socket, memory: OwnMemory | None, message: _Message) -> PeerMemory | None:
-    """Read the secret word of the peer; return None if it cannot be read, or this rank must not read it."""
+    """Read the peer's secret word from its memory; return None if that is impossible or not permitted."""
     return peer_memory(sock, message.address, message.word) if memory is not None and message.address else None
 
 
 def _offer(sock: socket.socket, fd: int, own: OwnPart) -> None:
-    """Send the offer, and close the region's `fd`."""
+    """Send the offer of shared memory, and close the region's descriptor `fd`."""
     try:
         offer = _make_message(own, reads=False)
         socket.send_fds(sock, [_MESSAGE.pack(*offer)], [fd, own.doorbell.outbox.fd, own.doorbell.eventfd])
@@ -142,7 +142,7 @@ def _offer(sock: socket.socket, fd: int, own: OwnPart) -> None:
 
 @contextmanager
 def _refuse_on_error(sock: socket.socket) -> Iterator[None]:
-    """Send a refusal and raise `NotSharedError` where the kernel refuses; re-raise errors of the connection."""
+    """If the kernel refuses shared memory, decline and raise `NotSharedError`. Connection errors pass unchanged."""
     try:
         yield
     except ConnectionError:
@@ -153,7 +153,7 @@ def _refuse_on_error(sock: socket.socket) -> Iterator[None]:
 
 
 async def accept(sock: socket.socket, own: OwnPart | None) -> LinkParts | None:
-    """Accept the peer's offer; return None if there is no offer, or if `own` is None, so that this rank declines.
+    """Accept the peer's offer of shared memory; return None without an offer, or to decline if `own` is None.
 
     Args:
         sock: connected to the peer.
@@ -191,7 +191,7 @@ async def accept(sock: socket.socket, own: OwnPart | None) -> LinkParts | None:
 
 @asynccontextmanager
 async def _refuse_offer_on_error(sock: socket.socket) -> AsyncIterator[None]:
-    """Act as `_refuse_on_error`, then wait for the dialler's last message."""
+    """Handle errors like `_refuse_on_error`, and then wait for the dialling rank's last message."""
     try:
         with _refuse_on_error(sock):
             yield
@@ -201,7 +201,7 @@ async def _refuse_offer_on_error(sock: socket.socket) -> AsyncIterator[None]:
 
 
 async def _receive_last(sock: socket.socket) -> _Message:
-    """Wait for the dialler's last message."""
+    """Wait for the last message of the dialling rank."""
     last, fds = await _receive(sock, 0)
     _close(fds)
     return last
@@ -220,7 +220,7 @@ def _map_offer(fds: list[int], offer: _Message, own: OwnPart) -> tuple[SharedReg
     try:
         return region, _map_peer(others, offer, own)
     except BaseException:
-        region.close()  # a traceback may keep the other objects
+        region.close()  # close it explicitly, because a traceback may keep its owner alive
         raise
 
 
@@ -248,7 +248,7 @@ def _map_peer(fds: Sequence[int], message: _Message, own: OwnPart) -> PeerPart:
 
 
 def _make_lost_error(fds: Sequence[int]) -> OSError:
-    """Return an error for missing descriptors: the kernel drops them if the process has too many open files."""
+    """Return the error for missing descriptors, which the kernel drops if this process has too many open files."""
     _close(fds)
     return OSError(errno.EMFILE, "the kernel dropped descriptors from a peer: too many open files; raise `ulimit -n`")
 

@@ -1,4 +1,4 @@
-"""Doorbell of a rank: it wakes the rank's event loop from sleep.
+"""Doorbell of a rank: an eventfd by which its peers wake its sleeping event loop.
 
 Every rank has an outbox that its peers can read, and an eventfd that its peers can write to. A status word in the
 outbox is even while the rank will poll all its links before it sleeps. It is odd, with a new number each time, while
@@ -34,7 +34,7 @@ __all__ = ["Doorbell", "PeerDoorbell", "core", "ring_all"]
 
 
 class Doorbell:
-    """Doorbell of this rank. Its status shows peers whether they have to wake this rank.
+    """The doorbell of this rank. Its status words show peers whether they must wake this rank.
 
     Args:
         runtime: the runtime of the loop that is woken.
@@ -59,7 +59,8 @@ class Doorbell:
             outbox.close()
             raise
         self._status = outbox.status
-        # Copy of the status. Peers map the word read-only, but nothing read from memory decides anything here.
+        # This rank's copy of its status. Peers map the shared word read-only, but even so it is never read back from
+        # shared memory.
         self._number = 1
         self._status[STATUS] = 1
         self._links: list[Link] = []
@@ -67,11 +68,11 @@ class Doorbell:
         self._holders = 0
 
     def hold(self) -> None:
-        """Take a reference: the descriptors stay open until it is dropped."""
+        """Add a reference, which keeps the descriptors open until `drop`."""
         self._holders += 1
 
     def drop(self) -> None:
-        """Drop a reference; the last one closes the descriptors."""
+        """Release a reference. The last release closes the descriptors."""
         self._holders -= 1
         if self._holders:
             return
@@ -82,35 +83,35 @@ class Doorbell:
         self.outbox.close()
 
     def add(self, link: Link) -> None:
-        """Poll `link` whenever the doorbell is rung, in the caller's current context."""
+        """Poll `link` whenever a peer rings the doorbell, in the caller's current context."""
         if self._context is None:
             self._context = contextvars.copy_context()
             self._runtime.loop.add_reader(self.eventfd, self._on_ring)
         self._links.append(link)
-        # Polls for frames that the peer wrote before: the doorbell was not rung for them.
+        # Poll once for frames that the peer wrote earlier, because it did not ring the doorbell for them.
         self.poll_soon()
 
     def remove(self, link: Link) -> None:
-        """Stop polling `link`."""
+        """Stop polling `link` when the doorbell rings."""
         if link in self._links:
             self._links.remove(link)
 
     def poll_soon(self) -> None:
-        """Poll all links in the next turn of the loop; until then no peer has to wake this rank."""
+        """Poll all links in the next loop iteration. Until then, peers need not wake this rank."""
         if not self.awake:
             self.awake = True
             self._status[STATUS] = self._number = self._number + 1
             self._runtime.loop.call_soon(self._on_turn, context=self._context)
 
     def core(self) -> int:
-        """Return the core that this rank runs on, as `core.core` does, and publish it to its peers."""
+        """Return the CPU core on which this rank runs, as the function `core` does, and publish it to the peers."""
         number = core()
         if self._status[CORE] != number:
             self._status[CORE] = number
         return number
 
     def poll(self) -> bool:
-        """Poll all links; return whether anything moved."""
+        """Poll all links; return whether any sent or received data."""
         moved = False
         for link in list(self._links):
             moved = link.poll() or moved
@@ -120,7 +121,7 @@ class Doorbell:
         try:  # noqa: SIM105 - see `ring`
             os.eventfd_read(self.eventfd)
         except BlockingIOError:
-            pass  # a peer has reset the eventfd: peers can read it, too
+            pass  # a peer has read the eventfd, which resets it
         self.poll_soon()
 
     def _on_turn(self) -> None:
@@ -128,7 +129,7 @@ class Doorbell:
         try:
             again = self._watcher.keep_polling(self.poll()) and not self.closed
         finally:
-            # This also runs after an exception, so this rank always either polls again or can be woken.
+            # Do this even after an exception, so that this rank either polls again or can be woken.
             if again:
                 self._runtime.loop.call_soon(self._on_turn, context=self._context)
             else:
@@ -140,12 +141,12 @@ class Doorbell:
             self._status[STATUS] = self._number = self._number + 1
             self.fences.full()
             if self.poll():
-                # There may be work left after this poll.
+                # Poll again, because work may be left.
                 self.poll_soon()
 
 
 class PeerDoorbell:
-    """Doorbell of a peer, as this rank rings it. Owns `eventfd`.
+    """A peer's doorbell, as this rank rings it. This object owns `eventfd`.
 
     Args:
         eventfd: the peer's eventfd.
@@ -164,7 +165,7 @@ class PeerDoorbell:
         self.rung_status = 0
 
     def ring(self) -> None:
-        """Wake the peer if it sleeps; it then sees everything that was stored before this call.
+        """Wake the peer if it sleeps. It then sees all data that this rank stored before this call.
 
         This rank also polls its links in the next turn of its loop, so the peer need not wake it to answer.
         """
@@ -176,15 +177,15 @@ class PeerDoorbell:
             self.wake(status)
 
     def wake(self, status: int) -> None:
-        """Write to the eventfd of the peer, which sleeps with this status."""
+        """Wake the peer, which sleeps with this status, by a write to its eventfd."""
         self.rung_status = status
         try:  # noqa: SIM105 - `suppress` costs two calls per small collective
             os.eventfd_write(self.eventfd, 1)
         except BlockingIOError:
-            pass  # the eventfd's counter is at its maximum, so the peer wakes up anyway
+            pass  # the eventfd's counter is at its maximum, so the peer wakes up in any case
 
     def shares_core(self) -> bool:
-        """Return whether the peer ran on the core of this rank when the peer last waited for long."""
+        """Return whether the peer ran on this rank's core when the peer last waited for long."""
         number = self.own.core()
         return number != 0 and self.status[CORE] == number
 
@@ -195,7 +196,7 @@ class PeerDoorbell:
 
 
 def ring_all(doorbells: Sequence[PeerDoorbell]) -> None:
-    """Ring the doorbells of several peers, as `PeerDoorbell.ring` does, with one fence for all of them."""
+    """Ring the doorbells of several peers like `PeerDoorbell.ring`, with one memory fence for all of them."""
     own = doorbells[0].own
     if not own.awake:
         own.poll_soon()
@@ -207,14 +208,14 @@ def ring_all(doorbells: Sequence[PeerDoorbell]) -> None:
 
 
 def core() -> int:
-    """Return the number of the core that runs this thread, from 1; 0 if the system does not report it."""
+    """Return the number of the CPU core that runs this thread, counted from 1; 0 if the system does not report it."""
     return _load_sched_getcpu()() + 1
 
 
 @functools.cache
 def _load_sched_getcpu() -> Callable[[], int]:
     try:
-        # `sched_getcpu` needs no system call. `PyDLL` keeps the GIL: to release it would take longer than the call.
+        # `sched_getcpu` makes no system call, so `PyDLL` keeps the GIL: releasing it would take longer than the call.
         sched_getcpu = ctypes.PyDLL(None).sched_getcpu
     except (OSError, AttributeError):
         return lambda: -1

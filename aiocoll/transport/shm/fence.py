@@ -1,4 +1,4 @@
-"""Memory fences for flags in shared memory: they order the stores of one core as another core sees them.
+"""Memory fences for flags in shared memory: other cores see a core's stores in the order that a fence requires.
 
 - `order` separates data from the flag that announces it, in the writer and in the reader. x86-64 keeps stores in order
   and loads in order, so it needs no instruction there.
@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 __all__ = ["Fences", "fences", "has_atomic_stores"]
 
-#: Processors that load and store an aligned word of 8 bytes in one step. On others a reader may see half of a store.
+#: Processors that load and store an aligned 8-byte word atomically. On other processors, a reader may see half of a
+#: store.
 _ATOMIC_WORD_MACHINES = frozenset(
     {"x86_64", "amd64", "aarch64", "arm64", "ppc64", "ppc64le", "riscv64", "s390x", "loongarch64", "mips64", "sparc64"}
 )
@@ -26,24 +27,24 @@ _SEQ_CST = 5
 
 
 class Fences(NamedTuple):
-    """Two fences, as functions; `order` is None where the processor keeps that order without an instruction."""
+    """Two memory fences as functions; `order` is None on processors that keep this order by themselves."""
 
     order: Callable[[], object] | None
     full: Callable[[], object]
 
 
 def has_atomic_stores(machine: str | None = None) -> bool:
-    """Return whether this processor stores aligned words of 8 bytes in one step, as flags in shared memory require."""
+    """Return whether this processor stores aligned 8-byte words atomically, as flags in shared memory require."""
     return sys.maxsize > 2**32 and (machine or platform.machine()).lower() in _ATOMIC_WORD_MACHINES
 
 
 def fences(machine: str | None = None) -> Fences | None:
-    """Return the memory fences for this machine; None if there are none, so that ranks must use sockets."""
+    """Return this machine's memory fences; None if there are none, so that ranks must use sockets."""
     if not has_atomic_stores(machine):
         return None
     if (machine or platform.machine()) in ("x86_64", "AMD64"):
         return Fences(None, _make_lock_fence())
-    import ctypes  # not at the top: x86-64 does not need it, and its import takes longer than the rest of the package
+    import ctypes  # here, since x86-64 does not need it, and it loads more slowly than the package
 
     try:
         fence = ctypes.PyDLL("libatomic.so.1").atomic_thread_fence
@@ -55,12 +56,13 @@ def fences(machine: str | None = None) -> Fences | None:
 
 
 def _make_lock_fence() -> Callable[[], object]:
-    """Make a full fence for x86-64 from a free lock. Its locked instruction is 3× faster than a foreign call."""
+    """Make a full memory fence for x86-64 from a free lock: its locked instruction is 3× faster than a foreign call."""
     lock = threading.Lock()
     acquire, release = lock.acquire, lock.release
 
     def full() -> None:
-        # Non-blocking, because the lock may still be held: a signal handler can raise between `acquire` and `release`.
+        # Do not block: the lock may still be held if a signal handler raised an exception between `acquire` and
+        # `release`.
         acquire(False)
         release()
 

@@ -1,4 +1,4 @@
-"""Layouts of shared memory: the region of a link, and the outbox of a rank.
+"""Layouts of shared memory: a link's region, and a rank's outbox.
 
     region of a link    page of words and lines of chunks | direction 0 | direction 1
 
@@ -62,30 +62,31 @@ __all__ = [
     "SlotsLayout",
 ]
 
-#: Entries in a ring. A burst of this many small frames fits without a turn of the reader's loop.
+#: Number of entries in a frame ring. A burst of as many small frames fits, even if the reader's loop does not run
+#: meanwhile.
 ENTRIES = 256
-#: Bytes of ring data reserved from the beginning: enough for some small frames.
+#: Bytes of ring data allocated from the beginning: enough for some small frames.
 FIRST = 8 * 1024
 _FEW = 8
-"""Largest number of ranks per host with large links, of at most 3 MiB each. In larger worlds a rank has many links."""
+"""Maximum number of ranks on a host for large links (up to 3 MiB each). With more ranks, each has many links."""
 
 _MORE_LANES = 8
-"""Spare lanes for links opened while another link to the same rank is open or opening. One of the two is given up."""
+"""Number of spare lanes, for links opened while another link to the same rank exists. One of the two is closed."""
 
 
 class Direction(NamedTuple):
-    """Direction of a link: indices of 8-byte words in the region, offsets in bytes, and sizes in bytes."""
+    """The layout of one direction of a link: indices of 8-byte words, offsets in bytes and sizes in bytes."""
 
     writer_waiting: int
-    """Word: set while the ring's writer waits for space."""
+    """Index of the word that is set while the writer of the frame ring waits for space."""
     taken: int
-    """Word: number of entries that the ring's reader has taken."""
+    """Index of the word with the number of entries that the reader of the frame ring has taken."""
     chunk_writer_waiting: int
-    """Word: set while the writer of the chunk queue waits for space."""
+    """Index of the word that is set while the writer of the chunk queue waits for space."""
     chunks_taken: int
-    """Word: number of chunks that the reader of the queue has taken."""
+    """Index of the word with the number of chunks that the reader of the chunk queue has taken."""
     pieces: int
-    """Word: twice the number of pieces that its reader has read in place, plus one while it reads another piece."""
+    """Index of the word with twice the number of pieces read in place, plus one while another piece is being read."""
     lines: int
     """Offset of the lines that describe chunks, one line per chunk of the queue."""
     ring: int
@@ -97,26 +98,26 @@ class Direction(NamedTuple):
 
     @property
     def data_end(self) -> int:
-        """Return the offset of the end of the ring's data."""
+        """Return the offset at which the frame ring's data area ends."""
         return self.data + self.data_nbytes
 
     @property
     def end(self) -> int:
-        """Return the offset of the end of the direction."""
+        """Return the offset at which this direction's memory ends."""
         return self.chunks + self.chunks_count * self.chunk_nbytes
 
     def with_large_chunks(self) -> Direction:
-        """Return this direction with fewer, larger chunks in the same memory, for links with an end in pure Python."""
+        """Return this layout with fewer, larger chunks, for links with an end that runs without the accelerator."""
         nbytes = self.chunks_count * self.chunk_nbytes
         return self._replace(chunk_nbytes=nbytes // LARGE_CHUNKS, chunks_count=LARGE_CHUNKS)
 
     def first(self) -> tuple[tuple[int, int], ...]:
-        """Return (start, end) of the spans that the writer reserves before use, with the words of both directions."""
+        """Return (start, end) of the memory that the writer allocates before use, with the words of both directions."""
         return (0, PAGE), (self.ring, self.data + FIRST)
 
 
 class LinkLayout:
-    """Layout of a link's region on a host of `ranks` ranks. Both ends use the same.
+    """The layout of a link's region on a host with `ranks` ranks, equal at both ends.
 
     Attributes:
         nbytes: size of the whole region, in bytes.
@@ -151,7 +152,7 @@ class LinkLayout:
 
 
 class SlotsLayout(NamedTuple):
-    """Layout of the slots of a lane: offsets and sizes in bytes. Both ends use the same."""
+    """The layout of a lane's slots: offsets and sizes in bytes, equal at both ends."""
 
     lines: int
     small: int
@@ -161,14 +162,14 @@ class SlotsLayout(NamedTuple):
     end: int
 
     def slot(self, number: int) -> tuple[int, int]:
-        """Return the offset and the size of a slot."""
+        """Return a slot's offset and size in bytes."""
         if number < SMALL_SLOTS:
             return self.small + number * self.small_nbytes, self.small_nbytes
         return self.middle + (number - SMALL_SLOTS) * self.middle_nbytes, self.middle_nbytes
 
 
 class OutboxLayout:
-    """Layout of the outbox of a rank with at most `ranks` ranks on its host.
+    """The layout of a rank's outbox on a host with at most `ranks` ranks.
 
     Attributes:
         common: the common lane, at the beginning of the outbox.
@@ -185,7 +186,7 @@ class OutboxLayout:
         self.nbytes = self.common.end + self.lanes * self.lane.end
 
     def lane_span(self, number: int) -> tuple[int, int]:
-        """Return the offsets of a lane's start and end."""
+        """Return the start and end offsets of a lane."""
         start = self.common.end + number * self.lane.end
         return start, start + self.lane.end
 

@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 __all__ = ["PIECE_TIME", "LinkParts", "OwnPart", "PeerPart", "ShmLink"]
 
-#: Seconds after which a peer that still reads the same piece may be stopped; a read takes a fraction of that.
+#: Seconds of reading the same piece after which a peer counts as stopped. A normal read takes a fraction of that.
 PIECE_TIME = 500e-6
 _KINDS = frozenset(FrameKind)
 _NOTHING = memoryview(b"")
-#: The words that a closed link polls: no stamp ever arrives there.
+#: The words that a closed link polls instead of the ring. No frame ever arrives there.
 _SILENCE = memoryview(bytes(8)).cast("Q")
 _unpack = ENTRY.unpack_from
 
 
 class OwnPart(NamedTuple):
-    """Part of a link that this rank owns: its doorbell with its outbox, and its lane for the peer.
+    """The part of a link that belongs to this rank: its doorbell and outbox, and its lane for the peer.
 
     Attributes:
         layout: the layout of the link's region.
@@ -67,13 +67,13 @@ class OwnPart(NamedTuple):
     memory: OwnMemory | None
 
     def drop(self) -> None:
-        """Drop the references."""
+        """Release this link's references to the lane and the doorbell."""
         self.doorbell.outbox.close_lane(self.lane)
         self.doorbell.drop()
 
 
 class PeerPart(NamedTuple):
-    """Peer's part of a link: its doorbell and its outbox."""
+    """The peer's part of a link: its doorbell and its outbox."""
 
     doorbell: PeerDoorbell
     outbox: PeerOutbox
@@ -84,13 +84,13 @@ class PeerPart(NamedTuple):
         return self.outbox.native_lanes(doorbell.outbox, own.lane, self.doorbell.eventfd, doorbell.poll_soon)
 
     def close(self) -> None:
-        """Close the doorbell and the outbox, and unmap their memory."""
+        """Close the peer's doorbell and outbox, and unmap their memory."""
         self.doorbell.close()
         self.outbox.close()
 
 
 class LinkParts(NamedTuple):
-    """Parts of a link, as agreed by its two ends.
+    """The parts of a link on which its two ends have agreed.
 
     Attributes:
         region: the memory that both ends write.
@@ -112,7 +112,7 @@ class LinkParts(NamedTuple):
 
 
 class ShmLink:
-    """End of a link in shared memory; see `aiocoll.transport.base.SharedMemoryLink`.
+    """An end of a link in shared memory; see `aiocoll.transport.base.SharedMemoryLink`.
 
     Owns the stream, the peer's doorbell and a reference to its own.
     """
@@ -172,7 +172,7 @@ class ShmLink:
         self._own = own = parts.own
         self._doorbell = own.doorbell
         self._peer_doorbell = parts.peer.doorbell
-        #: Wakes the peer if it sleeps. Valid while the link is open.
+        #: Wakes the peer if it sleeps. May be called while the link is open.
         self.announce = parts.peer.doorbell.ring
         fences = own.doorbell.fences
         outgoing, incoming = own.layout.directions[parts.direction], own.layout.directions[1 - parts.direction]
@@ -211,27 +211,27 @@ class ShmLink:
         self.reference_reader = ReferenceReader(
             self.segment_sharing, parts.peer_memory, in_place, memory.cast("Q"), incoming.pieces
         )
-        # The peer's count of pieces read in place at the last look, and the time at which that value was first seen.
+        # The peer's count of pieces read in place, as last seen, and the time at which this value was first seen.
         self._pieces, self._pieces_since = 0, 0.0
         self._next = 1
-        # Index of the word that will hold the next stamp.
+        # Index of the word in which the stamp of the next frame will appear.
         self._at = self._ring >> 3
         self._started = False
         self._receiving = False
         self._ending = False
         self._failed = False
         self._closed = False
-        # Set after the first invalid frame: this end reads nothing more.
+        # Set after the first invalid frame. From then on, this end reads no frames.
         self._refusing = False
 
     @property
     def writable(self) -> bool:
-        """Return whether no frame waits for space."""
+        """Return whether no frame waits for space in the frame ring."""
         return not self._waiting and not self.references.full
 
     @property
     def shared(self) -> ShmLink:
-        """Return this link."""
+        """Return this link, because it uses shared memory."""
         return self
 
     @property
@@ -240,7 +240,7 @@ class ShmLink:
         return self._closed
 
     def peer_process(self) -> PidFd | None:
-        """Return the process at the other end."""
+        """Return a handle of the process at the other end."""
         return peer_process(self._stream.sock)
 
     def start(self) -> None:
@@ -250,7 +250,7 @@ class ShmLink:
         self._doorbell.add(self)
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
-        """Send one frame; return whether there was space for it."""
+        """Send a frame; return whether the ring had space for it. Otherwise the frame waits."""
         if self._closed or self._ending:
             return True
         try:
@@ -263,7 +263,8 @@ class ShmLink:
             return True
         self._waiting.append((header, payload))
         self._out.request_wakeup()
-        # Space may have been freed before the request for a wake-up. `drained` must not be called inside `write`.
+        # Poll soon, because the peer may have freed space before the request for a wake-up. `write` itself must not
+        # call `drained`.
         self._runtime.call_soon(self.poll)
         return False
 
@@ -286,7 +287,7 @@ class ShmLink:
         return True
 
     def is_being_read(self) -> bool:
-        """Return whether the peer is reading memory of this rank, and will finish soon."""
+        """Return whether the peer is reading memory of this rank in place at this moment."""
         pieces = 0 if self._closed else self._words[self._read_by_peer]
         if not pieces % 2:
             return False
@@ -296,32 +297,32 @@ class ShmLink:
         return now - self._pieces_since < PIECE_TIME
 
     def announce_to(self, links: Sequence[ShmLink]) -> None:
-        """Wake the peers of several links, with one fence for all of them."""
+        """Wake the peers of several links, with one memory fence for all of them."""
         ring_all([link._peer_doorbell for link in links])
 
     def shares_core(self) -> bool:
-        """Return whether the peer last waited on the core of this rank."""
+        """Return whether the peer ran on this rank's core when the peer last waited for long."""
         return not self._closed and self._peer_doorbell.shares_core()
 
     def divert(self) -> None:
-        """Do nothing: payloads arrive whole."""
+        """Do nothing, because every payload arrives in one piece."""
 
     def finish(self) -> None:
-        """Send the waiting frames, then shut down the sending side of the stream."""
+        """Send the waiting frames, then shut down the sending side of the link's socket."""
         self._ending = self.references.ended = True
         if not self._waiting and not self._closed:
             self._shutdown()
 
     def fail(self, error: Exception) -> None:
-        """Close the link and report `error` to the sink, as after a failed read."""
+        """Close the link and report `error` to the sink, like a failed read."""
         self._on_lost(error)
 
     def refuse(self, error: Exception) -> None:
-        """Stop reading because the peer's data is invalid, but in the next turn: an operation may be using the data."""
+        """Stop reading in the next loop iteration, because the peer's data is invalid. An operation may be using it."""
         self._runtime.call_soon(self._refuse_once, error)
 
     def close(self) -> None:
-        """Close the stream and leave the memory to the peer."""
+        """Close the link's socket, and leave the shared memory to the peer."""
         if self._closed:
             return
         self._closed = True
@@ -335,13 +336,13 @@ class ShmLink:
         self._peer_doorbell.close()
         self._waiting.clear()
         self._stream.close()
-        # The memory is unmapped with the last view of it.
+        # Drop the views. The memory is unmapped with its last view.
         self._memory, self._words, self._at = _NOTHING, _SILENCE, 0
         self.references.close()
         del self._out
 
     def purge(self, group: int, has_left: bool) -> None:
-        """Free the peer's posts and chunks for a closed group, and later ones unless the peer has left the group."""
+        """Free the peer's posts and chunks for a closed group; also later ones, unless the peer has left the group."""
         self.peer_outbox.purge(group)
         self.chunks.purge(group)
         if has_left:
@@ -349,16 +350,16 @@ class ShmLink:
             self.chunks.release(group)
 
     def on_departure(self, group: int) -> None:
-        """Withdraw the unread posts for a group that the peer has left."""
+        """Withdraw the unread posts of this rank for a group that the peer has left."""
         if not self._closed:
             self.common_writer.withdraw(self.lane_writer, group)
 
     def unmap(self) -> None:
-        """Unmap the peer's segments after `close`; slots can still be read."""
+        """Unmap the peer's segments, after `close`. Its slots can still be read."""
         self.segment_sharing.forget()
 
     def forget(self) -> None:
-        """Release all views of the memory after `close`, so that references to this object do not keep it mapped."""
+        """Release all views of the memory, after `close`, so that references to this link do not keep it mapped."""
         self.segment_sharing.forget()
         self.peer_outbox.close()
         del self.common_writer, self.lane_writer, self.common_reader, self.lane_reader, self.peer_outbox
@@ -397,7 +398,7 @@ class ShmLink:
             self._peer_doorbell.ring()
 
     def _take_reference(self, segment: int, header: Header, deadline: float) -> bool:
-        """Deliver a frame whose payload is elsewhere; return False if the next turn has to read the rest."""
+        """Deliver a frame by reference; return False if the next loop iteration must read the rest of its payload."""
         if header[0] != FrameKind.DATA or not 0 < header[7] <= MOST_BY_REFERENCE:
             raise ProtocolError(f"rank {self.peer} wrote an invalid frame: kind {header[0]}, length {header[7]}")
         ticks = self._runtime.ticks
@@ -408,7 +409,7 @@ class ShmLink:
         return taken
 
     def _report_read(self) -> bool:
-        """Report to owners that the peer has read their payloads; return whether it has read any."""
+        """Report to the operations whose payloads the peer has read in place; return whether there are any."""
         references = self.references
         was_full = references.full
         found = references.collect()
@@ -443,7 +444,7 @@ class ShmLink:
         return True
 
     def _on_no_memory(self, error: OSError) -> None:
-        """Close the link outside the sink's call, for lack of memory for a frame. No later frame may overtake it."""
+        """Close the link soon, because memory for a frame is missing. Until then, no later frame may be sent."""
         self._failed = True
         self._runtime.call_soon(self._on_lost, error)
 
@@ -451,10 +452,10 @@ class ShmLink:
         try:
             self._stream.shutdown()
         except OSError:
-            self._runtime.call_soon(self._on_lost, None)  # the peer has closed its end, too
+            self._runtime.call_soon(self._on_lost, None)  # the peer has closed its end of the socket, too
 
     def _on_socket_readable(self) -> None:
-        """Handle a readable stream: a message about segments, or the end of the peer, whose frames are in memory."""
+        """Handle a readable socket: a message about segments, or the end of the peer, whose frames are in memory."""
         try:
             if self.segment_sharing.receive():
                 return
@@ -481,7 +482,7 @@ class ShmLink:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:
-        """Stop reading after invalid data; close at the second such error."""
+        """Stop reading after invalid data, and report it to the sink. At the second invalid data, close the link."""
         if self._refusing:
             self.close()
         elif not self._closed:

@@ -35,7 +35,7 @@ __all__ = ["Outbox", "PeerOutbox"]
 
 
 class Outbox:
-    """Outbox of this rank.
+    """The outbox of this rank, in which it posts data for its peers.
 
     Args:
         layout: the layout for the ranks of this job.
@@ -57,13 +57,13 @@ class Outbox:
         self._region = region = OwnRegion(layout.nbytes, (0, layout.common.small))
         self.status = memoryview(region.memory)[: layout.common.lines].cast("Q")
         self.common = CommonWriter(region, (0, layout.common.end), layout.common, fences)
-        # All lanes that were ever opened, by number; and the numbers of the lanes in use.
+        # All lanes ever opened, by number, and the numbers of lanes in use.
         self._lanes: dict[int, LaneWriter] = {}
         self._open: set[int] = set()
 
     @property
     def fd(self) -> int:
-        """Return the descriptor of the memory."""
+        """Return the file descriptor of the outbox's memory."""
         return self._region.fd
 
     def open_lane(self, peer: int) -> LaneWriter | None:
@@ -73,7 +73,7 @@ class Outbox:
             OSError: no memory is left.
         """
         layout = self.layout
-        # The peer's own lane, unless another link uses it.
+        # Prefer the lane with the peer's number, unless another link uses it.
         number = next((each for each in (peer, *range(layout.ranks, layout.lanes)) if each not in self._open), None)
         if number is None:
             return None
@@ -88,12 +88,12 @@ class Outbox:
         return lane
 
     def close_lane(self, lane: LaneWriter) -> None:
-        """Release a lane whose link has ended or was never opened. Its posts can still be read."""
+        """Release the lane of a link that has ended or was never opened. Its posts can still be read."""
         lane.disconnect()
         self._open.discard(lane.number)
 
     def close(self) -> None:
-        """Close the descriptor and release this rank's views; the memory is unmapped with the last view of it."""
+        """Close the descriptor and release this object's views. The memory is unmapped with its last view."""
         self.status.release()
         for lane in self._lanes.values():
             lane.forget()
@@ -106,7 +106,7 @@ class Outbox:
 
 
 class PeerOutbox:
-    """Outbox of a peer, mapped read-only.
+    """A peer's outbox, which this rank maps read-only.
 
     Args:
         memory: the whole outbox.
@@ -177,38 +177,38 @@ class PeerOutbox:
         )
 
     def has_news(self) -> bool:
-        """Return whether the peer has posted anything, or put all chunks of an operation, since the last call."""
+        """Return whether, since the last call, the peer has posted data or written the last chunk of an operation."""
         words = self.words
         posts, chunked = words[POSTS], words[CHUNKED]
         if posts == self._seen and chunked == self._chunked:
             return False
         self._seen, self._chunked = posts, chunked
-        # The caller looks for the posts next. Their loads must not be executed before the load of the count.
+        # The caller reads the posts next. The fence ensures that the processor loads them after the count.
         if self._order is not None:
             self._order()
         return True
 
     def unread(self) -> list[tuple[int, int, int]]:
-        """Return operation, group and fingerprint of each unread post for a group that is still open."""
+        """Return the operation, group and fingerprint of each unread post for an open group."""
         return self.common.unread() + self.lane.unread()
 
     def purge(self, group: int) -> None:
-        """Consume all posts for a closed group: no operation will read them."""
+        """Mark all posts for a closed group as consumed, because no operation will read them."""
         self.common.purge(group)
         self.lane.purge(group)
 
     def release(self, group: int) -> None:
-        """Forget a closed group, for which the peer posts nothing more."""
+        """Forget a closed group for which the peer posts no more data."""
         self.common.release(group)
         self.lane.release(group)
 
     def detach(self) -> None:
-        """Give up the lane of an ended link, which another link may use. Posts of the peer can still be read."""
+        """Release the lane of an ended link, so that another link may use it. The peer's posts can still be read."""
         self.common.detach()
         self.lane.detach()
 
     def close(self) -> None:
-        """Release all views; the memory is unmapped with the last view of it."""
+        """Release this object's views. The memory is unmapped with its last view."""
         self.common.forget()
         self.lane.forget()
         del self.common, self.lane, self.status, self.words, self._memory

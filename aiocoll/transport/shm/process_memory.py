@@ -1,4 +1,4 @@
-"""Memory of another process on this host, read in place if the kernel permits it: one copy instead of two.
+"""Reading the memory of another process on this host, if the kernel permits it: one copy instead of two.
 
 The kernel permits these reads (`process_vm_readv`) where it permits debugging: among processes of one user, unless
 Yama, a seccomp filter or missing capabilities forbid it. Two ranks test it when they open their link: each reads a
@@ -32,7 +32,7 @@ class _IoVec(ctypes.Structure):
 
 
 class OwnMemory:
-    """The address and the value of a secret word, which a peer needs to read this process.
+    """The address and value of a secret word of this process. A peer must know both to read this process.
 
     Args:
         random_bytes: makes the word.
@@ -50,7 +50,7 @@ class OwnMemory:
         self._self = PeerMemory(os.getpid(), self.address, self.word)
 
     def can_show(self, address: int) -> bool:
-        """Return whether a peer with the permission to read this process can read the byte at `address`.
+        """Return whether a process that is permitted to read this process can read the byte at `address`.
 
         It cannot read mapped device memory.
         """
@@ -62,7 +62,7 @@ class OwnMemory:
 
 
 class PeerMemory:
-    """Memory of a peer's process.
+    """The memory of a peer's process, for reading.
 
     Args:
         pid: number of the process.
@@ -80,7 +80,7 @@ class PeerMemory:
         self._remote = (_IoVec * 2)(_IoVec(address, _WORD))
 
     def read(self, address: int, into: memoryview) -> None:
-        """Fill the writable view `into` from the address on.
+        """Copy the peer's memory from an address on into the writable view `into`.
 
         Raises:
             ProcessLookupError: the process has ended.
@@ -103,7 +103,7 @@ class PeerMemory:
 
 
 def peer_memory(sock: socket.socket, address: int, word: int) -> PeerMemory | None:
-    """Return the memory of the process at the other end of a unix socket; None if this rank cannot read it.
+    """Return the memory of the process at the other end of a unix socket; None if this process cannot read it.
 
     Args:
         sock: connected; the peer is authenticated.
@@ -111,7 +111,7 @@ def peer_memory(sock: socket.socket, address: int, word: int) -> PeerMemory | No
         word: value of that word.
     """
     pid, _, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if pid <= 0:  # the peer is in a pid namespace that this process does not see
+    if pid <= 0:  # the peer is in a PID namespace that is not visible to this process
         return None
     try:
         memory = PeerMemory(pid, address, word)
@@ -122,14 +122,14 @@ def peer_memory(sock: socket.socket, address: int, word: int) -> PeerMemory | No
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of the first byte of a contiguous, non-empty view."""
+    """Return the memory address of the first byte of a contiguous, non-empty view."""
     if not view.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(view))
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 def permit_reading(pid: int) -> None:
-    """Permit a process and its descendants to read this process, where Yama would permit only parents of this one.
+    """Permit a process and its descendants to read this process, even if Yama would permit only this one's parents.
 
     See prctl(2), PR_SET_PTRACER. Without Yama the call has no effect.
     """
@@ -138,7 +138,7 @@ def permit_reading(pid: int) -> None:
 
 
 def yama_scope() -> int:
-    """Return the level at which Yama restricts reading other processes; root is exempt.
+    """Return the level at which Yama restricts reading the memory of other processes. Root is exempt.
 
     0, also without Yama: all processes of the same user; 1: parents and permitted processes; 2 and above: none.
     """
@@ -150,7 +150,7 @@ def yama_scope() -> int:
 
 
 def can_read() -> str | None:
-    """Return the reason why this process cannot read other processes; None if it finds no obstacle by itself."""
+    """Return the reason why this process cannot read other processes; None if a test on itself succeeds."""
     try:
         own = OwnMemory(bytes)
     except OSError as error:
@@ -165,5 +165,5 @@ def _process_vm_readv() -> Any:
     except (OSError, AttributeError):
         raise OSError(errno.ENOSYS, "this system has no process_vm_readv") from None
     call.restype = ctypes.c_ssize_t
-    # Without `argtypes` ctypes still passes arrays as pointers, and faster.
+    # No `argtypes`: ctypes passes arrays as pointers without them, and faster.
     return call

@@ -1,4 +1,4 @@
-"""Frames by reference: the payload stays in a segment or in the writer's process, and the reader copies it from there.
+"""Frames by reference: the payload stays in the writer's process or segment, and the reader copies it from there.
 
     writer                                          reader
     entry with an address  ---------------------->  reads a piece, delivers it, reads the next ...
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "UnreadFrame", "UnreadableError"]
 
 _BYTE = np.dtype(np.uint8)
-#: Largest number of unread frames: the peer reads one while this rank writes the next.
+#: Maximum number of unread frames: the peer reads one frame while this rank writes the next.
 _MOST_UNREAD = 2
-#: Bytes per read: enough to make the cost of calls small, few enough to end a callback in time.
+#: Bytes per read: enough to make the call overhead small, and few enough to end a callback in time.
 _PIECE = 4 * SEGMENT
 
 
 class InPlace:
-    """Memory of a rank that takes part in reading in place.
+    """The settings and memory of one rank for reading in place.
 
     Args:
         registered_memory: the rank's segments.
@@ -51,24 +51,24 @@ class InPlace:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether peers may read the memory of this process, and it finds no obstacle by itself."""
+        """Return whether peers may read this process's memory, and a test of this process on itself succeeds."""
         return self._random_bytes is not None and can_read() is None
 
     @cached_property
     def memory(self) -> OwnMemory | None:
-        """Return the memory of this process; None if peers must not, or cannot, read it."""
+        """Return this process's memory for peers to read; None if they must not or cannot read it."""
         if self._random_bytes is None or not self.is_wanted:
             return None
         return OwnMemory(self._random_bytes)
 
     @cached_property
     def scratch(self) -> memoryview:
-        """Return the buffer for payloads that have to be reduced, made at first use."""
+        """Return the buffer for payloads that are read in order to be reduced. It is made on first use."""
         return np.empty(SEGMENT, np.uint8).data
 
 
 class UnreadFrame(NamedTuple):
-    """A frame that the reader has not taken.
+    """A frame by reference that the reader has not taken yet.
 
     Attributes:
         number: number of its entry.
@@ -82,7 +82,7 @@ class UnreadFrame(NamedTuple):
 
 
 class ReferenceWriter:
-    """Writer's end: frames whose payload stays in memory of this rank, where the peer reads it.
+    """The writing end of frames by reference: the peer reads their payloads in this rank's memory.
 
     Args:
         out: the frame ring.
@@ -119,11 +119,11 @@ class ReferenceWriter:
 
     @property
     def full(self) -> bool:
-        """Return whether the peer has to read a frame before the next one is written."""
+        """Return whether the peer must read a frame before this rank can write the next one."""
         return len(self.unread) >= _MOST_UNREAD
 
     def find(self, payload: memoryview, *, attach: bool) -> tuple[int, int] | None:
-        """Return where the peer can read a payload in place: segment number and offset; None if it cannot.
+        """Return where the peer can read a payload in place, as segment number and offset; None if it cannot.
 
         Args:
             payload: at least one byte.
@@ -139,7 +139,7 @@ class ReferenceWriter:
         return (0, address) if _is_numpy_memory(payload.obj) or self._memory.can_show(address) else None
 
     def write(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
-        """Send one frame whose payload the peer reads in place; return False if there is no space.
+        """Send a frame whose payload the peer reads in place; return False if the ring has no space.
 
         Args:
             header: header of a frame with a payload of at most `MOST_BY_REFERENCE` bytes.
@@ -149,7 +149,7 @@ class ReferenceWriter:
         """
         if self._waiting or self.ended:
             return False
-        # Before the entry is written: the reader checks for the request after it has taken the entry.
+        # Request this before writing the entry: the reader checks for a request after it has taken the entry.
         self._out.request_wakeup()
         number = self._out.point(header, *place)
         if number:
@@ -158,7 +158,7 @@ class ReferenceWriter:
         return number > 0
 
     def collect(self) -> bool:
-        """Report to owners that the peer has read their payloads; return whether it has read any."""
+        """Report to the operations whose payloads the peer has read; return whether there are any."""
         unread, taken, found = self.unread, self._out.taken, False
         while unread and unread[0].number <= taken:
             unread.pop(0).read()
@@ -166,23 +166,23 @@ class ReferenceWriter:
         return found
 
     def close(self) -> None:
-        """Drop all unread frames: the link is closed."""
+        """Drop all unread frames, because the link is closed."""
         self.unread.clear()
-        del self._out  # the memory is unmapped with the last view of it
+        del self._out  # drop the view: the memory is unmapped with its last view
 
     def invalidate(self, owner: object) -> None:
-        """Mark the unread payloads of `owner`: they may change from now on, and the peer drops them."""
+        """Mark the unread payloads of `owner` as invalid, so that the peer drops them: their memory may change now."""
         for frame in self.unread:
             if frame.owner is owner:
                 self._out.invalidate(frame.number)
 
 
 class UnreadableError(ConnectionResetError):
-    """Failed read of memory that a frame refers to: its process has ended, or has withdrawn the permission."""
+    """Raised when the payload of a frame cannot be read: its process has ended, or does not permit reading any more."""
 
 
 def _is_numpy_memory(memory: object) -> bool:
-    """Return whether NumPy has allocated the memory, so that the kernel can copy it to a peer."""
+    """Return whether NumPy has allocated this memory. The kernel can copy such memory to a peer."""
     while isinstance(memory, np.ndarray):
         if memory.base is None:
             return bool(memory.flags.owndata)
@@ -195,7 +195,7 @@ def _make_unreadable_error(error: OSError) -> UnreadableError:
 
 
 class ReferenceReader:
-    """Reader's end: reads the payloads that frames of the peer refer to.
+    """The reading end of frames by reference: it reads the payloads in the peer's memory.
 
     Args:
         sharing: the link's exchange of segments.
@@ -216,13 +216,13 @@ class ReferenceReader:
         self._sharing = sharing
         self._memory = memory
         self._own = own
-        # Bytes of the current frame that have been delivered.
+        # Number of delivered bytes of the current frame.
         self._delivered = 0
 
     def take(
         self, link: ShmLink, segment: int, entry: memoryview, header: Header, is_time_up: Callable[[], bool]
     ) -> bool:
-        """Read a frame as `_take` does, and mark the read for its writer."""
+        """Read the payload of a frame as `_take` does, and let the writer know about the progress."""
         self.begin_read()
         try:
             return self._take(link, segment, entry, header, is_time_up)
@@ -230,17 +230,17 @@ class ReferenceReader:
             self.end_read()
 
     def begin_read(self) -> None:
-        """Mark for the writer that this end is reading."""
+        """Mark for the writer that this rank is reading a payload."""
         self._words[self._pieces] |= 1
 
     def end_read(self) -> None:
-        """Mark for the writer that this end has stopped reading."""
+        """Mark for the writer that this rank has stopped reading a payload."""
         self._words[self._pieces] = (self._words[self._pieces] | 1) + 1
 
     def _take(
         self, link: ShmLink, segment: int, entry: memoryview, header: Header, is_time_up: Callable[[], bool]
     ) -> bool:
-        """Read a frame and deliver it in pieces; return False if time runs out first, or the link has closed.
+        """Read and deliver a frame's payload in pieces; return False if time runs out or the link closes.
 
         Args:
             link: the receiving end of the link.
@@ -260,7 +260,7 @@ class ReferenceReader:
             place = link.sink.route(link, piece)
             into = place
             if into is None:
-                # The payload has to be reduced: read as much of it as stays in the cache.
+                # The payload will be reduced, so read only as much as stays in the cache.
                 nbytes = min(nbytes, SEGMENT)
                 piece = (*piece[:7], nbytes, total)
                 into = self._own.scratch[:nbytes]

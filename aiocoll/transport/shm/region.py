@@ -1,4 +1,4 @@
-"""Anonymous shared memory: one process makes it and passes its descriptor; the kernel frees it after its last user.
+"""Anonymous shared memory, passed between processes as a descriptor; the kernel frees it after its last user.
 
 Memory is reserved before the first write. On a host without free memory the reservation fails with an error; without a
 reservation, the kernel would kill the process that writes.
@@ -23,10 +23,10 @@ from aiocoll.errors import ProtocolError
 __all__ = ["PAGE", "OwnRegion", "SharedRegion", "create_mapped", "no_memory_error", "open_readable", "open_region"]
 
 PAGE = mmap.PAGESIZE
-#: Bytes reserved per turn of the loop; takes about 60 microseconds.
+#: Bytes allocated per loop iteration, in about 60 microseconds.
 _BATCH = 256 * 1024
 
-# Linux, <linux/fcntl.h>. `fcntl` defines them, too, but not on systems without memfd.
+# Values from Linux' <linux/fcntl.h>. The module `fcntl` defines them, too, but not on systems without memfd.
 _SEALS = 0x0001 | 0x0002 | 0x0004
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: no process can remove pages, which would raise SIGBUS wherever mapped."""
 _FUTURE_WRITE = 0x0010
@@ -34,12 +34,12 @@ _FUTURE_WRITE = 0x0010
 _WRITE_SEALS = 0x0008 | _FUTURE_WRITE
 """F_SEAL_WRITE, F_SEAL_FUTURE_WRITE."""
 _ADD_SEALS, _GET_SEALS = 1033, 1034
-# Linux, <linux/mman.h>, since 5.14.
+# A value from Linux' <linux/mman.h>, available since Linux 5.14.
 _POPULATE_WRITE = 23
 
 
 class SharedRegion:
-    """Memory that two processes share, reserved in parts; `create` or `open` it.
+    """Memory that two processes share, with pages allocated as needed; made by `create` or `open`.
 
     A writer reserves a part before its first write there. A reader reads only where a writer has written.
 
@@ -83,7 +83,7 @@ class SharedRegion:
 
     @classmethod
     def open(cls, fd: int, nbytes: int, first: Iterable[tuple[int, int]]) -> SharedRegion:
-        """Map the region of another process, close `fd`, and reserve the parts of `first` as `create` does.
+        """Map the region of another process, close `fd`, and allocate the pages of `first`, as `create` does.
 
         Raises:
             ProtocolError: the memory has another size, or the other process could still change its size.
@@ -98,7 +98,7 @@ class SharedRegion:
             raise
 
     def reserve(self, start: int, end: int) -> bool:
-        """Reserve the pages between two offsets for good; return False if no memory is left.
+        """Allocate the pages between two offsets; return False if no memory is left.
 
         Takes about half a millisecond per MiB, part of which the first write saves.
         """
@@ -112,12 +112,12 @@ class SharedRegion:
         return True
 
     def close(self) -> None:
-        """Unmap the memory; no view of it may exist."""
+        """Unmap the memory. No view of it may exist."""
         self.memory.close()
 
 
 class OwnRegion:
-    """Memory that only this process writes, reserved in parts; peers map it with `open_readable`.
+    """Memory that only this process writes, with pages allocated as needed. Peers map it with `open_readable`.
 
     Kernels before 5.1 cannot prevent peers from writing. There, peers map the memory read-only voluntarily.
 
@@ -152,7 +152,7 @@ class OwnRegion:
             undo.pop_all()
 
     def reserve(self, start: int, end: int) -> bool:
-        """Reserve the pages between two offsets for good; return False if no memory is left."""
+        """Allocate the pages between two offsets; return False if no memory is left."""
         start -= start % PAGE
         try:
             if self._is_old:
@@ -164,14 +164,14 @@ class OwnRegion:
         return True
 
     def close(self) -> None:
-        """Close the descriptor; the memory is unmapped with the last view of it."""
+        """Close the descriptor. The memory is unmapped with its last view."""
         fd, self.fd = self.fd, -1
         os.close(fd)
         del self.memory
 
 
 def no_memory_error() -> OSError:
-    """Return the error for a region that cannot grow."""
+    """Return the error for a region for which no more pages can be allocated."""
     return OSError(errno.ENOMEM, "this host has no memory left to share")
 
 
@@ -186,7 +186,7 @@ def open_region(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def open_readable(fd: int, nbytes: int) -> mmap.mmap:
-    """Map the `OwnRegion` of another process read-only, and close `fd`.
+    """Map another process's `OwnRegion` read-only, and close `fd`.
 
     Raises:
         ProtocolError: the memory has another size, or the other process could still change its size.
@@ -198,7 +198,7 @@ def open_readable(fd: int, nbytes: int) -> mmap.mmap:
 def _open_sealed(fd: int, nbytes: int, name: str, is_sealed: Callable[[int], bool], access: int) -> mmap.mmap:
     try:
         if not (0 < nbytes == os.fstat(fd).st_size and is_sealed(fd)):
-            raise ProtocolError(f"a peer passed {name} that is not {nbytes} sealed bytes")
+            raise ProtocolError(f"a peer passed {name} that does not have {nbytes} sealed bytes")
         return _map(fd, nbytes, access)
     finally:
         os.close(fd)
@@ -233,7 +233,7 @@ def _populate(memory: mmap.mmap, start: int, nbytes: int) -> None:
 
 
 def _is_sealed(fd: int) -> bool:
-    """Return whether memory that both processes write is sealed: neither can remove its pages."""
+    """Return whether memory that both processes write has seals, so that neither process can remove its pages."""
     if not _is_fixed(fd):
         return False
     seals = fcntl.fcntl(fd, _GET_SEALS)
@@ -241,23 +241,23 @@ def _is_sealed(fd: int) -> bool:
 
 
 def _is_fixed(fd: int) -> bool:
-    """Return whether memory is sealed against the removal of pages, and has no huge pages, which could run out."""
+    """Return whether seals forbid the removal of pages, and the memory has no huge pages, which could run out."""
     try:
         seals = fcntl.fcntl(fd, _GET_SEALS)
     except OSError:
-        return False  # not a memfd
+        return False  # the descriptor is not a memfd
     return seals & _SEALS == _SEALS and os.fstatvfs(fd).f_bsize == PAGE
 
 
 def _map(fd: int, nbytes: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    # Before Python 3.13 a mapping always keeps a duplicate of the descriptor.
+    # Before Python 3.13, a mapping always keeps a duplicate of the descriptor open.
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, nbytes, prot=access, trackfd=False)
     return mmap.mmap(fd, nbytes, prot=access)
 
 
 async def create_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make `nbytes` of zeroed memory for this process itself, in many turns of the loop.
+    """Make `nbytes` of zeroed memory for this process, in short steps that let the event loop run.
 
     Reserves and maps all pages, in about 0.3 milliseconds per MiB. The first use is faster by the same time.
 
@@ -273,7 +273,7 @@ async def create_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
         for start in range(0, nbytes, _BATCH):
             batch = min(_BATCH, nbytes - start)
             os.posix_fallocate(fd, start, batch)
-            # Older kernels map pages on first access.
+            # Older kernels lack this option, and map pages on first access.
             with suppress(OSError):
                 memory.madvise(_POPULATE_WRITE, start, batch)
             await asyncio.sleep(0)

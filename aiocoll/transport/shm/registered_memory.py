@@ -1,4 +1,4 @@
-"""Registered memory of a rank, which its peers read in place. `ProcessGroup.empty` returns arrays in it.
+"""Registered memory of one rank, which its peers read in place. `ProcessGroup.empty` returns arrays in it.
 
     rank 0                                              rank 1
     array -> base -> segment 7 (memfd)         ......>  maps it once, when rank 0 first reduces the array
@@ -29,7 +29,7 @@ __all__ = ["RegisteredMemory"]
 
 
 class _Base:
-    """Base of NumPy arrays. Weak references to it end before its memory is unmapped."""
+    """The base object of NumPy arrays in a segment. Weak references to it die before its memory is unmapped."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory")
 
@@ -39,7 +39,7 @@ class _Base:
 
 
 class _MappedSegment(Segment):
-    """A segment with the base of this rank's arrays in it.
+    """A segment, with the base object of the arrays in it.
 
     Attributes:
         base: weak reference to the base, which ends with the last array.
@@ -51,23 +51,23 @@ class _MappedSegment(Segment):
 
 
 class RegisteredMemory:
-    """Segments of one rank: memory that its peers read in place.
+    """The segments of one rank that its peers read in place.
 
     Args:
         loop: the loop that notifies peers of the end of a segment. Any thread may drop the last array.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        #: Sorted by address.
+        #: The segments, sorted by address.
         self.segments: list[_MappedSegment] = []
-        #: Whether a lack of memory has been logged.
+        #: Whether a shortage of memory has been logged.
         self.troubled = False
         self._loop = loop
         self._count = 0
         self._closed = False
 
     async def make(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return `nbytes` > 0 of zeroed memory in a segment of its own, in many turns of the loop.
+        """Return `nbytes` > 0 of zeroed memory in a new segment, made in short steps that let the event loop run.
 
         Raises:
             OSError: no memory or descriptor is left, or the kernel forbids it.
@@ -86,18 +86,18 @@ class RegisteredMemory:
         return array[:nbytes]
 
     def find(self, array: NDArray[Any]) -> tuple[_MappedSegment, int] | None:
-        """Return the segment that contains a whole contiguous array, and the array's offset; None if there is none."""
+        """Return the segment that contains a contiguous array, and the array's offset there; None if there is none."""
         start: int = array.__array_interface__["data"][0]
         place = bisect_right(self.segments, start, key=_segment_start) - 1
         if place < 0:
             return None
         segment = self.segments[place]
         offset = start - segment.start
-        # A segment may have ended since the last sweep. Other memory may use its addresses now.
+        # Check that the segment still exists: otherwise, other memory may use its addresses now.
         return (segment, offset) if offset + array.nbytes <= segment.nbytes and segment.base() is not None else None
 
     def close(self) -> None:
-        """Request that peers unmap all segments; the arrays of users stay valid."""
+        """Request that peers unmap all segments. The program's arrays stay valid."""
         self._closed = True
         segments, self.segments = self.segments, []
         for segment in segments:
@@ -107,7 +107,7 @@ class RegisteredMemory:
         self._sweep()
 
         def ended(_: object) -> None:
-            # A callback of the garbage collector: runs in any thread, between any two instructions.
+            # The garbage collector calls this function in any thread, between any two instructions.
             segment.close()
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all links with it
                 self._loop.call_soon_threadsafe(self._sweep)
@@ -132,6 +132,6 @@ def _end_segment(segment: _MappedSegment) -> None:
 
 
 def _available() -> int:
-    """Return the bytes available before the kernel would have to kill a process for them."""
+    """Return the bytes that can be allocated before the kernel would have to kill a process."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,4 +1,4 @@
-"""A frame ring: one direction of a link in shared memory, as a ring of entries and the payloads that they describe.
+"""Frame ring: one direction of a link in shared memory, as a ring of entries that describe frames and payloads.
 
 An entry is one cache line:
 
@@ -32,18 +32,19 @@ __all__ = ["ADDRESS", "ELSEWHERE", "ENTRY", "PLACE", "VOID", "RingWriter"]
 
 _INLINE = 56
 _INLINE_NBYTES = LINE - _INLINE
-#: Indices of two words of an entry, counted from its start.
+#: Indices of two words within an entry.
 PLACE, ADDRESS = 1, 7
-#: Bits of `place`: the payload is outside the region; that payload may have changed.
+#: Flags in the word `place` of an entry. ELSEWHERE: the payload is outside the region. VOID: such a payload may have
+#: changed.
 ELSEWHERE, VOID = 1 << 63, 1 << 62
 
-#: The place, then the fields of the frame's header.
+#: An entry: the word `place`, then the fields of the frame header.
 ENTRY = struct.Struct("<Q" + HEADER.format.lstrip("<"))
 _pack = struct.Struct("<Q40s").pack_into
 
 
 class RingWriter:
-    """Writer's end of a frame ring.
+    """The writing end of a frame ring.
 
     Args:
         region: the link's region.
@@ -81,11 +82,11 @@ class RingWriter:
         self._taken = direction.taken
         self._sent = 0
         self._head = 0
-        # Payloads that the reader may not have read, oldest first: entry number, start in the data area.
+        # Payloads that the reader may not have read yet, oldest first: entry number, and start in the data area.
         self._spans: deque[tuple[int, int]] = deque()
 
     def put(self, header: bytes, payload: memoryview | None) -> bool:
-        """Write one frame; return False if there is no space.
+        """Write a frame with its payload; return False if the ring has no space.
 
         Raises:
             OSError: the host has no memory left for a frame of this size.
@@ -116,7 +117,7 @@ class RingWriter:
         return True
 
     def point(self, header: bytes, segment: int, address: int) -> int:
-        """Write one frame whose payload stays in place; return the number of its entry, or 0 if there is no space.
+        """Write a frame whose payload stays in place; return the number of its entry, or 0 if the ring has no space.
 
         Args:
             header: the frame's header.
@@ -137,7 +138,7 @@ class RingWriter:
         return number
 
     def invalidate(self, number: int) -> None:
-        """Mark the payload of an entry that the reader has not taken: it may change from now on."""
+        """Mark the payload of an entry that the reader has not taken as invalid: its memory may change now."""
         if self.taken < number:
             self._words[(self._ring + (number - 1) % ENTRIES * LINE >> 3) + PLACE] |= VOID
             self._full()
@@ -148,16 +149,16 @@ class RingWriter:
         return self._words[self._taken]
 
     def request_wakeup(self) -> None:
-        """Request that the reader rings the doorbell once it has freed space."""
+        """Request that the reader rings this rank's doorbell when it has freed space."""
         self._words[self._writer_waiting] = 1
         self._full()
 
     def cancel_wakeup(self) -> None:
-        """Withdraw the request for a wake-up."""
+        """Withdraw the request that the reader rings this rank's doorbell."""
         self._words[self._writer_waiting] = 0
 
     def _find_space(self, nbytes: int, taken: int) -> int:
-        """Return the start of `nbytes` contiguous bytes in the data area; -1 if there is no such space now."""
+        """Return the start of `nbytes` contiguous free bytes in the data area; -1 if there are none now."""
         spans = self._spans
         while spans and spans[0][0] <= taken:
             spans.popleft()
@@ -174,13 +175,13 @@ class RingWriter:
             return -1
         if start + nbytes > self._reserved and not self._reserve(start + nbytes):
             if spans:
-                return -1  # the frame may fit into the reserved part once everything is read
+                return -1  # the frame may fit into the allocated part when everything has been read
             raise no_memory_error()
         self._head = start + (nbytes + LINE - 1) // LINE * LINE
         return start
 
     def _reserve(self, nbytes: int) -> bool:
-        """Reserve the data area up to `nbytes`, or up to twice the reserved size if that is more."""
+        """Allocate pages for the first `nbytes` of the data area, or for twice the allocated size if that is more."""
         ready = min(self._data, max(nbytes, 2 * self._reserved))
         if not self._region.reserve(self._area + self._reserved, self._area + ready):
             return False

@@ -1,4 +1,4 @@
-"""Exchange of segments over a link's socket: descriptors that the other end may map; see `registered_memory`.
+"""Exchange of segment descriptors over a link's socket, so that the other end can map them; see `registered_memory`.
 
     owner                                      reader
     offer of segment 7, [descriptor]  --->     maps it
@@ -30,13 +30,13 @@ from aiocoll.transport.shm.region import open_region
 
 __all__ = ["SegmentSharing"]
 
-#: Kind, segment number, size in bytes.
+#: A message: its kind, a segment number, and a size in bytes.
 _MESSAGE = struct.Struct("<B3xIQ")
 _OFFER, _TAKEN, _ENDED = range(1, 4)
 
 
 class SegmentSharing:
-    """End of the exchange of segments on one rank.
+    """An end of the exchange of segment descriptors on a link.
 
     Args:
         stream: the link's stream after the handshake: a unix socket.
@@ -54,7 +54,7 @@ class SegmentSharing:
         self._unsent: deque[bytes] = deque()
 
     def can_map(self, segment: Segment) -> bool:
-        """Return whether the peer has mapped `segment`; offer it to the peer if that has not been done."""
+        """Return whether the peer has mapped `segment`. Send the peer the segment's descriptor on the first call."""
         if segment.number in self._taken:
             return True
         if segment.number not in self._offered:
@@ -62,28 +62,28 @@ class SegmentSharing:
         return False
 
     def read(self, number: int, offset: int, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
-        """Return elements in one of the peer's segments; None if it is unknown or does not contain them."""
+        """Return elements in one of the peer's segments; None if the segment is unknown or does not contain them."""
         memory = self._mapped.get(number)
         if memory is None or offset + count * dtype.itemsize > len(memory):
             return None
         return np.frombuffer(memory, dtype, count, offset)
 
     def withdraw(self, number: int) -> None:
-        """Notify the peer that a segment has ended."""
+        """Notify the peer that it must unmap a segment."""
         self._offered.discard(number)
         self._taken.discard(number)
         self._queue_message(_ENDED, number)
 
     def forget(self) -> None:
-        """Unmap the segments of a peer whose link is closed."""
+        """Unmap the peer's segments, because the link is closed."""
         self._mapped.clear()
 
     def close(self) -> None:
-        """Stop sending: the stream is about to be closed."""
+        """Stop sending, because the link's socket is about to be closed."""
         self._unsent.clear()
 
     def receive(self) -> bool:
-        """Receive the next message of the peer; return False if the peer has ended its side.
+        """Receive the peer's next message; return False if the peer has ended its sending side.
 
         Raises:
             ProtocolError: the message is invalid.
@@ -102,12 +102,12 @@ class SegmentSharing:
         kind, number, nbytes = _MESSAGE.unpack(message) if len(message) == _MESSAGE.size else (0, 0, 0)
         if kind == _OFFER and number not in self._mapped:
             if not fds:
-                return  # this process has too many open files: the kernel dropped the descriptor
-            with contextlib.suppress(OSError):  # no memory is left for the mapping
+                return  # the kernel has dropped the descriptor, because this process has too many open files
+            with contextlib.suppress(OSError):  # ignore a lack of memory for the mapping
                 self._mapped[number] = open_region(fds.pop(), nbytes)
                 self._queue_message(_TAKEN, number)
         elif kind == _TAKEN:
-            self._taken |= {number} & self._offered  # the segment may have ended in the meantime
+            self._taken |= {number} & self._offered  # unless the segment has ended meanwhile
         elif kind == _ENDED:
             self._mapped.pop(number, None)
         else:
@@ -115,11 +115,11 @@ class SegmentSharing:
 
     def _offer(self, segment: Segment) -> None:
         message = _MESSAGE.pack(_OFFER, segment.number, segment.nbytes)
-        with contextlib.suppress(OSError):  # the peer will not map the segment, and receives copies
+        with contextlib.suppress(OSError):  # if that fails, the peer does not map the segment, and receives copies
             try:
                 socket.send_fds(self._stream.sock, [message], [segment.fd])
             except BlockingIOError:
-                return  # the next chunk offers it again
+                return  # the segment will be offered again for the next chunk
         self._offered.add(segment.number)
         segment.readers.append(self.withdraw)
 
@@ -133,13 +133,13 @@ class SegmentSharing:
             self._stream.stop_writing()
 
     def _send(self) -> bool:
-        """Send the queued messages, each whole; return False if the socket is full."""
+        """Send the queued messages, each in one piece; return False if the socket's buffer is full."""
         while self._unsent:
             try:
                 self._stream.send(self._unsent[0])
             except BlockingIOError:
                 return False
-            except OSError:  # the link has ended, and finds out by itself
+            except OSError:  # the link has ended, and its reader will notice
                 self._unsent.clear()
                 return True
             self._unsent.popleft()

@@ -1,4 +1,4 @@
-"""Slots: a rank posts its contribution to a small operation once, and readers find it by the id of the operation.
+"""Slots: a rank posts its contribution to a small operation once, and readers find it by the operation's id.
 
 There is no queue, and slots are freed in any order: operation i uses slot i modulo the number of slots, in each lane. A
 slot is free once all readers of its last post have read it. Until then `post` returns False, and the rank sends frames
@@ -50,20 +50,20 @@ __all__ = ["CommonWriter", "LaneWriter", "SlotReader"]
 
 _HEAD: Final = 32
 _INLINE_NBYTES = LINE - _HEAD
-#: Largest number of cached views of slots: a program has few call sites.
+#: Maximum number of cached views of slots. A program has few different calls.
 _VIEWS = 256
-#: Largest value of a word.
+#: Largest value of a 64-bit word.
 _LARGEST: Final = (1 << 64) - 1
 _NO_WORDS: Final = memoryview(bytes(8 * SLOTS)).cast("Q")
 
 
 def _increment(words: memoryview, index: int) -> None:
-    """Count in a word of 64 bits, which becomes 0 after its largest value, as in C."""
+    """Add 1 to a 64-bit word, which overflows to 0, as in C."""
     words[index] = (words[index] + 1) & _LARGEST
 
 
 class _Slots:
-    """Slots of a lane, as both ends see them."""
+    """The slots of a lane, as writer and reader see them."""
 
     __slots__ = ("_layout", "_lines", "_order", "_views", "memory")
 
@@ -75,7 +75,7 @@ class _Slots:
         self._views: dict[tuple[int, np.dtype[Any], int], NDArray[Any]] = {}
 
     def view(self, slot: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        """Return a view of the first `count` elements of a slot."""
+        """Return a view of the first `count` elements in a slot."""
         key = slot, dtype, count
         view = self._views.get(key)
         if view is None:
@@ -87,13 +87,13 @@ class _Slots:
         return view
 
     def forget(self) -> None:
-        """Release all views of the memory, because cached plans may keep this object after its outbox is closed."""
+        """Release all views of the memory, because cached plans may keep this object after its outbox has closed."""
         self._lines = self.memory = _NO_WORDS
         self._views.clear()
 
 
 class _Writer(_Slots):
-    """Slots of a lane that this rank writes.
+    """The slots of a lane that this rank writes.
 
     Args:
         region: the outbox.
@@ -108,19 +108,20 @@ class _Writer(_Slots):
         super().__init__(memoryview(region.memory)[span[0] : span[1]], layout, fences)
         self._region = region
         self._start = span[0]
-        # The number of each slot's last post, and whether its memory is reserved.
+        # For each slot: the number of its last post, and whether its pages are allocated.
         self.posted = array("Q", bytes(8 * SLOTS))
         self.ready = bytearray(SLOTS)
 
     def _put(self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int) -> bool:
-        """Fill a free slot; return False if no memory is left for it."""
+        """Write data to a free slot; return False if no memory is left for the slot."""
         view = self._views.get((slot, array.dtype, len(array)))
         if view is None:
             if not self.reserve(slot, array.nbytes):
                 return False
             view = self.view(slot, array.dtype, len(array))
         lines, line = self._lines, slot << 3
-        # Before the rest: a reader that was given up and resumes detects that the slot now has another post.
+        # Write the group before the rest: a slow reader, for which this rank no longer waits, then notices that the
+        # slot has a new post.
         lines[line + 1] = group
         if self._order is not None:
             self._order()
@@ -133,7 +134,7 @@ class _Writer(_Slots):
         return True
 
     def reserve(self, slot: int, nbytes: int) -> bool:
-        """Reserve the memory of a slot for `nbytes` bytes; return False if the host has none left."""
+        """Allocate a slot's pages for `nbytes` bytes; return False if the host has no memory left."""
         if nbytes > _INLINE_NBYTES and not self.ready[slot]:
             place, size = self._layout.slot(slot)
             is_there = self._reserve_part(place, place + size)
@@ -146,7 +147,7 @@ class _Writer(_Slots):
 
 
 class LaneWriter(_Writer):
-    """Lane for one peer: its slots, and the words that select which posts the peer is to read.
+    """The lane for one peer: its slots, and the words that list which posts the peer has to read.
 
     Args:
         region, span, layout, fences: as for `_Writer`.
@@ -186,15 +187,15 @@ class LaneWriter(_Writer):
 
     @property
     def total(self) -> int:
-        """Return the number of posts for the peer so far, in this lane and in the common one."""
+        """Return the number of posts for the peer so far, in this lane and in the common lane."""
         return self.words[POSTS]
 
     def count_chunked(self) -> None:
-        """Let the peer know that an operation has put its last chunk into the queue of the link."""
+        """Count for the peer an operation that has written its last chunk to the link's chunk queue."""
         _increment(self.words, CHUNKED)
 
     def reset(self) -> bool:
-        """Clear the lane for a new link; return False if no memory is left for it."""
+        """Clear the lane for a new link; return False if no memory is left for the lane."""
         if not self._reserve_part(0, self._layout.lines):
             return False
         self.words[:] = _zeros(len(self.words))
@@ -202,25 +203,25 @@ class LaneWriter(_Writer):
         return True
 
     def connect(self, peer_words: memoryview) -> None:
-        """Use the words of the peer's lane for this rank, in which the peer records what it has consumed."""
+        """Set the words in which the peer records the posts that it has consumed."""
         self.is_linked = True
         self.common_consumed = peer_words[COMMON_CONSUMED : COMMON_CONSUMED + SLOTS]
         self.consumed = peer_words[LANE_CONSUMED : LANE_CONSUMED + SLOTS]
 
     def disconnect(self) -> None:
-        """Release the peer's words after the end of the link."""
+        """Release the words of the peer, because the link has ended."""
         self.is_linked = False
         self.common_consumed = self.consumed = _NO_WORDS
 
     def forget(self) -> None:
-        """Release the views of this rank's words, too."""
+        """Release all views of the memory, including those of this rank's own words."""
         super().forget()
         self.words = self.common_named = self._named = _NO_WORDS
 
     def post(
         self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int = 0
     ) -> bool:
-        """Post a flat array that fits in the slot; return False if the slot is not free, or no memory is left for it.
+        """Post a flat array that fits in a slot; return False if the slot is in use, or no memory is left for it.
 
         Args:
             slot: number of the slot.
@@ -257,7 +258,7 @@ class LaneWriter(_Writer):
         return True
 
     def reserve(self, slot: int, nbytes: int) -> bool:
-        """Reserve the memory of the lines and of a slot for `nbytes` bytes; return False if the host has none left."""
+        """Allocate pages for the lane's lines and for `nbytes` bytes in a slot; return False if no memory is left."""
         if not self._has_lines:
             lines = self._layout.lines
             self._has_lines = self._reserve_part(lines, lines + SLOTS * LINE)
@@ -265,13 +266,13 @@ class LaneWriter(_Writer):
 
 
 class CommonWriter(_Writer):
-    """Common lane: posts that several peers read."""
+    """The common lane: posts of this rank that several peers read."""
 
     __slots__ = ("_readers", "native")
 
     def __init__(self, region: OwnRegion, span: tuple[int, int], layout: SlotsLayout, fences: Fences) -> None:
         super().__init__(region, span, layout, fences)
-        # The readers of each slot's last post.
+        # For each slot: the readers of its last post.
         self._readers: list[Sequence[LaneWriter]] = [()] * SLOTS
         self.native = (
             None
@@ -289,7 +290,7 @@ class CommonWriter(_Writer):
         length: int,
         readers: Sequence[LaneWriter],
     ) -> bool:
-        """Post as `LaneWriter.post` does, for all peers whose lanes are `readers`."""
+        """Post an array, like `LaneWriter.post`, for all peers whose lanes are `readers`."""
         number = self.posted[slot]
         gone = False
         for reader in self._readers[slot]:
@@ -312,14 +313,14 @@ class CommonWriter(_Writer):
         return True
 
     def _withdraw(self, slot: int) -> None:
-        """Withdraw a post from the readers that have no link any more."""
+        """Withdraw a post from readers whose links have ended."""
         for reader in self._readers[slot]:
             if not reader.is_linked:
                 reader.common_named[slot] = 0
         self._readers[slot] = ()
 
     def withdraw(self, reader: LaneWriter, group: int | None = None) -> None:
-        """Withdraw the posts for a group that a reader has left, or for every group if `group` is None."""
+        """Withdraw the posts to a reader for a group that it has left; for every group if `group` is None."""
         for slot, readers in enumerate(self._readers):
             if reader in readers and (group is None or self._lines[(slot << 3) + 1] == group):
                 if reader.common_consumed[slot] != self.posted[slot]:
@@ -328,7 +329,7 @@ class CommonWriter(_Writer):
 
 
 class SlotReader(_Slots):
-    """Slots of a peer's lane. A view of a slot may be read between `look` and `free`.
+    """The slots of a peer's lane, for reading. A view of a slot is valid between `look` and `free`.
 
     Args:
         memory: the lane's part of the peer's outbox.
@@ -353,13 +354,13 @@ class SlotReader(_Slots):
         super().__init__(memory, layout, fences)
         self._named = named
         self._consumed = consumed
-        # The same words as arrays, to find unread posts.
+        # The same words as NumPy arrays, to find unread posts fast.
         self._arrays = np.frombuffer(named, np.uint64), np.frombuffer(consumed, np.uint64)
         self._peer = peer
         self._closed_groups: set[int] = set()
 
     def look(self, slot: int, identity: int, group: int) -> int:
-        """Return the fingerprint of the post in a slot for this operation of this group; -1 if there is none."""
+        """Return the fingerprint of the post in a slot if it is for this operation of this group; otherwise -1."""
         if self._named[slot] <= self._consumed[slot]:
             return -1
         if self._order is not None:
@@ -370,11 +371,11 @@ class SlotReader(_Slots):
         return lines[line + 3]
 
     def length(self, slot: int) -> int:
-        """Return the length of the post in a slot, as reported by the peer, in bytes."""
+        """Return the length in bytes of the post in a slot, as the peer has written it."""
         return self._lines[(slot << 3) + 2]
 
     def free(self, slot: int, group: int) -> None:
-        """Free a slot after reading a post of `group`.
+        """Free a slot after a post for `group` has been read.
 
         Raises:
             ProtocolError: the peer has given this rank up and reused the slot, so the data read is invalid.
@@ -382,11 +383,13 @@ class SlotReader(_Slots):
         if self._order is not None:
             self._order()
         if self._lines[(slot << 3) + 1] != group:
-            raise ProtocolError(f"rank {self._peer} has given this rank up and overwritten what it was reading")
+            raise ProtocolError(
+                f"rank {self._peer} no longer waits for this rank, and has overwritten the slot being read"
+            )
         self._consumed[slot] = self._named[slot]
 
     def unread(self) -> list[tuple[int, int, int]]:
-        """Return operation, group and fingerprint of each unread post for a group that is still open."""
+        """Return the operation, group and fingerprint of each unread post for an open group."""
         found = []
         for slot in self._unread():
             if not self.reclaim(slot):
@@ -395,17 +398,17 @@ class SlotReader(_Slots):
         return found
 
     def purge(self, group: int) -> None:
-        """Consume all posts for a closed group: no operation will read them."""
+        """Mark all posts for a closed group as consumed, because no operation will read them."""
         self._closed_groups.add(group)
         for slot in self._unread():
             self.reclaim(slot)
 
     def release(self, group: int) -> None:
-        """Forget a closed group, for which the peer posts nothing more."""
+        """Forget a closed group for which the peer posts no more data."""
         self._closed_groups.discard(group)
 
     def reclaim(self, slot: int) -> bool:
-        """Consume the post in a slot if it is for a closed group, even one after `purge`; return whether it was."""
+        """Mark the post in a slot as consumed if it is for a closed group, even after `purge`; return whether it is."""
         number = self._named[slot]
         if number <= self._consumed[slot]:
             return False
@@ -417,12 +420,12 @@ class SlotReader(_Slots):
         return True
 
     def detach(self) -> None:
-        """Record consumed posts privately from now on: another link uses the words."""
+        """Record consumed posts only in this process from now on, because another link uses the shared words."""
         self._consumed = memoryview(bytearray(self._consumed)).cast("Q")
         self._arrays = self._arrays[0], np.frombuffer(self._consumed, np.uint64)
 
     def forget(self) -> None:
-        """Release the words of both ranks, too; nothing can be read any more."""
+        """Release all views of the memory, including those of both ranks' words. Afterwards nothing can be read."""
         super().forget()
         self._named = self._consumed = _NO_WORDS
         self._arrays = np.frombuffer(_NO_WORDS, np.uint64), np.frombuffer(_NO_WORDS, np.uint64)

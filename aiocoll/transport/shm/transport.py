@@ -1,4 +1,4 @@
-"""Shared memory of one rank: whether it can be used, and its set-up with each peer."""
+"""Shared memory of one rank: whether the rank can use it, and its set-up with each peer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Sharing"]
 
 
 class Sharing:
-    """Shared memory of one rank: its doorbell, its outbox, its registered memory, and the set-up of links.
+    """The shared memory of one rank: doorbell, outbox, registered memory, and the set-up of links.
 
     Args:
         runtime: the runtime of the rank's loop.
@@ -55,12 +55,12 @@ class Sharing:
         self.registered_memory = RegisteredMemory(runtime.loop)
         #: The memory that peers may read in place.
         self.in_place = InPlace(self.registered_memory, runtime.random_bytes if single_copy else None)
-        #: The reason why this rank shares no memory; None as long as it can.
+        #: The reason why this rank shares no memory; None while it can share memory.
         self.trouble: str | None = None
         if not wanted:
             self.trouble = "the options request another transport"
         elif sys.platform != "linux":
-            self.trouble = "it needs memfd and eventfd, which only Linux has"
+            self.trouble = "shared memory needs memfd and eventfd, which only Linux has"
         elif not has_atomic_stores():
             self.trouble = "this process stores words of 8 bytes in two steps, so a peer could read half a word"
         elif self._fences is None:
@@ -68,16 +68,16 @@ class Sharing:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Return the size of the largest chunk in bytes; the largest slot has half of it. 0 without shared memory."""
+        """Return the bytes of the largest chunk, twice those of the largest slot; 0 without shared memory."""
         return 0 if self.trouble is not None else self._layout.directions[0].chunk_nbytes
 
     @property
     def reads(self) -> bool:
-        """Return whether this rank and its peers may read each other's memory, and this rank finds no obstacle."""
+        """Return whether ranks may read each other's memory in place, and a test of this process on itself succeeds."""
         return self.trouble is None and self.in_place.is_wanted
 
     async def propose(self, sock: socket.socket, peer: int) -> LinkParts | None:
-        """Offer memory to the dialled rank; return None if the link has to use the socket."""
+        """Offer shared memory to the rank that was dialled; return None if the link must use the socket."""
         own = self._make_own_part(peer)
         if own is None:
             dial.decline(sock)
@@ -85,12 +85,12 @@ class Sharing:
         return await self._agree(dial.propose(sock, own), own)
 
     async def accept(self, sock: socket.socket, peer: int) -> LinkParts | None:
-        """Accept the memory that the dialling rank offers; return None if the link has to use the socket."""
+        """Accept the shared memory that the dialling rank offers; return None if the link must use the socket."""
         own = self._make_own_part(peer)
         return await self._agree(dial.accept(sock, own), own)
 
     async def _agree(self, passed: Coroutine[Any, Any, LinkParts | None], own: OwnPart | None) -> LinkParts | None:
-        """Return the parts of the link that both ends agree on, with the references of `own`; else drop these."""
+        """Return the link parts on which both ends agree; if there are none, release this rank's part `own`."""
         pair = None
         try:
             pair = await passed
@@ -102,18 +102,18 @@ class Sharing:
         return pair
 
     def release_parts(self, pair: LinkParts) -> None:
-        """Release the parts of a link that is not made."""
+        """Release the parts of a link that will not be made."""
         pair.region.close()
         pair.peer.close()
         pair.own.drop()
 
     def catch_up(self) -> None:
-        """Deliver the frames that peers have written so far."""
+        """Deliver the frames that peers have written to shared memory so far."""
         if self._doorbell is not None and not self._doorbell.closed:
             self._doorbell.poll()
 
     def _make_own_part(self, peer: int) -> OwnPart | None:
-        """Return this rank's part of a link with a peer; None if there is no shared memory."""
+        """Return this rank's part of a link to a peer; None if there is no shared memory."""
         if self.trouble is not None:
             return None
         doorbell = lane = None
@@ -129,7 +129,7 @@ class Sharing:
         return None
 
     def _open_doorbell(self) -> Doorbell:
-        """Return a reference to the doorbell; make the doorbell and the outbox if there is none.
+        """Return a new reference to the doorbell. Make the doorbell and the outbox on first use.
 
         Raises:
             OSError: no memory or descriptor is left, or the kernel forbids it.
@@ -142,9 +142,9 @@ class Sharing:
         return self._doorbell
 
     def _stop_sharing(self, error: Exception) -> None:
-        """Stop sharing memory, and log the reason once."""
+        """Share no more memory with new links, and log the reason once."""
         if self.trouble is None:
-            # Only the text is kept: the traceback of the error would keep its memory mapped.
+            # Keep only the text, because the error's traceback would keep its memory mapped.
             self.trouble = why = str(error)
             logger.warning(
                 "rank %d uses unix sockets instead of shared memory: %s", self._rank, why, extra={"rank": self._rank}

@@ -1,4 +1,4 @@
-"""Host identity, addresses and listening sockets of a rank, and connecting to an address."""
+"""Addresses of a rank: host identity, listening sockets, and connecting to another rank's address."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ __all__ = [
 ]
 
 ANY: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
-#: Connections that the kernel completes before this rank accepts them. All ranks of a large job may dial at once. The
-#: kernel lowers the number to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
+#: Maximum number of connections that wait to be accepted. All ranks of a large job may dial at once. The kernel lowers
+#: the number to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
 _BACKLOG = 4096
-#: Maximum number of connections accepted in one callback; 16 of them take about 300 µs.
+#: Maximum number of connections accepted in one callback. 16 take about 300 µs.
 _ACCEPTS = 16
-#: Seconds for which a listener pauses after the process ran out of descriptors. Other descriptors may close meanwhile.
+#: Seconds without accepting after descriptors ran out. Meanwhile, the process may close other descriptors.
 _SHORTAGE_PAUSE = 0.1
-#: Errors of a temporary shortage of descriptors or memory in the process or its host.
+#: Error numbers of a temporary shortage of descriptors or memory in this process or host.
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-#: Errors of a temporary network outage: the peer's host did not answer, or a router answered for it.
+#: Error numbers of a temporary network outage: the peer's host did not answer, or a router reported an error.
 _OUTAGES = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT})
 
 
 def host_identity(override: str | None = None) -> str:
-    """Return the host name of this process: equal in processes that can connect by an abstract unix socket.
+    """Return an identity of this host, equal in two processes if they can connect by an abstract unix socket.
 
     On Linux it depends on the kernel (its boot id) and the network namespace. Containers that share the network are one
     host; containers that do not are different hosts, even on one machine. On other systems it depends on the hardware
@@ -68,22 +68,22 @@ def host_identity(override: str | None = None) -> str:
         import uuid
 
         facts = f"{uuid.getnode():x} {socket.gethostname()}"
-    # 64 bits distinguish any two hosts of one job. The hash does not reveal the facts to other hosts.
+    # 64 bits are enough to distinguish the hosts of a job. The hash hides the facts about this host from other hosts.
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether `host` means all addresses of this host. Such an address cannot be published to peers."""
+    """Return whether `host` stands for all addresses of this host. Peers cannot connect to such an address."""
     return host in ANY.values()
 
 
 def family_of(host: str) -> int:
-    """Return the address family of a numeric `host`."""
+    """Return the socket address family of a numeric `host`."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def open_tcp(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
-    """Return a socket that listens on the numeric address `host`, on a free port or on the first free port in `ports`.
+    """Return a socket listening on the numeric address `host`, on any free port or on the first free one in `ports`.
 
     Raises:
         RendezvousError: `host` is not an address of this host, or all ports in the range `ports` are in use.
@@ -108,8 +108,8 @@ def _open_tcp(host: str, port: int) -> socket.socket:
     listener = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
         if listener.family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # so that "::" means IPv6 on every system
-        if port:  # connections of an ended job may still occupy the port
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # so that "::" means IPv6 only
+        if port:  # connections of an earlier job may still occupy a fixed port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         return _listening(listener)
@@ -121,7 +121,7 @@ def _open_tcp(host: str, port: int) -> socket.socket:
 def open_unix(
     random_bytes: Callable[[int], bytes], *, abstract: bool = sys.platform.startswith("linux")
 ) -> tuple[socket.socket, str]:
-    """Return a listening unix socket and its name: `"@..."` if it is abstract (Linux, without a file), else a path.
+    """Return a listening unix socket and its name: `"@..."` if abstract (Linux, without a file), otherwise a path.
 
     A path is in a new directory that only this user can access. `remove_unix` removes the socket and the directory.
     """
@@ -147,12 +147,12 @@ def _listening(listener: socket.socket) -> socket.socket:
 
 
 def unix_address(name: str) -> str:
-    """Return the address for `socket.connect` of a socket `name` from `open_unix`."""
+    """Return the address to pass to `socket.connect` for the `name` from `open_unix`."""
     return f"\0{name[1:]}" if name.startswith("@") else name
 
 
 def remove_unix(name: str) -> None:
-    """Remove the socket file and the directory of `open_unix`, if any."""
+    """Remove the socket file and the directory that `open_unix` has made, if any."""
     if not name.startswith("@"):
         with suppress(OSError):
             os.unlink(name)
@@ -160,9 +160,10 @@ def remove_unix(name: str) -> None:
 
 
 def _find_connect_error(sock: socket.socket) -> int:
-    """Return the errno that explains why a newly connected TCP socket has no peer; 0 if it has one."""
+    """Return the errno that explains why a newly connected TCP socket has no peer; 0 if it has a peer."""
     try:
-        met_itself = sock.getsockname() == sock.getpeername()  # possible when dialling a free port of this host
+        # A socket that dials a free port of its own host may connect to itself.
+        met_itself = sock.getsockname() == sock.getpeername()
     except OSError as error:
         if error.errno != errno.ENOTCONN:
             raise
@@ -197,7 +198,7 @@ async def reach(
             retry_soon(sock)
             if in_bursts:
                 send_in_bursts(sock)
-        # `loop.sock_connect` would treat EAGAIN, a full backlog of a unix socket, as a connection in progress.
+        # Not `loop.sock_connect`, which takes EAGAIN (the full backlog of a unix socket) for a connection in progress.
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
             connected = loop.create_future()
@@ -220,23 +221,23 @@ async def reach(
 
 
 def is_transient(error: OSError) -> bool:
-    """Return whether to dial again after an error: it may be temporary, or the peer may not listen yet."""
+    """Return whether a failed connection attempt may succeed later, for instance when the peer listens."""
     passing = isinstance(error, ConnectionError | FileNotFoundError | BlockingIOError)
     return passing or error.errno in _SHORTAGES or is_outage(error)
 
 
 def is_outage(error: OSError) -> bool:
-    """Return whether the error means that the peer's host did not answer."""
+    """Return whether a connection error means that the peer's host did not answer."""
     return error.errno in _OUTAGES
 
 
 def is_missing(error: OSError) -> bool:
-    """Return whether the error means that a unix socket is missing or not accessible, so that a retry is useless."""
+    """Return whether the error means that a unix socket is missing or not accessible: a retry would be useless."""
     return isinstance(error, ConnectionRefusedError | FileNotFoundError | PermissionError)
 
 
 class Listeners:
-    """The accept loop of listening sockets. It goes on after failed connections and after a lack of descriptors.
+    """The accept loop for listening sockets. It continues after failed connections, and when descriptors run out.
 
     Args:
         runtime: clock and timers.
@@ -247,18 +248,18 @@ class Listeners:
         self._runtime = runtime
         self._greet = greet
         self._repeats = RepeatLimiter()
-        # The timer that ends the pause of each listener, or None.
+        # For each listening socket, the timer that ends its pause, or None.
         self._open: dict[socket.socket, asyncio.TimerHandle | None] = {}
 
     def add(self, listener: socket.socket) -> None:
-        """Accept connections from `listener` as well."""
+        """Start to accept connections on another listening socket."""
         self._open[listener] = None
         self._runtime.loop.add_reader(listener, self._accept, listener)
 
     def close(self) -> None:
-        """Close the listeners."""
+        """Close the listening sockets."""
         for listener, pause in self._open.items():
-            if listener.fileno() >= 0:  # else garbage collection finalized the socket before its owner
+            if listener.fileno() >= 0:  # otherwise garbage collection has closed the socket before its owner
                 self._runtime.loop.remove_reader(listener)
             listener.close()
             if pause is not None:
@@ -271,7 +272,7 @@ class Listeners:
                 sock, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # EMFILE and similar: the listener stays readable, so pause to avoid a busy loop
+            except OSError as error:  # EMFILE etc.: the listener stays readable, so pause to avoid a busy loop
                 self._pause(listener, error)
                 return
             sock.setblocking(False)

@@ -1,4 +1,4 @@
-"""The choice between two connections when two ranks dial each other at once: at most one link of each kind.
+"""Choice between two connections when two ranks dial each other at the same time: one link of each kind.
 
 The lower rank may dial connection A, the higher rank connection B, at the same time. A server promises a link (VERDICT:
 OK) and then waits for the client's last message (CONFIRM). The higher rank is the server of A and the client of B. It
@@ -31,7 +31,7 @@ __all__ = ["Crossing"]
 
 
 class Crossing:
-    """The promises and confirmations of one rank to peers that have proven the job key.
+    """The promises and confirmations of links that one rank gives to peers that have proven the job key.
 
     Args:
         rank: this rank.
@@ -47,7 +47,7 @@ class Crossing:
         self._confirmed: set[Key] = set()
 
     def decide(self, key: Key) -> Status:
-        """Return the status to send to a peer that has proven the job key and requests this link."""
+        """Return the status to send to a peer that has proven the job key and requests a link."""
         peer = key[0]
         if peer == self._rank or not 0 <= peer < self._world_size:
             return Status.REFUSED
@@ -57,7 +57,7 @@ class Crossing:
 
     @contextmanager
     def promise(self, key: Key) -> Iterator[None]:
-        """Register the promise of a link during this context, in which the caller completes the handshake."""
+        """Register a promise to accept a link while this context is open. In it, the caller completes the handshake."""
         over = self._promised[key] = asyncio.get_running_loop().create_future()
         try:
             yield
@@ -66,16 +66,16 @@ class Crossing:
             over.set_result(None)
 
     def promised(self, key: Key) -> asyncio.Future[None] | None:
-        """Return a future that is done when the promise of this link ends; None without a promise."""
+        """Return a future that is done when this rank's promise of a link ends; None if there is no promise."""
         return self._promised.get(key)
 
     def may_confirm(self, key: Key) -> bool:
-        """Return whether this rank may confirm the connection that it has dialled, after it received OK."""
+        """Return whether this rank, which has dialled and received OK, may confirm the connection."""
         return not self._links.has(key) and (self._rank < key[0] or key not in self._promised)
 
     @contextmanager
     def confirm(self, key: Key) -> Iterator[None]:
-        """Register the confirmation of a link during this context, in which the caller sends CONFIRM."""
+        """Register the confirmation of a link while this context is open. In it, the caller sends CONFIRM."""
         self._confirmed.add(key)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Dialling peers: the addresses to dial, the state of one dial, and the dialler, which retries until a link is open."""
+"""Dialling of peers: the addresses to dial, the state of one dial, and the retries until a link is open."""
 
 from __future__ import annotations
 
@@ -37,27 +37,29 @@ from aiocoll.users import peer_trouble
 
 __all__ = ["Dial", "DialAddress", "DialAddresses", "Dialler"]
 
-#: Seconds to wait before dialling again. The pause starts at about a round trip and doubles up to the longest pause.
+#: Shortest and longest pause in seconds before dialling again. The pause starts at about a round trip, and doubles each
+#: time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-#: Remaining seconds that are too short for another attempt. Timers may fire early by less than this.
+#: If fewer seconds than this are left, make no further attempt. Timers may fire early by less than this.
 _NO_TIME = 1e-6
-#: Seconds for which answers without proof of the job key are retried before they are an error. The cause may be a lost
-#: byte, or an address that means a different host here, while the peer can still reach this rank.
+#: Seconds for which a dial is retried if the process that answers does not prove the job key. The cause may be a lost
+#: byte. Or the address belongs to another host in this network, while the peer can still reach this rank.
 _DOUBT = 1.0
 
 T = TypeVar("T")
-#: Makes a link from a stream whose handshake is complete; returns None if another connection already is the link.
+#: A function that makes a link from a stream after the handshake. It returns None if another connection is the link
+#: already.
 _Adopt = Callable[[ByteStream, Peer], Awaitable[T | None]]
 
-_AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
+_AF_UNIX = getattr(socket, "AF_UNIX", None)  # does not exist on Windows
 
 _SILENT = "it does not answer"
 
-_AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
+_AF_UNIX = getattr(socket, "AF_UNIX", None)  # does not exist on Windows
 
 
 class DialAddress(NamedTuple):
-    """An address to dial.
+    """An address at which to dial a peer.
 
     Attributes:
         family, address: family and address of the socket.
@@ -73,13 +75,13 @@ class DialAddress(NamedTuple):
     striped: bool = False
 
     def unreachable(self, peer: int, reason: str) -> PeerLostError:
-        """Return the error for rank `peer` that could not be reached at this address."""
+        """Return the error to raise if rank `peer` could not be reached at this address."""
         text = f"rank {peer} cannot be reached at {self.label}: {reason}"
         return PeerLostError(text, how="unreachable", ranks=[peer])
 
 
 class DialAddresses:
-    """The addresses that one rank may dial.
+    """The choice of the address at which to dial each peer.
 
     Args:
         rank: this rank.
@@ -90,7 +92,7 @@ class DialAddresses:
 
     def __init__(self, rank: int, host: str, key: bytes | None, transport: str) -> None:
         self.host = host
-        #: The reason why ranks with the same host in their cards are not dialled by unix socket; None if they are.
+        #: The reason why ranks whose cards name the same host are not dialled by unix socket; None if they are.
         self.unix_trouble: str | None = None
         self.may_use_unix = transport != "tcp" and _AF_UNIX is not None
         self._rank = rank
@@ -107,8 +109,9 @@ class DialAddresses:
         """
         if card["host"] == self.host and self.may_use_unix and card["unix"]:
             name = card["unix"]
-            # A unix socket is faster than TCP between ranks of one host, but may be out of reach: the peer may run as
-            # another user, or on a copy of this virtual machine. Over TCP only the job key authenticates the peer.
+            # Between ranks of one host, a unix socket is faster than TCP. But it may be unreachable: the peer may run
+            # as another user, or on a copy of this virtual machine. TCP is the alternative only with a job key, which
+            # alone authenticates the peer there.
             instead = self._tcp(card) if self._transport == "auto" and card["tcp"] and self._key else None
             return DialAddress(socket.AF_UNIX, address.unix_address(name), f"unix socket {name}", instead)
         if self._transport in ("unix", "shm"):
@@ -129,7 +132,7 @@ class DialAddresses:
         return DialAddress(address.family_of(host), (host, port), f"{host} port {port}{hint}")
 
     def check_key(self, host: str) -> None:
-        """Check that there is a job key for TCP on `host`. On the loopback, only warn once without a key."""
+        """Check that TCP connections to `host` have a job key. On the loopback, a missing key only logs a warning."""
         keys.require_key(host, self._key)
         if self._key is None and not self._warned_keyless:
             self._warned_keyless = True
@@ -139,7 +142,7 @@ class DialAddresses:
 
 
 class Dial:
-    """The state of one `connect` in progress.
+    """The state of a running `connect` to one peer.
 
     Args:
         runtime: clock and timers.
@@ -180,17 +183,17 @@ class Dial:
         self.watch(-1)
 
     def watch(self, fd: int, *, connecting: bool = False) -> None:
-        """Set the descriptor of the socket of this attempt; -1 for none."""
+        """Set the socket descriptor of the current attempt; -1 for none."""
         self._arrived = partial(is_ready, fd, to_write=connecting)
 
     def allow(self, seconds: float) -> None:
-        """Interrupt the current step after `seconds`, unless `stop` is called before."""
+        """Limit the current step to `seconds`, until `stop` is called."""
         self._timeout = LoopTimeout(
             self._runtime, seconds, lambda: self.interrupt(self._runtime.time()), lambda: self._arrived()
         )
 
     def stop(self) -> None:
-        """Remove the limit of `allow`. Do not count the seconds for which this rank's event loop was blocked."""
+        """Remove the limit set by `allow`, without counting the time for which this rank's event loop was blocked."""
         if self._timeout is not None:
             self._timeout.cancel()
             self._blocked += self._timeout.blocked
@@ -198,7 +201,7 @@ class Dial:
             self._timeout = None
 
     def interrupt(self, now: float) -> None:
-        """End the current step, so that the dialler checks at once whether the link is open or the transport closed."""
+        """End the current step, so that the dialler checks now whether the link is open or the transport has closed."""
         if self.limit is not None and not self.limit.expired():
             self.limit.reschedule(now)
 
@@ -211,25 +214,25 @@ class Dial:
         self._silent_since = math.inf
 
     def seconds_left(self, now: float, timeout: float, *, impatient: bool) -> float:
-        """Return the remaining seconds of a dial of `timeout` seconds. If `impatient`, a silent host shortens it."""
+        """Return the seconds left of a dial of `timeout` seconds; fewer if `impatient` and the host is silent."""
         end = self._began + self._blocked + timeout
         return (min(end, self._silent_since + UNREACHABLE_AFTER) if impatient else end) - now
 
     def failure(self, now: float) -> PeerLostError:
-        """Return the error to raise when the time is used up."""
+        """Return the error to raise when the time for this dial is used up."""
         return self.target.unreachable(self._peer, f"{self.reason} (tried for {now - self._began:.1f} s)")
 
 
 class _RetryError(Exception):
-    """The attempt failed, but a later one may succeed."""
+    """Raised when a connection attempt fails, but a later one may succeed."""
 
 
 class _NoRouteError(Exception):
-    """The peer cannot be reached at this address; dial `DialAddress.instead`."""
+    """Raised when the peer cannot be reached at this address, so that `DialAddress.instead` is dialled."""
 
 
 class Dialler:
-    """The part of a transport that dials peers until each requested link is open.
+    """The part of a transport that dials peers, with retries until each requested link is open.
 
     Args:
         runtime: clock and randomness.
@@ -267,12 +270,12 @@ class Dialler:
 
     @property
     def trouble(self) -> str:
-        """Reason why a dialled peer has not been reached; "" if no peer is dialled. It stays after a cancelled dial."""
+        """The reason why a dialled peer was not reached yet, kept after a cancelled dial; "" if no peer is dialled."""
         now = self._runtime.time()
         return next((str(dial.failure(now)) for dial in self._dials.values()), self._trouble)
 
     async def connect(self, key: Key, target: DialAddress, adopt: _Adopt[T]) -> T | None:
-        """Dial until `adopt` has accepted the connection; return None if the peer has opened the link instead.
+        """Dial a peer until `adopt` accepts the connection; return None if the peer has opened the link instead.
 
         Args:
             key: the peer and the kind of connection.
@@ -291,7 +294,7 @@ class Dialler:
         try:
             return await self._dial(dial, key, adopt)
         except asyncio.CancelledError:
-            if key[1] is not ConnKind.PROBE:  # a missing probe is no trouble
+            if key[1] is not ConnKind.PROBE:  # a missing probe does no harm
                 self._trouble = str(dial.failure(self._runtime.time()))
             raise
         finally:
@@ -299,19 +302,19 @@ class Dialler:
             dial.done.set_result(None)
 
     def interrupt(self, key: Key) -> None:
-        """Interrupt the dial of a link, because the peer has opened it."""
+        """Interrupt the dialling of a link, because the peer has opened that link."""
         if dial := self._dials.get(key):
             dial.interrupt(self._runtime.time())
 
     def close(self) -> set[asyncio.Future[None]]:
-        """Interrupt the dials in progress; return futures that are done when they have ended."""
+        """Interrupt all dials in progress; return futures that are done when the dials have ended."""
         self._closed = True
         for dial in self._dials.values():
             dial.interrupt(self._runtime.time())
         return {dial.done for dial in self._dials.values()}
 
     async def _dial(self, dial: Dial, key: Key, adopt: _Adopt[T]) -> T | None:
-        """Dial until a link is open, even if ends without the job key answer.
+        """Dial until a link is open, even if a process without the job key answers in the meantime.
 
         If this rank has promised the peer a link, wait for the peer's connection instead.
         """
@@ -330,21 +333,21 @@ class Dialler:
                 async with asyncio.timeout(None) as dial.limit:
                     if promised is not None:
                         dial.record_answer()
-                        dial.reason = "the connection that the peer opens is not complete"
+                        dial.reason = "the connection that the peer is opening is not complete"
                         await asyncio.wait([promised])
                     else:
                         return await self._attempt(dial, key, adopt)
             except TimeoutError:
                 if (
                     promised is None and left >= self._options.handshake_timeout
-                ):  # a shorter attempt does not prove silence
+                ):  # a shorter attempt does not prove that the peer is silent
                     dial.reason = _SILENT
             except _NoRouteError as error:
                 assert dial.target.instead is not None
                 self.detours[key[0]] = str(error)
                 dial.target = dial.target.instead
             except (_RetryError, UnprovenError) as error:
-                dial.reason = str(error)  # the exception itself would keep its traceback's objects alive
+                dial.reason = str(error)  # not the exception, whose traceback would keep objects alive
                 if isinstance(error, UnprovenError):
                     doubtful = doubtful or time()
                     if time() >= doubtful + _DOUBT:
@@ -373,8 +376,8 @@ class Dialler:
             try:
                 return await self._introduce(dial, stream, key, adopt)
             except BaseException:
-                # Shut down first: the peer may wait for the end without a timeout, and a forked child may hold the
-                # socket open.
+                # Shut down before closing: the peer may wait for the end without a timeout, and a forked child may hold
+                # the socket open.
                 with suppress(OSError):
                     stream.shutdown()
                 stream.close()
@@ -395,7 +398,7 @@ class Dialler:
             dial.watch(-1)
 
     async def _reach(self, dial: Dial, kind: ConnKind) -> socket.socket:
-        """Return a connected socket, after the check that a unix peer belongs to this user."""
+        """Return a connected socket. For a unix socket, check that the peer's process belongs to this user."""
         target = dial.target
         try:
             sock = await address.reach(
@@ -433,7 +436,7 @@ class Dialler:
             raise AuthenticationError(f"rank {exchange.peer.rank} answered at {target.label} instead of rank {peer}")
         if not self._crossing.may_confirm(key):
             raise _RetryError("the connection that the peer opened is used")
-        # The peer has proven the job key: from here on only `connect_timeout` applies.
+        # The peer has proven the job key. From here on, only `connect_timeout` limits the time.
         dial.stop()
         dial.allow(dial.seconds_left(self._runtime.time(), self._options.connect_timeout, impatient=False))
         with self._crossing.confirm(key):
@@ -445,7 +448,7 @@ class Dialler:
 
 
 async def _send_hello(stream: ByteStream, hello: bytes) -> None:
-    """Send the first message.
+    """Send HELLO, the first message of the handshake.
 
     If sending fails, read the reason from the other end: it may have rejected this rank's certificate.
     """

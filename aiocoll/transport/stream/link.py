@@ -1,4 +1,4 @@
-"""A link over a byte stream, TCP or unix: non-blocking calls, one permanent reader, no task per message.
+"""Link over a byte stream (TCP or unix socket): non-blocking calls, one permanent reader, no task per message.
 
 Many small frames are read at once into a buffer of the link and delivered from there. A large frame is received in two
 parts. Its header goes through the buffer. Its payload is received directly into memory that the engine provides. A
@@ -29,25 +29,26 @@ from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind, Hea
 
 __all__ = ["LOOPBACK_BUFFER", "UNIX_BUFFER", "StreamLink"]
 
-#: Bytes to read at once if small frames are expected; copying them takes 3 µs.
+#: Number of bytes to read at once when small frames are expected. Copying as many takes 3 µs.
 LOOKAHEAD = 64 * 1024
-#: Payloads from this size count as large. After a large payload that went directly to the engine's memory, only a
-#: header is read ahead. After one that was delivered from the buffer, the same size is read ahead again.
+#: Smallest payload that counts as large. After a large payload that went directly to the operation's memory, only a
+#: header is read ahead. After a large payload that was delivered from the buffer, the same size is read ahead again.
 BULK = 16 * 1024
-#: Up to this payload size, appending the payload to its header is faster than `sendmsg` with two buffers.
+#: Largest payload for which appending it to its header is faster than `sendmsg` with two buffers.
 JOIN = 16 * 1024
-#: Up to this payload size, copying a frame into a batch is faster than a system call for the frame.
+#: Largest payload for which copying the frame into a batch is faster than a system call per frame.
 GATHER = 8 * 1024
-#: Bytes of a full batch: as many as a receiver reads at once.
+#: Size of a full batch in bytes: as many as the receiver reads at once.
 BATCH = LOOKAHEAD
-#: Seconds after the last frame from which the next frame is sent at once, even without a poll. This is far more than
-#: the time between two calls of a program, and too short to be noticed.
+#: If the last frame was sent longer ago than this, in seconds, the next frame is sent at once instead of batched. This
+#: is far more than the time between two calls of a program, and too short to be noticed.
 CLOSELY = 100e-6
-#: Buffers per `sendmsg`; far below every system's IOV_MAX (1024).
+#: Maximum number of buffers per `sendmsg`, far below every system's IOV_MAX (1024).
 IOVECS = 64
 #: Socket buffer sizes in each direction on one host. They hold a few segments, so that sender and receiver overlap
-#: without a wake-up per segment. With more segments the bytes would leave the cache before they are read. Measured from
-#: 128 KiB to 4 MiB. TCP needs more, since it counts its overhead and acknowledges. Between hosts the kernel tunes them.
+#: without a wake-up per segment. With more segments, the bytes would leave the cache before they are read. Measured
+#: from 128 KiB to 4 MiB. TCP needs more, because it counts its overhead and acknowledges. Between hosts, the kernel
+#: tunes them.
 UNIX_BUFFER = 2 * SEGMENT
 LOOPBACK_BUFFER = 8 * SEGMENT
 _KINDS = frozenset(FrameKind)
@@ -55,7 +56,7 @@ _NO_BUFFER = memoryview(b"")
 
 
 class StreamLink:
-    """A link over one connected, authenticated byte stream, which it owns; see `aiocoll.transport.base.Link`."""
+    """A link over an authenticated byte stream, which it owns; see `aiocoll.transport.base.Link`."""
 
     __slots__ = (
         "_ahead",
@@ -90,26 +91,26 @@ class StreamLink:
         self._runtime = runtime
         self._stream = stream
         self._pool = pool
-        # A buffer of the pool while the link reads, and longer if it still holds a part of a frame.
+        # The link holds a buffer of the pool while it reads, and longer if a part of a frame remains in the buffer.
         self._buffer = _NO_BUFFER
         self._start = 0
         self._end = 0
         self._ahead = LOOKAHEAD
-        # The frame whose payload is incomplete; `_target` is None while the payload is received into the buffer.
+        # The frame whose payload is incomplete. `_target` is None while the payload is received into the buffer.
         self._header: Header | None = None
         self._target: memoryview | None = None
         self._filled = 0
-        # Frames that will be sent together; empty while `_out` holds bytes that the kernel has not accepted.
+        # Frames to send together. Empty while `_out` holds bytes that the kernel has not accepted.
         self._batch = bytearray()
-        # Whether the next frame is the first since a poll, and the time at which the last frame was sent.
+        # Whether the next frame is the first one since a poll, and when the last frame was sent.
         self._first = True
         self._last = 0.0
         self._out: deque[memoryview] = deque()
         self._ending = False
         self._closed = False
-        # Received data was invalid: the rest is read and discarded.
+        # Set after invalid data was received. From then on, received data is discarded.
         self._refusing = False
-        # The buffer may still hold complete frames.
+        # Whether the buffer may still hold complete frames.
         self._unparsed = False
         _size_buffers(stream.sock)
 
@@ -129,7 +130,7 @@ class StreamLink:
         return self._closed
 
     def peer_process(self) -> PidFd | None:
-        """Return the process at the other end of a unix socket."""
+        """Return a handle of the process at the other end of a unix socket."""
         return peer_process(self._stream.sock)
 
     def start(self) -> None:
@@ -137,7 +138,7 @@ class StreamLink:
         self._stream.start_reading(self.poll)
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
-        """Send one frame; return whether the kernel or a batch accepted all of it."""
+        """Send a frame; return whether the kernel or a batch has accepted all of it. Otherwise the rest is queued."""
         if self._closed or self._ending:
             return True
         if self._out:
@@ -162,7 +163,7 @@ class StreamLink:
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            return True  # the reader gets the same error, after all data that the peer sent before
+            return True  # ignore it: the reader gets the same error, after all data that the peer sent before
         self._last = self._runtime.ticks()
         return sent == len(frame) or self._put_back(sent, frame)
 
@@ -181,7 +182,7 @@ class StreamLink:
         except (BlockingIOError, InterruptedError):
             return moved
         except OSError as error:
-            # Both ends may close at once when neither reads any more: a reset is then an orderly end.
+            # If both ends stop reading and close at once, the kernel may report a reset. That is an orderly end.
             orderly = self._ending and error.errno in (errno.ECONNRESET, errno.EPIPE)
             self._lost(None if orderly else error)
             return True
@@ -196,30 +197,30 @@ class StreamLink:
                 self._buffer = _NO_BUFFER
 
     def divert(self) -> None:
-        """Receive the rest of the arriving payload into memory that is not used."""
+        """Receive the rest of the arriving payload into memory whose content is ignored."""
         if self._target is not None:
-            # New memory: other links may use the buffers of the pool meanwhile.
+            # Allocate new memory, because other links may use the pool's buffers meanwhile.
             self._target = memoryview(bytearray(self._target.nbytes))
 
     def finish(self) -> None:
-        """Send the queued frames, then shut down the sending side."""
+        """Send the queued frames, then shut down the sending side of the stream."""
         self._send_batch()
         self._ending = True
         if not self._out:
             self._shutdown()
 
     def close(self) -> None:
-        """Close the stream."""
+        """Close the link and its byte stream."""
         if self._closed:
             return
-        self._send_batch()  # `write` has reported its frames as sent
+        self._send_batch()  # `write` has reported the frames of the batch as sent
         self._closed = True
         self._out.clear()
         self._target = None
         self._stream.close()
 
     def fail(self, error: Exception) -> None:
-        """Close the link and report `error` to the sink, as if reading had failed."""
+        """Close the link and report `error` to the sink, like a failed read."""
         self._lost(error)
 
     def _gather(self, header: bytes, payload: memoryview | None) -> None:
@@ -244,11 +245,11 @@ class StreamLink:
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            return True  # the reader gets the same error
+            return True  # ignore it: the reader gets the same error
         return sent == sum(map(len, parts)) or self._put_back(sent, *parts)
 
     def _put_back(self, sent: int, *parts: Bytes) -> Literal[False]:
-        """Queue the bytes of `parts` after the first `sent`, which the kernel has not accepted."""
+        """Queue the bytes of `parts` that the kernel has not accepted: all after the first `sent`."""
         for part in parts:
             if sent < len(part):
                 self._out.append(memoryview(part)[sent:])
@@ -281,17 +282,17 @@ class StreamLink:
         return True
 
     def _drop(self) -> bool:
-        """Discard received data until the peer ends its side: closing at once would lose the data sent to the peer."""
+        """Discard received data until the peer ends its side. Closing earlier would lose data sent to the peer."""
         if not self._stream.receive_into(self._buffer):
             self.close()
         return True
 
     def _place(self) -> memoryview:
-        """Return the memory for the next bytes, in the length to read."""
+        """Return the memory into which the next bytes are read."""
         if self._target is not None:
             return self._target[self._filled :]
         if self._header is not None:
-            # The payload starts at the front of the buffer; the header of the next frame may follow it.
+            # The payload starts at the front of the buffer, and the header of the next frame may follow.
             return self._buffer[self._end : 2 * HEADER_SIZE + self._header[7]]
         return self._buffer[self._end : self._ahead]
 
@@ -302,7 +303,7 @@ class StreamLink:
         self.sink.deliver(self, header, None)
 
     def _parse(self, deadline: float) -> None:
-        """Deliver the frames in the buffer.
+        """Deliver all complete frames in the receive buffer.
 
         Move an incomplete frame to the front, or all remaining frames if the time is used up.
         """
@@ -330,7 +331,7 @@ class StreamLink:
                 return
             position = body + length
             if end - position >= HEADER_SIZE and ticks() > deadline:
-                # The event loop does not report bytes that have already been read.
+                # Bytes that have been read are not reported by the event loop's selector.
                 self._unparsed = True
                 self._runtime.call_soon(self.poll)
                 break
@@ -370,7 +371,7 @@ class StreamLink:
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
-            out.clear()  # the reader gets the same error
+            out.clear()  # ignore it: the reader gets the same error
         self._stream.stop_writing()
         self.sink.drained(self)
         if self._ending and not self._closed and not out:
@@ -391,7 +392,7 @@ class StreamLink:
 
 
 def _size_buffers(sock: socket.socket) -> None:
-    """Set the socket buffer sizes of a connection inside a host."""
+    """Set the socket buffer sizes of a connection within a host."""
     if sock.family == socket.AF_UNIX:
         nbytes = UNIX_BUFFER
     elif is_between_hosts(sock):

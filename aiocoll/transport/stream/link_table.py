@@ -1,4 +1,4 @@
-"""The open links of one rank: at most one of each kind per peer, each on the best medium that both ends support."""
+"""Open links of one rank: at most one of each kind per peer, each on the best medium that both ends support."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from aiocoll.transport.stream.striped_stream import StripedStream
 
 __all__ = ["FAR", "MOST_CONNECTIONS", "CarrierUse", "Key", "LinkTable", "SilenceMonitor"]
 
-_AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
-#: The handshake contains counts of links modulo this number.
+_AF_UNIX = getattr(socket, "AF_UNIX", None)  # does not exist on Windows
+#: The handshake counts ended links modulo this number.
 MANY = 1 << 16
-#: Maximum number of connections of a link. More gain little, and reduce the share of other users of the network.
+#: Maximum number of connections per link. More gain little, and take bandwidth from other users of the network.
 MOST_CONNECTIONS = 4
 
-#: Round-trip time in seconds from which connections are paced. At shorter times network queues hold a whole window, and
-#: the pacing timers cost more than they save.
+#: Round-trip time in seconds from which sending is paced. At shorter times, network queues hold a whole window, and the
+#: pacing timers cost more than they save.
 FAR = 1e-3
 
 #: Seconds between two checks for silent links. A check takes 2 µs per link.
@@ -41,7 +41,7 @@ Key = tuple[int, ConnKind]
 
 
 class SilenceMonitor:
-    """The monitor of one rank's links to other hosts. It closes silent links with a network error.
+    """The monitor of one rank's links to other hosts. It closes links on which nothing arrives, with a network error.
 
     Twice a second it reads from the kernel how long each connection has been silent. Kernels answer each other even
     while the processes on their hosts are blocked or stopped. So the monitor also detects two ranks that cannot reach
@@ -56,7 +56,7 @@ class SilenceMonitor:
         self._watched: dict[socket.socket, DataLink] = {}
 
     def watch(self, link: DataLink, sock: socket.socket) -> None:
-        """Monitor one connection of a link until the link is closed."""
+        """Monitor one connection of a link, until the link is closed."""
         enable_keepalive(sock)
         if not self._watched:
             self._runtime.call_later(_SILENCE_ROUND, self._look)
@@ -73,7 +73,7 @@ class SilenceMonitor:
 
 
 class CarrierUse:
-    """The use of a carrier for data links. The ranks agree on it after they have published their cards.
+    """The decision whether data links use a carrier. The ranks agree on it when all cards are published.
 
     Args:
         carrier: the carrier that this rank offers, or None.
@@ -90,20 +90,20 @@ class CarrierUse:
         self._agreed = asyncio.Event()
 
     def agree(self, used: bool) -> None:
-        """Set whether the ranks have agreed to use the carrier."""
+        """Record whether the ranks have agreed to use the carrier."""
         self.used = used
         self._agreed.set()
 
     async def carrier(self, sock: socket.socket) -> DataCarrier | None:
-        """Return the carrier for the data link of a connection; None if the link uses the socket or shared memory."""
+        """Return the carrier for a connection's data link; None if the link uses the socket or shared memory."""
         if self._carrier is None or not (self._carries_all or sock.family != _AF_UNIX):
             return None
-        await self._agreed.wait()  # the peer may have read the cards earlier than this rank
+        await self._agreed.wait()  # the peer may have read the cards earlier than this rank, and opened a link already
         return self._carrier if self.used else None
 
 
 class LinkTable:
-    """The table of a rank's links, which also makes links from streams whose handshake is complete.
+    """The table of a rank's links, which makes a link from each stream whose handshake is complete.
 
     Args:
         runtime: clock, timers and event loop.
@@ -118,14 +118,14 @@ class LinkTable:
         self._pool = BufferPool()
         self._silence = SilenceMonitor(runtime)
         self._links: dict[Key, _Link] = {}
-        # The number of ended links of this rank; and that of the peer, at the time when the open link was made.
+        # Two numbers of ended links: this rank's own, and the peer's at the time when the open link was made.
         self._ended: Counter[Key] = Counter()
         self._theirs: dict[Key, int] = {}
-        # The streams of data links that may have further connections, by peer.
+        # The streams of data links that may get further connections, by peer.
         self._striped: dict[int, StripedStream] = {}
 
     def has(self, key: Key) -> bool:
-        """Return whether such a link is open."""
+        """Return whether a link of this kind to this peer is open."""
         link = self._links.get(key)
         if link is not None and link.closed:
             del self._links[key]
@@ -135,18 +135,18 @@ class LinkTable:
         return link is not None
 
     def ended(self, key: Key) -> int:
-        """Return the number of such links that have ended, modulo 65536. The handshake sends it to the peer."""
+        """Return how many links of this kind to this peer have ended, modulo 65536, for the handshake."""
         self.has(key)
         return self._ended[key] % MANY
 
     def catch_up(self, key: Key, ended: int) -> None:
-        """Close a link that has ended at the peer: the peer's count `ended` has increased since the link was made."""
+        """Close a link that has ended at the peer: the peer's count `ended` has grown since the link was made."""
         link = self._links.get(key)
         if link is not None and 0 < (ended - self._theirs[key]) % MANY < MANY // 2:
             link.fail(ConnectionResetError(errno.ECONNRESET, "the peer has lost the connection and opens a new one"))
 
     async def adopt(self, stream: ByteStream, peer: Peer, *, dialled: bool, striped: bool) -> _Link | None:
-        """Make a link from `stream`; return None if a link exists already. The caller then still owns `stream`.
+        """Make a link from `stream`; return None if there is a link already. The caller then still owns `stream`.
 
         Both ends call this after the handshake. `dialled` is True at the end that dialled. `striped` is True at both
         ends if the link will have further connections. A data link inside a host uses shared memory if both ends
@@ -188,7 +188,7 @@ class LinkTable:
         return link
 
     def add(self, peer: int, stream: ByteStream) -> bool:
-        """Add a connection to the data link with `peer`.
+        """Add another connection to the data link to `peer`.
 
         Returns:
             Whether it was added. It is not if there is no such link, or if the link has the maximum number.
@@ -203,18 +203,18 @@ class LinkTable:
         return True
 
     def _prepare(self, link: StreamLink, sock: socket.socket) -> None:
-        """Start pacing and monitoring of a connection between hosts."""
+        """Start to pace and monitor a connection between hosts."""
         if is_between_hosts(sock):
             if FAR <= round_trip(sock) < inf:
                 send_evenly(sock)
             self._silence.watch(link, sock)
 
     async def adopt_stream(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
-        """Return `stream` for a use without frames, and count it as a link that has ended."""
+        """Return `stream` itself for a use without frames, and count it like an ended link."""
         self._ended[peer.rank, peer.kind] += 1
         return stream
 
     def carrier(self, peer: int) -> str:
-        """Return the medium of the data link with `peer`: "shm", "unix", "tcp", or "none" if there is no link yet."""
+        """Return the medium of the data link to `peer`: "shm", "unix", "tcp", or "none" if no link is open."""
         link = self._links.get((peer, ConnKind.DATA))
         return "none" if link is None else link.carrier

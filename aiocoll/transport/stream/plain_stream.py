@@ -49,14 +49,14 @@ class SocketStream:
 
     def close(self) -> None:
         """Close the socket."""
-        if self.sock.fileno() >= 0:  # else garbage collection finalized the socket before this stream
+        if self.sock.fileno() >= 0:  # otherwise garbage collection has closed the socket before this stream
             self.stop_reading()
             self.stop_writing()
         self.sock.close()
 
 
 class PlainStream(SocketStream):
-    """A stream without encryption; see `aiocoll.transport.byte_stream.ByteStream`.
+    """A byte stream without encryption; see `aiocoll.transport.byte_stream.ByteStream`.
 
     Args:
         loop: the event loop that watches the socket.
@@ -73,7 +73,7 @@ class PlainStream(SocketStream):
         self.send, self.send_parts, self.receive_into = sock.send, sock.sendmsg, sock.recv_into
 
     def check_rank(self, rank: int) -> None:
-        """Do nothing: there is no certificate to check."""
+        """Do nothing, because there is no certificate to check."""
 
     def shutdown(self) -> None:
         """Shut down the sending side."""
@@ -81,5 +81,5 @@ class PlainStream(SocketStream):
 
 
 async def open_plain(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> PlainStream:
-    """Return a stream without encryption; see `aiocoll.transport.byte_stream.OpenStream`."""
+    """Return a byte stream without encryption; see `aiocoll.transport.byte_stream.OpenStream`."""
     return PlainStream(loop, sock)

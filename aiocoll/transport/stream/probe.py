@@ -24,19 +24,20 @@ from aiocoll.transport.byte_stream import ByteStream, receive_message, resolve, 
 
 __all__ = ["LinkFigures", "answer", "measure"]
 
-#: Bytes of a packet. With all headers and encryption, it fits in one packet of any network.
+#: Number of bytes in a packet. With all headers and encryption, they fit into one packet of any network.
 PACKET = 1280
-#: Packets per train. TCP starts with ten packets, and doubles its window with each answer.
+#: Number of packets in each train. TCP starts with ten packets, and doubles its window with each answer.
 TRAINS = (0, 10, 20, 40, 40)
-#: Number of last trains that count for the rate. Shorter trains may arrive too fast to be measured.
+#: Number of trains, counted from the last, that determine the bandwidth. Shorter trains may arrive too fast to be
+#: measured.
 COUNTED = 3
-#: Packets per write: few system calls, but several TLS records if the connection is encrypted.
+#: Number of packets per write: few system calls, but several TLS records if the connection is encrypted.
 _AT_ONCE = 4
 _ANSWER = struct.Struct("!Id")
 
 
 class LinkFigures(NamedTuple):
-    """The measured performance of a link.
+    """The measured round-trip time and bandwidth of a network path.
 
     Attributes:
         rtt: round-trip time in seconds.
@@ -48,7 +49,7 @@ class LinkFigures(NamedTuple):
 
 
 async def measure(stream: ByteStream, clock: Callable[[], float], seconds: float) -> LinkFigures:
-    """Measure the path to the other end, which must call `answer`. Send no more trains after `seconds`.
+    """Measure the path to the other end, which must call `answer`. Start no more packet trains after `seconds`.
 
     Raises:
         OSError: the connection has ended.
@@ -73,7 +74,7 @@ async def measure(stream: ByteStream, clock: Callable[[], float], seconds: float
 
 
 async def answer(stream: ByteStream, clock: Callable[[], float]) -> None:
-    """Receive trains of packets, and send their sizes and durations to the other end.
+    """Receive the packet trains of `measure`, and send their sizes and durations back.
 
     Raises:
         OSError: the connection has ended.
@@ -85,7 +86,7 @@ async def answer(stream: ByteStream, clock: Callable[[], float]) -> None:
 
 
 async def _train(stream: ByteStream, nbytes: int, clock: Callable[[], float]) -> tuple[int, float]:
-    """Receive `nbytes`; return the number of bytes after the first arrival, and the seconds from first to last."""
+    """Receive `nbytes`; return the bytes after the first arrival, and the seconds from first to last arrival."""
     space = memoryview(bytearray(nbytes))
     arrivals: list[tuple[float, int]] = []
     done = asyncio.get_running_loop().create_future()

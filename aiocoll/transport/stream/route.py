@@ -1,4 +1,4 @@
-"""Finding the address by which ranks on other hosts reach this rank."""
+"""Choice of the address at which ranks on other hosts reach this rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from aiocoll.transport.stream.addresses import ANY, is_wildcard
 
 __all__ = ["find_route", "interface_address", "is_own", "routable_address"]
 
-#: The ioctl that returns the IPv4 address of an interface, from Linux' <linux/sockios.h>.
+#: The ioctl that returns an interface's IPv4 address (SIOCGIFADDR in Linux' <linux/sockios.h>).
 _SIOCGIFADDR = 0x8915
-#: The port of the "discard" service. No packet is sent to it; it is only used to look up a route.
+#: The port of the "discard" service, used only to look up a route. No packet is sent to it.
 _DISCARD_PORT = 9
-#: The fields of a line of /proc/net/if_inet6: address, index, prefix length, scope, flags, name.
+#: Number of fields in a line of /proc/net/if_inet6: address, index, prefix length, scope, flags, name.
 _IF_INET6_FIELDS = 6
 _GLOBAL_SCOPE = "00"
 _LINK_SCOPE = "20"
@@ -30,7 +30,7 @@ _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 def find_route(
     rank: int, stores: Mapping[int, str], interface: str | None, bind: str | None, *, together: bool
 ) -> tuple[str, str]:
-    """Return the address to listen on, and the address to advertise to peers.
+    """Return the address on which this rank listens, and the address that it advertises to peers.
 
     Args:
         rank: this rank.
@@ -63,15 +63,15 @@ def is_own(host: str) -> bool:
 
 
 def _route_target(rank: int, stores: Mapping[int, str]) -> str:
-    """Return a remote address. The local address on the route to it is the one by which peers reach this host."""
+    """Return a remote address. Peers reach this host at the local address of the route to that remote address."""
     mine = stores[rank]
     if mine and not is_loopback(mine):
         return mine
-    # The store is on this host (`mine` is a loopback address), or it is a file (`mine` is empty). `others` has the
-    # addresses by which other hosts reach a store on this host.
+    # The store is on this host (`mine` is a loopback address), or it is a file (`mine` is empty). `others` holds the
+    # addresses at which other hosts reach a store on this host.
     others = {store for store in stores.values() if store and not is_loopback(store)}
     if mine and not others:
-        return mine  # all ranks share one loopback interface
+        return mine  # all ranks use the loopback interface of one host
     if mine:
         for store in sorted(others):
             if is_own(store):
@@ -84,7 +84,7 @@ def _route_target(rank: int, stores: Mapping[int, str]) -> str:
 
 
 def _only_address() -> str:
-    """Return the address of this host if it has exactly one, not counting the loopback."""
+    """Return this host's only address; raise an error if it has several, not counting the loopback."""
     found = {}
     for name in sorted(name for _, name in socket.if_nameindex()):
         with suppress(ValueError):
@@ -100,7 +100,7 @@ def _only_address() -> str:
 
 
 def routable_address(master_host: str | None, interface: str | None = None, bind: str | None = None) -> str:
-    """Return the local address by which peers should reach this rank.
+    """Return the local address at which peers should connect to this rank.
 
     It is `bind`, else the address of `interface`, else the local address on the route to the master. That is the
     loopback if the master is on the loopback or None. No packet is sent, but names are resolved: call this from a
@@ -143,7 +143,7 @@ def _check_bind(bind: str) -> str:
 
 
 def _route(master_host: str, *, lookup_only: bool) -> tuple[int, str]:
-    """Return the address family and the local address of the first route to the master."""
+    """Return the address family and the local address of the first working route to the master."""
     try:
         found = socket.getaddrinfo(master_host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except OSError as error:
@@ -165,7 +165,7 @@ def _route(master_host: str, *, lookup_only: bool) -> tuple[int, str]:
 
 
 def interface_address(name: str, family: int = socket.AF_INET) -> str:
-    """Return the address of the interface `name`: of `family` if it has one, else of the other family.
+    """Return an address of the network interface `name`, of the address `family` if possible.
 
     Raises:
         ValueError: there is no such interface, or it has no address. The message lists those that exist.
@@ -183,9 +183,9 @@ def interface_address(name: str, family: int = socket.AF_INET) -> str:
 
 
 def _ipv4_of(name: str) -> str | None:
-    import fcntl  # not on Windows
+    import fcntl  # does not exist on Windows
 
-    # struct ifreq has 40 bytes: the name in 16 bytes, then a sockaddr_in, whose address starts at its fifth byte.
+    # struct ifreq has 40 bytes: a name of 16 bytes, then a sockaddr_in, whose address starts at its fifth byte.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode()))
@@ -198,13 +198,13 @@ def _ipv6_of(name: str) -> str | None:
     try:
         with open("/proc/net/if_inet6") as file:
             lines = file.read().splitlines()
-    except OSError:  # a kernel without IPv6
+    except OSError:  # the kernel has no IPv6
         return None
     found: dict[str, str] = {}
     for fields in map(str.split, lines):
         if len(fields) == _IF_INET6_FIELDS and fields[5] == name:
             found.setdefault(fields[3], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
-    # A link-local address is only valid together with its interface, so it is the last choice.
+    # Prefer any other address to a link-local one, which is valid only together with its interface.
     link = found.pop(_LINK_SCOPE, None)
     if found:
         return found.get(_GLOBAL_SCOPE) or next(iter(found.values()))

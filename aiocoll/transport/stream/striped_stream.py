@@ -1,4 +1,4 @@
-"""A byte stream over several connections, for networks that one connection does not fill.
+"""Byte stream over several connections, for networks that one connection cannot fill.
 
 TCP sends one window per round trip, and kernel buffers limit the window. Several connections have several windows.
 
@@ -33,7 +33,8 @@ __all__ = ["BLOCK", "StripedStream"]
 #: Maximum number of bytes in a block: large enough that the header costs little, and small enough that all connections
 #: of a link carry a part of each segment.
 BLOCK = 64 * 1024
-#: Maximum number of bytes kept of early blocks: as many as a fast, distant link delivers while it recovers from a loss.
+#: Maximum number of bytes kept of blocks that arrive early: as many as a fast, distant link delivers while it recovers
+#: from a packet loss.
 AHEAD = 8 << 20
 _HEAD = struct.Struct("!QI")
 _QUEUED = struct.Struct("=i")
@@ -41,7 +42,7 @@ _INCOMPLETE = "the connection ended in the middle of a block"
 
 
 class _Stripe:
-    """A connection of the stream, and the block that arrives on it.
+    """A single connection of the stream, and the block that arrives on it.
 
     Attributes:
         stream: the connection.
@@ -64,12 +65,12 @@ class _Stripe:
         self.ended = self.watched = False
 
     def queued(self) -> int:
-        """Return the number of bytes that have been sent but not acknowledged."""
+        """Return the number of bytes that were sent on this connection but are not acknowledged."""
         (nbytes,) = _QUEUED.unpack(fcntl.ioctl(self.stream.sock, termios.TIOCOUTQ, bytes(_QUEUED.size)))
         return int(nbytes)
 
     def find_block(self) -> None:
-        """Receive the header of a block, if it has arrived."""
+        """Receive the header of the next block, if it has arrived."""
         space = memoryview(bytearray(_HEAD.size - len(self.head)))
         try:
             got = self.stream.receive_into(space)
@@ -86,7 +87,7 @@ class _Stripe:
                 raise ProtocolError(f"received a block of {self.left} bytes; the allowed range is 1 to {BLOCK}")
 
     def receive_into(self, space: memoryview) -> int:
-        """Receive some bytes of the block; return their number.
+        """Receive some bytes of the current block; return how many.
 
         Raises:
             BlockingIOError: no bytes have arrived.
@@ -100,7 +101,7 @@ class _Stripe:
 
 
 class StripedStream:
-    """A stream over several connections; see `aiocoll.transport.byte_stream.ByteStream`.
+    """A byte stream over several connections; see `aiocoll.transport.byte_stream.ByteStream`.
 
     The other end must also be a `StripedStream`.
 
@@ -139,26 +140,26 @@ class StripedStream:
         self._writable: Callable[[], object] | None = None
         self._is_scheduled = False
         self._error: OSError | None = None
-        # The block that is being sent: its connection, the unsent part of its header, the number of its unsent bytes,
-        # and the number of the next block.
+        # The block that is being sent: its connection, the unsent part of its header, and the number of its unsent
+        # bytes. Last, the number of the next block.
         self._current = self._stripes[0]
         self._head = memoryview(b"")
         self._left = 0
         self._next = 0
-        # The number of the block to deliver next, the bytes of it that have been delivered, and complete later blocks.
+        # The number of the block to deliver next, the number of its delivered bytes, and complete later blocks.
         self._expected = 0
         self._delivered = 0
         self._kept: dict[int, bytearray] = {}
-        # Number of bytes received of later blocks, complete or not.
+        # Number of received bytes of later blocks, complete or incomplete.
         self._ahead = 0
 
     @property
     def connections(self) -> int:
-        """Number of connections."""
+        """The number of connections of this stream."""
         return len(self._stripes)
 
     def add(self, stream: ByteStream) -> None:
-        """Add a connection. The other end also adds it, before it closes the connection."""
+        """Add a connection, which the other end must add before it closes the connection."""
         self._stripes.append(_Stripe(stream))
         self._watch()
 
@@ -190,7 +191,7 @@ class StripedStream:
         return taken
 
     def receive_into(self, space: memoryview) -> int:
-        """Receive some bytes; return their number, or 0 if the other end sends no more."""
+        """Receive some bytes; return how many, or 0 if the other end has ended its sending side."""
         got = 0
         try:
             while got < len(space) and (more := self._deliver(space[got:])):
@@ -242,7 +243,7 @@ class StripedStream:
             stripe.stream.close()
 
     def _begin(self, nbytes: int) -> None:
-        """Start a block for the next `nbytes` to send, or for the maximum block size if that is less."""
+        """Start a block with the next `nbytes` to send, or with fewer if that exceeds the maximum block size."""
         self._left = min(nbytes, BLOCK)
         before = self._current
         self._current = before if len(self._stripes) == 1 else self._choose(self._left)
@@ -253,7 +254,7 @@ class StripedStream:
         self._next += 1
 
     def _choose(self, nbytes: int) -> _Stripe:
-        """Return the connection on which to send a block of `nbytes`."""
+        """Return the connection on which to send the next block of `nbytes`."""
         fewest = inf
         for stripe in self._stripes:
             queued = stripe.queued()
@@ -264,11 +265,11 @@ class StripedStream:
         return found
 
     def _find(self, block: int) -> _Stripe | None:
-        """Return the connection on which a block arrives; None if its header has not arrived."""
+        """Return the connection on which the next block arrives; None if its header has not arrived yet."""
         return next((stripe for stripe in self._stripes if stripe.block == block), None)
 
     def _receive_header(self, stripe: _Stripe) -> None:
-        """Receive the header of a block. A connection error is raised only after all other data has been delivered."""
+        """Receive a block header. Raise a connection error only when all other data has been delivered."""
         try:
             stripe.find_block()
         except OSError as error:
@@ -278,7 +279,7 @@ class StripedStream:
             raise ProtocolError(f"received block {stripe.block} twice")
 
     def _deliver(self, space: memoryview) -> int:
-        """Deliver some bytes of the next block; return their number."""
+        """Copy some bytes of the next block to the caller's buffer; return how many."""
         kept, stripe = self._kept.get(self._expected), None
         if kept is None:
             for each in self._stripes:
@@ -309,7 +310,7 @@ class StripedStream:
         return got
 
     def _store_early(self, stripe: _Stripe) -> None:
-        """Receive later blocks that arrive on a connection, and keep them until their turn."""
+        """Receive blocks that arrive early on a connection, and keep them until their turn."""
         while self._ahead < AHEAD and not stripe.ended:
             if stripe.block is None:
                 self._receive_header(stripe)
@@ -328,7 +329,7 @@ class StripedStream:
                 stripe.block, stripe.ahead = None, bytearray()
 
     def _watch(self) -> None:
-        """Watch the connections whose data can be received now, and stop watching those whose data must wait."""
+        """Watch the connections whose data can be received now. Stop watching the others."""
         open_stripes = [stripe for stripe in self._stripes if not stripe.ended]
         full = self._ahead >= AHEAD
         due = [each for each in open_stripes or self._stripes[:1] if not full or each.block in (None, self._expected)]
@@ -345,7 +346,7 @@ class StripedStream:
             self._loop.call_soon(self._read_again)
 
     def _has_buffered(self) -> bool:
-        """Return whether there are received bytes to deliver, which the event loop does not report."""
+        """Return whether received bytes wait in memory, which the event loop's selector cannot report."""
         stripe = self._find(self._expected)
         return self._expected in self._kept or (stripe is not None and self._delivered < len(stripe.ahead))
 
@@ -357,7 +358,7 @@ class StripedStream:
 
 
 def _slice_views(views: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """Return the bytes from `start` to `end` of the concatenated views, as views."""
+    """Return views of the bytes from `start` to `end` in the concatenation of `views`."""
     found = []
     for view in views:
         if start < len(view) and end > 0:

@@ -1,4 +1,4 @@
-"""A byte stream on a socket that is encrypted by TLS 1.3 from the first byte."""
+"""Byte stream on a socket that TLS 1.3 encrypts from the first byte."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from aiocoll.transport.stream.plain_stream import SocketStream, open_plain
 
 __all__ = ["OpenEncrypted", "TlsStream", "open_tls"]
 
-#: Maximum number of bytes in a TLS record. OpenSSL keeps an encrypted record until the socket accepts it. The next call
-#: after a `BlockingIOError` must therefore offer at least the same bytes again.
+#: Maximum number of bytes in a TLS record. OpenSSL keeps an encrypted record until the socket accepts it. So after a
+#: `BlockingIOError`, the next call must pass at least the same bytes again.
 _RECORD = 1 << 14
 _WAIT = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TlsStream(SocketStream):
-    """An encrypted stream; see `aiocoll.transport.byte_stream.ByteStream`.
+    """A byte stream encrypted by TLS; see `aiocoll.transport.byte_stream.ByteStream`.
 
     Args:
         loop: the event loop that watches the socket.
@@ -48,11 +48,11 @@ class TlsStream(SocketStream):
         self._address = address
         self._readable: Callable[[], object] | None = None
         self._is_scheduled = False
-        # Number of bytes in the encrypted record that the socket has not accepted yet.
+        # Number of plain bytes in the encrypted record that the socket has not accepted yet.
         self._held = 0
 
     def check_rank(self, rank: int) -> None:
-        """Check that the certificate of the other end is for this rank, if the user's CA issues certificates."""
+        """If the user's CA issues certificates, check that the other end's certificate is for this rank."""
         if self._tls.job is not None:
             shown = certificate_names(self._ssl.getpeercert() or {})
             check_names(shown, rank_name(self._tls.job, rank), f"the certificate of {self._address}")
@@ -62,7 +62,7 @@ class TlsStream(SocketStream):
         rest = memoryview(data)
         sent, size = 0, len(rest)
         if size < self._held:
-            raise BlockingIOError  # fewer bytes than in the previous call
+            raise BlockingIOError  # the caller passes fewer bytes than in the previous call
         while sent < size:
             record = rest[sent : sent + _RECORD]
             try:
@@ -79,7 +79,7 @@ class TlsStream(SocketStream):
         return sent
 
     def send_parts(self, parts: Iterable[Bytes]) -> int:
-        """Encrypt and send some bytes of several buffers, as `send` does for one. Small buffers share a record."""
+        """Encrypt and send some bytes of several buffers, as `send` does. Small buffers share a TLS record."""
         sent = 0
         for piece in _pieces(parts):
             try:
@@ -94,7 +94,7 @@ class TlsStream(SocketStream):
         return sent
 
     def receive_into(self, space: memoryview) -> int:
-        """Receive and decrypt some bytes; return their number, or 0 if the other end sends no more."""
+        """Receive and decrypt some bytes; return how many, or 0 if the other end has ended its sending side."""
         got = 0
         while got < len(space):
             try:
@@ -123,12 +123,12 @@ class TlsStream(SocketStream):
         super().stop_reading()
 
     def shutdown(self) -> None:
-        """Shut down the sending side of the socket. Python's TLS cannot end one direction and read on in the other."""
+        """Shut down the socket's sending side, because Python's TLS cannot end only one direction."""
         socket.socket.shutdown(self._ssl, socket.SHUT_WR)
 
     def _read(self) -> None:
         if self._readable is not None:
-            self._is_scheduled = True  # check for remaining bytes once, after `_readable` has received its data
+            self._is_scheduled = True  # `_readable` receives data first, then the check for remaining bytes runs once
             try:
                 self._readable()
             finally:
@@ -139,7 +139,7 @@ class TlsStream(SocketStream):
         return _connection_error(error, self._tls, self._address)
 
     def _schedule_read(self) -> None:
-        """Schedule another read if there are decrypted bytes left, which the event loop does not report."""
+        """Schedule another read if decrypted bytes are left, which the event loop's selector cannot report."""
         if self._readable is not None and not self._is_scheduled and self._ssl.pending():
             self._is_scheduled = True
             self._loop.call_soon(self._read_again)
@@ -155,7 +155,7 @@ def _connection_error(error: ssl.SSLError, tls: Tls, address: str) -> Connection
 
 
 def _pieces(parts: Iterable[Bytes]) -> Iterator[Bytes]:
-    """Yield the bytes of `parts` in pieces that fill whole records, except the last piece."""
+    """Yield the bytes of `parts` in pieces that fill whole TLS records, except the last piece."""
     joined = bytearray()
     for part in parts:
         rest = memoryview(part)
@@ -175,7 +175,7 @@ def _pieces(parts: Iterable[Bytes]) -> Iterator[Bytes]:
 
 
 class OpenEncrypted:
-    """A function that opens streams; plain until `encrypt` is called. See `aiocoll.transport.byte_stream.OpenStream`.
+    """A function that opens byte streams: without encryption until `encrypt` is called. See `OpenStream`.
 
     Args:
         options: TLS options of the group.
@@ -192,7 +192,7 @@ class OpenEncrypted:
         self.tls: Tls | None = None
 
     async def encrypt(self, encrypted: bool) -> None:
-        """Set whether TCP connections are encrypted from now on.
+        """Set whether TCP connections opened from now on are encrypted.
 
         Raises:
             ValueError: the certificate files of the user cannot be used.
@@ -201,19 +201,19 @@ class OpenEncrypted:
         self.tls = await asyncio.to_thread(self._prepare) if encrypted else None
 
     async def renew(self) -> None:
-        """Read the certificate files again for future connections, if these are encrypted."""
+        """If connections are encrypted, read the certificate files again for later connections."""
         if self.tls is not None:
             await self.encrypt(True)
 
     async def __call__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
-        """Return a stream on a connected socket."""
+        """Return a byte stream on a connected socket."""
         if self.tls is None or sock.family == getattr(socket, "AF_UNIX", None):
             return await open_plain(loop, sock, dialled=dialled)
         return await open_tls(self.tls, loop, sock, dialled=dialled)
 
 
 async def open_tls(tls: Tls, loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> TlsStream:
-    """Return an encrypted stream; see `aiocoll.transport.byte_stream.OpenStream`.
+    """Return a byte stream encrypted by TLS; see `aiocoll.transport.byte_stream.OpenStream`.
 
     Raises:
         ConnectionResetError: the other end does not speak TLS 1.3, or ended the connection.

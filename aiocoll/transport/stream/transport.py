@@ -1,4 +1,4 @@
-"""The stream transport: links between processes over unix sockets on one host and over TCP between hosts.
+"""Stream transport: links between processes over unix sockets on one host, and over TCP between hosts.
 
 This module accepts connections, `dial` opens them, and `crossing` chooses the link if there are several. One rule holds
 for all three: a peer that has not proven the job key has no effect on ranks that have. An unproven connection occupies
@@ -40,13 +40,13 @@ from aiocoll.users import peer_trouble
 
 __all__ = ["StreamTransport"]
 
-#: Seconds until a unix socket is dialled again after its backlog was full or no descriptor was available.
+#: Seconds until a unix socket is dialled again if its backlog was full or no descriptor was available.
 _TRY_AGAIN = 0.01
 
-#: The confirmation of the end that accepts a further connection of a link.
+#: The byte that confirms a further connection of a link, sent by the end that accepts it.
 _TAKEN = b"\x01"
 
-_AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
+_AF_UNIX = getattr(socket, "AF_UNIX", None)  # does not exist on Windows
 
 
 _DEFAULTS: Final = StreamOptions()
@@ -69,7 +69,7 @@ class StreamTransport:
     heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool] = staticmethod(lambda: False)
     keep_polling: Callable[[bool], bool] = staticmethod(lambda moved: False)
-    #: Returns the number of connections of a data link to a host, by the host's name in its card.
+    #: Returns the number of connections of a data link to a host, given the host's name from its card.
     connections: Callable[[str], int] = staticmethod(lambda host: 1)
 
     def __init__(
@@ -96,10 +96,10 @@ class StreamTransport:
         self._unix: str | None = None
         self._tcp: tuple[str, int] | None = None
         self._listeners = address.Listeners(runtime, self._greet)
-        # Tasks of handshakes that peers have started, each with its timeout; and tasks that were evicted.
+        # Tasks that answer the handshakes of peers, each with its timeout; and tasks that were cancelled to make room.
         self._serving: dict[asyncio.Task[bool], LoopTimeout] = {}
         self._evicted: set[asyncio.Task[bool]] = set()
-        # The tasks in which the peer has not proven the job key yet; and other tasks in the background.
+        # Those of the tasks in which the peer has not proven the job key yet; and other background tasks.
         self._unproven: UnprovenConnections[asyncio.Task[bool]] = UnprovenConnections(world_size, self._evict)
         self._background: set[asyncio.Task[None]] = set()
         wanted = transport in ("auto", "shm") and not options.carries_all
@@ -122,15 +122,15 @@ class StreamTransport:
 
     @property
     def trouble(self) -> str:
-        """Reason why a dialled rank has not been reached; "" if no rank is dialled. It stays after a cancelled dial."""
+        """The reason why a dialled rank was not reached yet, kept after a cancelled dial; "" if no rank is dialled."""
         return self._dialler.trouble
 
     def set_all_met(self) -> None:
-        """Treat silent hosts as unreachable from now on. Before this call, a silent host may still be starting."""
+        """Treat silent hosts as unreachable from now on. Before all ranks have met, they may still be starting."""
         self._dialler.impatient = True
 
     def agree_on_carrier(self, used: bool) -> None:
-        """Set whether all ranks use the carrier of the options. Data links are made only after this call."""
+        """Set whether all ranks use the carrier from the options. Data links are made only after this call."""
         self._links.carrier_use.agree(used)
 
     @property
@@ -149,14 +149,14 @@ class StreamTransport:
         }
 
     async def listen(self) -> Card:
-        """Open the unix listener, unless `transport="tcp"`; TCP listens only after `listen_tcp`."""
+        """Listen on a unix socket, unless `transport="tcp"`. Method `listen_tcp` starts to listen on TCP."""
         if self._addresses.may_use_unix:
             listener, self._unix = address.open_unix(self._runtime.random_bytes)
             self._listeners.add(listener)
         return self.card
 
     async def try_unix(self, name: str) -> str | None:
-        """Return why the unix socket of another rank cannot be reached; None if it can.
+        """Return the reason why another rank's unix socket cannot be reached; None if it can.
 
         Raises:
             AuthenticationError: the socket belongs to another user.
@@ -175,7 +175,7 @@ class StreamTransport:
             return None
 
     def treat_as_remote(self, host: str, trouble: str) -> None:
-        """From now on, identify as being on `host`, because ranks of this host cannot be reached by unix sockets."""
+        """From now on, identify as being on `host`, because unix sockets do not reach the ranks of this host."""
         self._addresses.host = host
         self._addresses.unix_trouble = trouble
 
@@ -186,7 +186,7 @@ class StreamTransport:
         advertise_port: int | None = None,
         ports: tuple[int, int] | None = None,
     ) -> Card:
-        """Start to listen on a TCP port of the numeric address `host`; return the new card.
+        """Start to listen on a TCP port of the numeric address `host`; return this rank's new card.
 
         Args:
             host: address to listen on.
@@ -237,30 +237,30 @@ class StreamTransport:
         return link
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
-        """Open a connection for heartbeats. It has the same results and errors as `connect`."""
+        """Open a heartbeat connection, with the results and errors of `connect`."""
         target = self._addresses.find(peer, card)
         return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_stream)
 
     async def connect_probe(self, peer: int, card: Card) -> ByteStream:
-        """Open a connection for `transport.stream.probe.measure`. It raises the same errors as `connect`."""
+        """Open a connection for `transport.stream.probe.measure`, with the errors of `connect`."""
         target = self._addresses.find(peer, card)
         stream = await self._dialler.connect((peer, ConnKind.PROBE), target, self._links.adopt_stream)
-        assert stream is not None  # None would mean a link of this kind, but a probe never becomes a link
+        assert stream is not None  # None would mean that there is such a link, but a probe never becomes a link
         return stream
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
-        """Return the medium of the data link to `peer` ("none" before the first), and why it is not shared memory."""
+        """Return the medium of the data link to `peer` ("none" if not open), and why it is not shared memory."""
         trouble = self._dialler.detours.get(peer) or self._addresses.unix_trouble or self._links.sharing.trouble
         return self._links.carrier(peer), trouble
 
     def catch_up(self) -> None:
-        """Read what peers have written to shared memory: a socket may report their end before that is read."""
+        """Read the frames that peers have written to shared memory, before handling a notice that came by a socket."""
         self._links.sharing.catch_up()
         if self._carrier is not None:
             self._carrier.catch_up()
 
     async def aclose(self) -> None:
-        """Stop listening, cancel handshakes and dials in progress, and let peers unmap memory. Open links stay open."""
+        """Stop listening, cancel handshakes and dials, and let peers unmap this rank's memory. Open links stay open."""
         self.close()
         for task in (*self._serving, *self._background):
             task.cancel()
@@ -274,7 +274,7 @@ class StreamTransport:
             await asyncio.wait(unfinished)
 
     def close(self) -> None:
-        """Stop listening, and let peers unmap memory. The event loop may be closed."""
+        """Stop listening, and let peers unmap this rank's memory. The event loop may be closed already."""
         self._listeners.close()
         self.registered_memory.close()
         if self._carrier is not None:
@@ -314,7 +314,7 @@ class StreamTransport:
             sock.close()
 
     def _warn(self, why: WrongCertificateError) -> None:
-        """Log that a certificate was rejected. A peer with a wrong clock or wrong files may otherwise wait in vain.
+        """Log a rejected certificate: otherwise a peer with a wrong clock or wrong files might wait in vain.
 
         All such warnings count as repetitions of one, since any process can present any certificate.
         """
@@ -322,7 +322,7 @@ class StreamTransport:
             logger.warning("rank %d refused a connection: %s%s", self.rank, why, repeated, extra=self._log_extra)
 
     async def _serve(self, sock: socket.socket) -> bool:
-        """Answer a handshake; return whether the socket is now in use."""
+        """Answer the handshake on an accepted socket; return whether the socket is in use now."""
         stream = await self._open_stream(self._runtime.loop, sock, dialled=False)
         hand_over = None
         try:
@@ -336,7 +336,7 @@ class StreamTransport:
         return True
 
     async def _answer(self, stream: ByteStream) -> Callable[[], None] | None:
-        """Answer a handshake; return a function that passes on the new link, or None if a link already exists."""
+        """Answer a handshake; return a function that passes the new link on, or None if there is a link already."""
         exchange = ServerHandshake(self._identity, self._key, self._runtime.random_bytes, stream.bound)
         send_message(stream, exchange.challenge(await receive_message(stream, handshake.HELLO_SIZE)))
         if exchange.refusal is not None:
@@ -360,7 +360,7 @@ class StreamTransport:
         if exchange.refusal is not None:
             send_message(stream, verdict)
             raise wrong or exchange.refusal
-        assert key is not None  # `decide` sets it unless the connection is rejected
+        assert key is not None  # `decide` has set the key, because the connection is not rejected
         task = asyncio.current_task()
         assert task is not None
         self._proven(task, stream.sock)
@@ -373,7 +373,7 @@ class StreamTransport:
         return hand_over
 
     def _proven(self, task: asyncio.Task[bool], sock: socket.socket) -> None:
-        """Remove the timeout of a peer that has proven the job key: it may use the link after its last message.
+        """Remove the timeout for a peer that has proven the job key, because it may use the link at any time now.
 
         The peer closes the connection when it gives up, and its kernel does so when its process ends. If the host is
         down, or a router has dropped the connection, keepalive probes detect it. Otherwise the retransmission of the
@@ -403,13 +403,13 @@ class StreamTransport:
         task.add_done_callback(self._background.discard)
 
     async def _add_connections(self, peer: int, target: DialAddress, count: int) -> None:
-        """Open further connections of a data link. If that fails, the link continues with its present connections."""
+        """Open the further connections of a data link. After a failure, the link continues with those it has."""
         for _ in range(count):
             try:
                 stream = await self._dialler.connect((peer, ConnKind.STRIPE), target, self._links.adopt_stream)
             except (AiocollError, OSError):
                 return
-            assert stream is not None  # None would mean a link of this kind, but a stripe never becomes one
+            assert stream is not None  # None would mean that there is such a link, but a stripe never becomes a link
             added = False
             try:
                 await receive_message(stream, len(_TAKEN))
@@ -421,7 +421,7 @@ class StreamTransport:
                     stream.close()
 
     def _add_connection(self, peer: int, stream: ByteStream) -> None:
-        """Add a connection that a peer has opened to a data link, and confirm it, so that the peer adds it as well."""
+        """Add a connection that a peer has opened to a data link, and confirm it, so that the peer adds it, too."""
         if self._links.add(peer, stream):
             send_message(stream, _TAKEN)
         else:

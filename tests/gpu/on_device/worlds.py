@@ -76,7 +76,7 @@ def world(
         cuda, nccl, lacking = (*runtime(), missing_nccl_reason()) if by_cupy else by_ctypes()
         made = _WORLDS[kind]()
         try:
-            with provide(cuda, nccl if way == "nccl" else None, lacking or "it was left out"):
+            with provide(cuda, nccl if way == "nccl" else None, lacking or "NCCL was not provided"):
                 yield made
         finally:
             made.leave()
