@@ -28,7 +28,7 @@ async def meet(store: Store, rank: int, world_size: int, timeout: float) -> str:
     return "right"
 
 
-async def test_rank_lost_during_the_rendezvous_delays_no_other() -> None:
+async def test_rank_lost_during_the_rendezvous_delays_no_other_rank() -> None:
     """Lose rank 1 while rank 2 has no link yet: rank 0 does not wait for its 300 seconds."""
     store = HashStore()
     plain = Detour(store, None)
@@ -84,11 +84,11 @@ async def test_store_host_that_dies_during_the_rendezvous_is_reported() -> None:
 
 
 @pytest.mark.soak
-async def test_store_host_that_dies_at_every_byte_is_reported() -> None:
+async def test_store_host_that_dies_at_any_byte_of_a_connection_is_reported() -> None:
     await check_deaths(2)
 
 
-async def test_group_outlives_its_store_host() -> None:
+async def test_group_works_after_the_death_of_its_store_host() -> None:
     server = StoreServer(key=KEY)
     where = server.start()
     stores = [TCPStore(*where, timeout=5, key=KEY) for _ in range(3)]

@@ -58,7 +58,7 @@ def few_numbers(what: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["kill", "stop", "close"])
-def test_rank_ended_between_post_and_read_gives_right_results_or_errors(what: str, tmp_path: Path) -> None:
+def test_death_of_a_rank_between_post_and_read_leads_to_correct_results_or_errors(what: str, tmp_path: Path) -> None:
     runs, log = run_scenarios("tests.chaos.outboxes", few_numbers(what), tmp_path)
     for run in runs:
         check_run(run | {"log": log})
@@ -66,7 +66,7 @@ def test_rank_ended_between_post_and_read_gives_right_results_or_errors(what: st
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", WHAT)
-def test_every_rank_ended_between_post_and_read_gives_right_results_or_errors(what: str, tmp_path: Path) -> None:
+def test_death_of_any_rank_between_post_and_read_leads_to_correct_results_or_errors(what: str, tmp_path: Path) -> None:
     chosen = [index for index, each in enumerate(scenarios()) if each["what"] == what]
     runs, log = run_scenarios("tests.chaos.outboxes", chosen, tmp_path)
     assert {run["world"] for run in runs} == set(WORLD_SIZES)

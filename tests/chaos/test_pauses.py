@@ -30,13 +30,15 @@ async def run(world_size: int, operations: int, seed: int, monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", FEW)
-async def test_paused_processes_compute_right_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_randomly_paused_processes_compute_correct_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     await run(world_size, FEW[world_size], 1, monkeypatch)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", MANY)
-async def test_paused_processes_compute_a_million_right_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_randomly_paused_processes_compute_a_million_correct_sums(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Use a new seed in each run, and print it."""
     seed = time.time_ns()
     print(f"seed {seed}")

@@ -81,18 +81,18 @@ async def run_with_few_descriptors(transports: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-async def test_lack_of_descriptors_at_every_point_is_reported() -> None:
+async def test_lack_of_file_descriptors_at_any_step_is_reported() -> None:
     await run_with_few_descriptors(("unix", "tcp", "shm"))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_lack_of_descriptors_at_every_point_is_reported_on_each_transport(transport: str) -> None:
+async def test_lack_of_file_descriptors_at_any_step_is_reported_on_each_transport(transport: str) -> None:
     await run_with_few_descriptors((transport,))
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_dial_waits_for_descriptors(flavour: str) -> None:
+async def test_dial_without_free_file_descriptors_is_retried_at_longer_intervals(flavour: str) -> None:
     """Check that the peer is dialled again at longer intervals, because only this process lacks descriptors."""
     loop = asyncio.get_running_loop()
     pauses: list[float] = []
@@ -135,7 +135,7 @@ def mounted_disk(path: Path, nbytes: int) -> Iterator[Path]:
         subprocess.run(["umount", path], check=True)
 
 
-async def test_full_disk_refuses_records_of_a_file_store(tmp_path: Path) -> None:
+async def test_write_to_a_file_store_on_a_full_disk_is_refused(tmp_path: Path) -> None:
     """Check that others still read the older records, and that writes succeed once there is space again."""
     with mounted_disk(tmp_path, 256 * 1024) as path:
         (path / "hoard").write_bytes(bytes(64 * 1024))
@@ -161,7 +161,7 @@ async def test_full_disk_refuses_records_of_a_file_store(tmp_path: Path) -> None
             assert await store.get(f"large {number}") == b"fits"
 
 
-async def test_file_size_limit_refuses_records_of_a_file_store(tmp_path: Path) -> None:
+async def test_write_to_a_file_store_beyond_the_file_size_limit_is_refused(tmp_path: Path) -> None:
     """Limit the file size: the kernel writes up to the limit, which leaves a torn record."""
     path = tmp_path / "store"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -178,7 +178,7 @@ async def test_file_size_limit_refuses_records_of_a_file_store(tmp_path: Path) -
         assert await store.get("large") == bytes(10_000)
 
 
-async def test_full_disk_fails_the_rendezvous_with_a_store_error(tmp_path: Path) -> None:
+async def test_rendezvous_on_a_full_disk_raises_a_store_error(tmp_path: Path) -> None:
     with mounted_disk(tmp_path, 64 * 1024) as path:
         (path / "hoard").write_bytes(bytes(64 * 1024))
         groups = [

@@ -172,22 +172,22 @@ async def try_stores(whats: Iterable[str], step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["cut", "stall", "garble"])
-async def test_disturbed_links_recover_or_fail_with_an_error_of_the_library(what: str) -> None:
+async def test_disturbed_links_recover_or_raise_an_aiocoll_error(what: str) -> None:
     await try_links(what, 29)
 
 
 @pytest.mark.slow
-async def test_disturbed_store_connections_recover_or_fail_with_an_error_of_the_library() -> None:
+async def test_disturbed_store_connections_recover_or_raise_an_aiocoll_error() -> None:
     await try_stores(["cut", "stall", "garble"], 59)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", ["cut", "stall", "garble"])
-async def test_links_disturbed_at_every_byte_recover_or_fail(what: str) -> None:
+async def test_links_disturbed_at_any_byte_recover_or_raise_an_aiocoll_error(what: str) -> None:
     await try_links(what, 1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", ["cut", "stall", "garble"])
-async def test_store_connections_disturbed_at_every_byte_recover_or_fail(what: str) -> None:
+async def test_store_connections_disturbed_at_any_byte_recover_or_raise_an_aiocoll_error(what: str) -> None:
     await try_stores([what], 1)
