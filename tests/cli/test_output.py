@@ -92,7 +92,9 @@ def small_socket() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("made", [small_pipe, small_socket])
-def test_blocks_of_threads_arrive_whole_on_non_blocking_descriptors(made: Callable[[], tuple[int, int]]) -> None:
+def test_output_blocks_of_threads_are_not_interleaved_on_non_blocking_descriptors(
+    made: Callable[[], tuple[int, int]],
+) -> None:
     blocks = [bytes([65 + each]) * 20_000 + b"\n" for each in range(8)]
     with slow_reader(made) as (fd, received):
         sink = Sink(fd, "it", lambda _: None)
@@ -107,7 +109,7 @@ def test_blocks_of_threads_arrive_whole_on_non_blocking_descriptors(made: Callab
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EPIPE, errno.ECONNRESET])
 @pytest.mark.parametrize("taken", [0, 1, 7])
-def test_error_is_reported_once_and_every_later_byte_is_counted(
+def test_write_error_is_reported_once_and_lost_bytes_are_counted(
     number: int, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Let the write fail after any number of bytes."""
@@ -130,7 +132,7 @@ def test_error_is_reported_once_and_every_later_byte_is_counted(
     assert sink.trouble == f"it cannot be written ({os.strerror(number)})"
 
 
-def test_write_that_would_block_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_that_would_block_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     refused, written = [True, False, True, True, False], []
     reading, writing = os.pipe()
 
@@ -151,7 +153,7 @@ def test_write_that_would_block_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
         os.close(writing)
 
 
-def test_closed_sink_drops_bytes_without_a_report(tmp_path: Path) -> None:
+def test_closed_output_sink_drops_bytes_without_a_report(tmp_path: Path) -> None:
     reported: list[Sink] = []
     fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     sink = Sink(fd, "it", reported.append, closefd=True)
@@ -192,7 +194,7 @@ def test_command_whose_output_is_lost_is_interrupted_once(monkeypatch: pytest.Mo
     assert (tmp_path / "errors").read_text() == line * 2
 
 
-def test_closed_stream_fails_only_at_a_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_closed_output_stream_raises_only_at_a_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replace_streams(monkeypatch, None, None)
     with CommandOutput() as output:
         assert output.exit_code(0) == 0
@@ -206,7 +208,7 @@ def test_closed_stream_fails_only_at_a_write(monkeypatch: pytest.MonkeyPatch, tm
         assert output.exit_code(0) == 1
 
 
-def test_streams_without_a_descriptor_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_without_a_file_descriptor_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
@@ -242,7 +244,7 @@ async def test_benchmark_without_a_reader_measures_to_its_end(monkeypatch: pytes
         os.close(writing)
 
 
-def test_closed_descriptors_are_not_given_to_pipes(tmp_path: Path) -> None:
+def test_new_pipes_do_not_take_the_numbers_of_closed_standard_streams(tmp_path: Path) -> None:
     """Check the numbers of new pipes: a child process would use a pipe with number 1 as its standard output."""
     program = f"""if True:
         import os
@@ -314,7 +316,9 @@ def test_command_on_a_full_disk_reports_it(argv: list[str], run_command: Callabl
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_command_without_a_reader_ends_quietly(argv: list[str], run_command: Callable[..., EndedCommand]) -> None:
+def test_command_whose_output_reader_has_closed_ends_without_a_message(
+    argv: list[str], run_command: Callable[..., EndedCommand]
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -389,7 +393,7 @@ def finished_ranks(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("redirect", [pytest.param(">&-", marks=pytest.mark.slow), "<&- >&- 2>&-"])
-def test_ranks_that_print_nothing_do_not_notice_closed_output(redirect: str, tmp_path: Path) -> None:
+def test_ranks_that_print_nothing_succeed_with_closed_output(redirect: str, tmp_path: Path) -> None:
     done = run_launcher(tmp_path, SILENT, redirect)
     assert (done.code, done.stderr, finished_ranks(tmp_path)) == (0, "", ["0", "1"])
 
@@ -423,7 +427,7 @@ def test_lost_standard_error_of_ranks_changes_the_exit_code(redirect: str, tmp_p
 
 
 @needs_full
-def test_exit_code_of_a_rank_precedes_that_of_lost_output(tmp_path: Path) -> None:
+def test_exit_code_of_a_failed_rank_takes_precedence_over_lost_output(tmp_path: Path) -> None:
     done = run_launcher(tmp_path, "import sys; print('x'); sys.exit(7)", ">/dev/full", ranks=1)
     assert done.code == 7
     assert "standard output cannot be written (No space left on device)" in done.stderr
@@ -439,7 +443,7 @@ def test_all_lines_arrive_on_a_non_blocking_descriptor(made: Callable[[], tuple[
     assert sorted(b"".join(received).decode().splitlines()) == sorted(lines)
 
 
-def test_missing_reader_of_the_last_line_is_a_failure(tmp_path: Path) -> None:
+def test_last_line_without_a_reader_is_reported_as_a_failure(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -464,7 +468,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_draining_waits_for_a_slow_reader_and_not_for_an_open_pipe() -> None:
+def test_drain_waits_for_a_slow_reader_but_not_for_an_open_pipe() -> None:
     """Drain the full pipe of a finished rank, while a process that the rank has left behind keeps the pipe open."""
     text = b"x" * 99 + b"\n"
     rank_reads, rank_writes = os.pipe()
@@ -491,7 +495,7 @@ def test_draining_waits_for_a_slow_reader_and_not_for_an_open_pipe() -> None:
         os.close(writing)
 
 
-def test_draining_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     # No time passes, so only the amount of data can end the drain.
     monkeypatch.setattr("aiocoll.cli.output.time", SimpleNamespace(monotonic=lambda: 0.0))
     rank_reads, rank_writes = os.pipe()
@@ -518,7 +522,9 @@ def test_draining_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: py
 
 
 @pytest.mark.parametrize("has_error", [False, True])
-def test_waits_can_be_limited_after_they_have_started(has_error: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_applies_to_output_waits_that_have_already_started(
+    has_error: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Limit the waits as SIGTERM does. A thread that writes the other stream to the same pipe also continues."""
     reading, writing = small_pipe()
     other = os.dup(writing)

@@ -103,7 +103,7 @@ def texts_with(secrets: list[bytes], texts: dict[str, bytes]) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_keys_are_not_printed_or_written(launch: Launch, tmp_path: Path) -> None:
+def test_job_keys_are_neither_printed_nor_written_to_files(launch: Launch, tmp_path: Path) -> None:
     authority, another = Authority(tmp_path), Authority(tmp_path, "another CA")
     names = ("aiocoll://train/rank/*", "aiocoll://train/store")
     files = authority.make(*names)

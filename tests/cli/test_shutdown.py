@@ -60,7 +60,7 @@ SAVES = """
     ("name", "again", "options"),
     [("SIGTERM", "SIGTERM", ()), ("SIGINT", "Ctrl-C", ()), ("SIGTERM", "SIGTERM", ("--max-restarts", "3"))],
 )
-def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_limit(
+def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_time_limit(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], name: str, again: str, options: tuple[str, ...]
 ) -> None:
     limits(run_report_after=0.2)
@@ -78,7 +78,7 @@ def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_limit(
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
-def test_second_signal_kills_at_once(
+def test_second_signal_to_the_launcher_kills_the_ranks_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     limits(run_signal_twice=0)
@@ -89,7 +89,7 @@ def test_second_signal_kills_at_once(
     ]
 
 
-def test_rank_has_the_whole_limit_when_another_ends_at_once(
+def test_rank_keeps_the_full_time_limit_when_another_rank_ends_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits(run_release=0.05, run_grace=0.05)
@@ -107,7 +107,7 @@ class StoppedElsewhere(TwoHosts):
             self._notify(Verdict(None, "host 1 was stopped by SIGTERM"))
 
 
-def test_rank_has_the_whole_limit_when_another_host_ends_at_once(
+def test_rank_keeps_the_full_time_limit_when_another_host_ends_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits(run_release=0.05, run_grace=0.05)

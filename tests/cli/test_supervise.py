@@ -58,7 +58,7 @@ class TwoHosts:
     ],
     ids=["members", "slow", "no members", "ended"],
 )
-def test_ranks_are_replaced_if_others_may_be_in_the_group(
+def test_lost_ranks_are_replaced_only_if_other_ranks_may_still_be_in_the_group(
     other: HostState, replaced: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"
