@@ -97,7 +97,7 @@ def check_time(keys: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_of_two_kinds_with_one_hash_are_limited(kind: str) -> None:
+def test_dict_keys_of_two_types_with_equal_hashes_are_limited(kind: str) -> None:
     """Either kind may come first."""
     for other in KINDS:
         for some, others, size in MIXES:
@@ -107,12 +107,12 @@ def test_keys_of_two_kinds_with_one_hash_are_limited(kind: str) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [lambda key: (0, key), lambda key: ((key,), key), lambda key: frozenset({key})])
-def test_numbers_inside_keys_are_limited(wrapped: Callable[[Any], Hashable]) -> None:
+def test_numbers_with_equal_hashes_inside_dict_keys_are_limited(wrapped: Callable[[Any], Hashable]) -> None:
     for one, other in combinations(KINDS, 2):
         check_time([wrapped(key) for key in (*keys(one, 1, 100_000), *keys(other, 1, 100_000))])
 
 
-def test_numbers_of_two_types_in_two_frozensets_are_limited() -> None:
+def test_numbers_of_two_types_with_equal_hashes_in_two_frozensets_are_limited() -> None:
     """Both sets have elements of the same types, but the elements with the same hash differ in type."""
     large, other = CODE + (P << 1_600_000), CODE + 2 + (P << 1_600_000)
     pair = [frozenset({Decimal(CODE), other}), frozenset({large, Decimal(CODE + 2)})]
@@ -123,7 +123,7 @@ def test_numbers_of_two_types_in_two_frozensets_are_limited() -> None:
 
 
 @pytest.mark.parametrize(("depth", "count"), [(1, 100), (2, 4)])
-def test_frozensets_of_elements_with_one_hash_are_limited(depth: int, count: int) -> None:
+def test_frozenset_keys_of_elements_with_equal_hashes_are_limited(depth: int, count: int) -> None:
     """A comparison of two frozensets takes 128 comparisons per element, at each level of nesting."""
 
     def frozensets(depth: int, count: int) -> list[Any]:
@@ -140,7 +140,7 @@ def test_frozensets_of_elements_with_one_hash_are_limited(depth: int, count: int
 
 
 @pytest.mark.parametrize(("equal_hashes", "most"), [(1, 128), (2, 64), (3, 42), (64, 2), (65, 1)])
-def test_frozensets_are_limited_by_their_elements_with_one_hash(equal_hashes: int, most: int) -> None:
+def test_number_of_frozenset_keys_is_limited_by_their_elements_with_equal_hashes(equal_hashes: int, most: int) -> None:
     common, last = keys("int", 64, 10), keys("int", 64 + 200, 10)[64:]
     made = [frozenset({*common[: equal_hashes - 1], number}) for number in last]
     assert loads(dumps(set(made[:most]))) == set(made[:most])
@@ -148,7 +148,7 @@ def test_frozensets_are_limited_by_their_elements_with_one_hash(equal_hashes: in
         dumps(set(made[: most + 1]))
 
 
-def test_times_that_are_never_equal_are_limited() -> None:
+def test_unequal_times_with_equal_hashes_are_limited() -> None:
     when = dt.datetime(2020, 10, 25, 2, 30)
     times = [when.replace(tzinfo=zoneinfo.ZoneInfo(f"Europe/{zone}")) for zone in ZONES]
     assert (len(set(times)), len(set(map(hash, times)))) == (len(ZONES), 1)
@@ -179,7 +179,7 @@ ORDINARY: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_ordinary_keys_are_accepted(name: str) -> None:
+def test_ordinary_dict_keys_are_accepted(name: str) -> None:
     keys = ORDINARY[name]
     assert loads(dumps(dict.fromkeys(keys, 0))) == dict.fromkeys(keys, 0)
     assert loads(dumps(set(keys))) == set(keys)
@@ -197,7 +197,7 @@ def test_large_numbers_of_two_types_are_refused_by_both_ends() -> None:
         assert loads(dumps([(key, 0) for key in order])) == [(key, 0) for key in order]
 
 
-def test_floats_count_among_slow_keys() -> None:
+def test_floats_count_toward_the_limit_of_slow_keys() -> None:
     """Floats are plain values, but count together with keys of another kind that have the same hash."""
     mixed = [*keys("float", 7, 0), *keys("Decimal", 2, 0)]
     assert dumps(set(mixed[:8]))
