@@ -114,7 +114,7 @@ async def test_ranks_are_global_in_the_default_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_only_members_get_a_group(pg: ProcessGroup) -> None:
+async def test_new_group_can_be_called_by_its_members_only(pg: ProcessGroup) -> None:
     r = pg.rank()
     for _ in range(2):
         if r > 0:
@@ -132,7 +132,7 @@ async def test_only_members_get_a_group(pg: ProcessGroup) -> None:
             dist.barrier(group)
 
 
-async def test_world_size_is_taken_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_world_size_defaults_to_the_value_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     async def body(pg: ProcessGroup) -> None:
@@ -154,7 +154,7 @@ async def test_new_subgroups_divide_a_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_other_group_than_the_default_can_shrink(pg: ProcessGroup) -> None:
+async def test_group_that_is_not_the_default_group_can_shrink(pg: ProcessGroup) -> None:
     group = await dist.new_group([0, 1, 2])
     if pg.rank() == 1:
         await group.wait_revoked()
@@ -180,7 +180,7 @@ async def test_shrunk_default_group_is_replaced_for_all_tasks(pg: ProcessGroup) 
         assert await dist.all_reduce(pg.rank()) == 0 + 2
 
 
-async def test_two_worlds_have_separate_subgroups() -> None:
+async def test_two_default_groups_have_separate_subgroups() -> None:
     async def body(pg: ProcessGroup, stores: list[HashStore]) -> None:
         r = pg.rank()
         async with aiocoll.new_group(store=stores[0], rank=3 - r, world_size=4) as other:
@@ -198,7 +198,7 @@ async def test_two_worlds_have_separate_subgroups() -> None:
     await store.aclose()
 
 
-async def test_backends_of_a_group_are_compared_by_device() -> None:
+async def test_new_group_compares_the_requested_backends_by_device() -> None:
     async with HashStore() as store:
         await dist.init_process_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1)
         config = dist.get_backend_config()
