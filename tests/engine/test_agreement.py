@@ -93,13 +93,13 @@ class LoneEndpoint:
             handle.cancel()
 
 
-async def test_coordinator_requests_all_votes_after_the_first_vote() -> None:
+async def test_shrink_coordinator_requests_all_votes_after_the_first_vote() -> None:
     alone = LoneEndpoint(0, 4)
     assert alone.vote(2, 0, exclude=[]) == [(1, "ask", 0), (3, "ask", 0), (2, "ask", 0)]
     alone.close()
 
 
-async def test_coordinator_counts_its_own_promise_before_its_program_calls() -> None:
+async def test_coordinator_counts_its_own_promise_before_its_program_calls_shrink() -> None:
     """The promises of ranks 0 and 1 are a quorum of three ranks, so rank 1 does not wait for rank 2."""
     alone = LoneEndpoint(0, 3)
     sent = alone.vote(1, 0, exclude=[0, 2])
@@ -108,7 +108,7 @@ async def test_coordinator_counts_its_own_promise_before_its_program_calls() -> 
     alone.close()
 
 
-async def test_voter_marked_dead_is_alive_after_its_vote() -> None:
+async def test_voter_that_was_taken_for_dead_counts_as_alive_after_its_vote() -> None:
     alone = LoneEndpoint(0, 3)
     alone.dead[2] = "stopped", "it was silent"
     alone.vote(2, 0, exclude=[])
@@ -117,7 +117,7 @@ async def test_voter_marked_dead_is_alive_after_its_vote() -> None:
 
 
 @pytest.mark.parametrize("ballot", [0, 3])
-async def test_voter_of_an_older_ballot_gets_the_promised_ballot(ballot: int) -> None:
+async def test_voter_of_an_older_ballot_receives_the_newer_promised_ballot(ballot: int) -> None:
     alone = LoneEndpoint(0, 3)
     alone.vote(2, 3, exclude=[])
     assert alone.receive(1, "ask", ballot=4) == [(1, "vote", 4)]

@@ -119,7 +119,7 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
 
 @pytest.mark.parametrize("what", FLOODS)
 @pytest.mark.parametrize("transport", LINKS)
-async def test_flood_is_refused_beyond_the_bounds_of_honest_peers(transport: str, what: str, limits: Limits) -> None:
+async def test_flood_of_early_messages_is_refused_at_the_limits(transport: str, what: str, limits: Limits) -> None:
     flood, most, words = FLOODS[what]
     limits(link_window=NARROW, ask_window=NARROW, early_grants=FEW, unmade_groups=FEW)
 
@@ -151,7 +151,7 @@ async def test_flood_is_refused_beyond_the_bounds_of_honest_peers(transport: str
 
 @pytest.mark.ranks(2)
 @over(*LINKS[1:])
-async def test_flood_for_an_unknown_group_takes_little_memory(pg: ProcessGroup) -> None:
+async def test_flood_of_messages_for_an_unknown_group_takes_little_memory(pg: ProcessGroup) -> None:
     await pg.barrier()
     work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
     before = resident()
@@ -178,7 +178,7 @@ def _narrow(limits: Limits) -> None:
 @pytest.mark.usefixtures("_narrow")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("transport", LINKS)
-async def test_honest_ranks_never_reach_the_bounds(transport: str, seed: int) -> None:
+async def test_ranks_that_obey_the_windows_never_reach_the_limits_of_early_messages(transport: str, seed: int) -> None:
     """Calls run far ahead of the windows in order, and as far as the windows allow in another order."""
     chance = random.Random(seed)
     sizes = [chance.choice([0, 0, 1, 100, 1000, 9000]) for _ in range(300)]
@@ -214,7 +214,7 @@ async def test_honest_ranks_never_reach_the_bounds(transport: str, seed: int) ->
 
 
 @pytest.mark.ranks(2)
-async def test_ten_thousand_empty_messages_wait_until_received(pg: ProcessGroup) -> None:
+async def test_ten_thousand_empty_messages_are_kept_until_they_are_received(pg: ProcessGroup) -> None:
     count = 10_000
     if pg.rank() == 0:
         for work in [pg.send(np.zeros(0), 1) for _ in range(count)]:
@@ -230,7 +230,7 @@ async def test_ten_thousand_empty_messages_wait_until_received(pg: ProcessGroup)
 
 @pytest.mark.parametrize("room", [LEAST - 1, LEAST])
 @pytest.mark.parametrize("transport", LINKS)
-async def test_small_message_is_eager_if_its_counted_size_fits(transport: str, room: int) -> None:
+async def test_small_message_is_sent_eagerly_if_its_size_fits_the_window(transport: str, room: int) -> None:
     sent = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -257,7 +257,7 @@ async def test_small_message_is_eager_if_its_counted_size_fits(transport: str, r
     await run_ranks(2, rank, transport=transport)
 
 
-async def test_agreement_messages_for_unknown_groups_are_bounded_per_peer(
+async def test_number_of_agreement_messages_for_unknown_groups_is_limited_per_peer(
     limits: Limits,
 ) -> None:
     """A message about the agreement of a group counts like a message about the group."""
@@ -278,7 +278,7 @@ async def test_agreement_messages_for_unknown_groups_are_bounded_per_peer(
     await run_ranks(3, rank)
 
 
-def test_split_groups_are_bounded_per_peer(limits: Limits) -> None:
+def test_number_of_unknown_split_groups_is_limited_per_peer(limits: Limits) -> None:
     limits(unmade_groups=FEW)
     closed = ClosedGroups(lambda identity, ranks: None)
     kept = early.UnmadeGroups(closed)

@@ -167,7 +167,7 @@ async def send_all(pg: ProcessGroup, n: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("n", COUNTS)
 @RUNNERS
-def test_cancelled_receive_is_withdrawn_or_gets_its_message(run: Runner, n: int) -> None:
+def test_cancelled_receive_is_withdrawn_or_receives_its_message(run: Runner, n: int) -> None:
     async def rank(pg: ProcessGroup, seconds: float) -> None:
         if pg.rank() == 0:
             await send_all(pg, n, seconds)
@@ -236,7 +236,7 @@ def test_cancelled_object_and_batch_receives_are_withdrawn(run: Runner) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", range(8))
 @RUNNERS
-def test_cancelled_incoming_loses_no_message(run: Runner, steps: int) -> None:
+def test_cancelled_incoming_iterator_loses_no_message(run: Runner, steps: int) -> None:
     """A task receives a thousand messages of two lengths, and is repeatedly cancelled and restarted."""
 
     async def rank(pg: ProcessGroup, seconds: float) -> None:
@@ -265,7 +265,7 @@ def test_cancelled_incoming_loses_no_message(run: Runner, steps: int) -> None:
     run(rank)
 
 
-def test_incoming_messages_are_shared_by_several_tasks() -> None:
+def test_several_tasks_can_iterate_over_incoming_messages() -> None:
     size, messages = 4, 100
 
     async def rank(pg: ProcessGroup) -> None:

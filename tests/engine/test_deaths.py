@@ -49,7 +49,7 @@ def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None
         assert job.run(world_size, body, linked=False) == expected
 
 
-def test_handling_of_a_death_raises_no_exceptions() -> None:
+def test_death_handler_raises_no_exceptions() -> None:
     """An exception in a callback would only be logged."""
     job = Job()
     contexts: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ def test_handling_of_a_death_raises_no_exceptions() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_process_check_does_nothing_after_shutdown(pg: ProcessGroup) -> None:
+async def test_process_check_does_nothing_after_the_shutdown_of_the_rank(pg: ProcessGroup) -> None:
     """A program may close a group that it is about to shrink."""
     failure_detector = comm_of(pg).endpoint.failure_detector
     failure_detector._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))

@@ -324,13 +324,15 @@ def run(seed: int, living_pid: int) -> None:
         assert "killed" in setup.lost[KILLED]
 
 
-def test_fault_in_a_system_call_makes_no_living_rank_dead(living_pid: int) -> None:
+def test_failing_system_call_of_the_detector_never_makes_a_living_rank_dead(living_pid: int) -> None:
     for seed in range(100):
         run(seed, living_pid)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 5100, 500))
-def test_fault_in_a_system_call_makes_no_living_rank_dead_in_5000_seeds(living_pid: int, first: int) -> None:
+def test_failing_system_call_of_the_detector_never_makes_a_living_rank_dead_in_5000_seeds(
+    living_pid: int, first: int
+) -> None:
     for seed in range(first, first + 500):
         run(seed, living_pid)

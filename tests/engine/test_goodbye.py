@@ -31,7 +31,7 @@ async def open_links(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
-def test_data_sent_before_the_goodbye_arrives(ends: bool, world_size: int, count: int) -> None:
+def test_data_sent_before_a_goodbye_arrives(ends: bool, world_size: int, count: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
         part: Any = pg if ends else await pg.split_group(range(world_size))
@@ -49,7 +49,7 @@ def test_data_sent_before_the_goodbye_arrives(ends: bool, world_size: int, count
         run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 
-def test_group_made_after_its_peer_has_ended_gets_the_sent_data() -> None:
+def test_group_created_after_the_end_of_its_peer_receives_the_data_sent_before() -> None:
     """The notice that a rank has ended may arrive on the control link long before its last data frames."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -69,7 +69,7 @@ def test_group_made_after_its_peer_has_ended_gets_the_sent_data() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-def test_rank_with_its_result_may_leave_at_once(world_size: int) -> None:
+def test_rank_can_leave_the_group_as_soon_as_it_has_its_result(world_size: int) -> None:
     """A rank may finish a collective while its last messages are still on their way."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -114,7 +114,7 @@ def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, worl
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The notice that the rank ends replaces the goodbye."""
     sent: list[str] = []
     spied(monkeypatch, control_said=lambda _, message: sent.append(message["t"]))
@@ -137,7 +137,7 @@ def test_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pyt
 
 
 @pytest.mark.ranks(2)
-async def test_background_task_runs_until_its_context_stops(pg: ProcessGroup) -> None:
+async def test_background_task_runs_until_its_endpoint_stops(pg: ProcessGroup) -> None:
     """The event loop keeps only weak references to tasks."""
     context = Context(comm_of(pg).runtime, comm_of(pg).endpoint.context.transport, 0, 1)
     ended = []

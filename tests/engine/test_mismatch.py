@@ -276,15 +276,15 @@ def run_with_terms(case: Case, place: tuple[int, int], terms: tuple[Any, str]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
-def test_mismatch_is_found_on_every_rank(number: int) -> None:
-    """Each place has one of the terms; `test_mismatch_is_found_on_every_rank_in_all_places_and_terms` has all."""
+def test_mismatch_error_is_raised_on_every_rank(number: int) -> None:
+    """Check one order and latency per odd rank; `..._in_all_orders_and_latencies` below checks all combinations."""
     for index, place in enumerate(PLACES):
         run_with_terms(TABLE[number], place, TERMS[(number + index) % len(TERMS)])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_mismatch_is_found_on_every_rank_in_all_places_and_terms(case: Case) -> None:
+def test_mismatch_error_is_raised_on_every_rank_in_all_orders_and_latencies(case: Case) -> None:
     for place, terms in product(PLACES, TERMS):
         run_with_terms(case, place, terms)
 
@@ -300,7 +300,7 @@ def limits(kind: str, world_size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", SIZED)
-def test_sizes_with_different_schedules_are_a_mismatch(kind: str) -> None:
+def test_sizes_on_both_sides_of_an_algorithm_limit_are_reported_as_a_mismatch(kind: str) -> None:
     for world_size, odd in ((2, 0), (3, 1), (4, 3)):
         share = world_size if kind in ("allgather", "reduce_scatter") else 1
         for limit in limits(kind, world_size):
@@ -310,7 +310,7 @@ def test_sizes_with_different_schedules_are_a_mismatch(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "odd"), [("allreduce", 0), ("barrier", 7), ("alltoall_object", 15)])
-def test_mismatch_of_one_rank_fails_all_sixteen(kind: str, odd: int) -> None:
+def test_mismatched_call_of_one_rank_fails_all_sixteen_ranks(kind: str, odd: int) -> None:
     case = Case(kind, "op", KINDS[kind], KINDS["broadcast"])
     for latency in (None, LATENCY):
         run(case, 16, odd, DELAYS["odd-late"], latency)
@@ -375,7 +375,7 @@ async def misfit(pg: ProcessGroup, send: Call, receive: Call, fields: str, delay
 @pytest.mark.parametrize("delay", [0.0, 10.0], ids=["together", "sender-late"])
 @pytest.mark.parametrize("latency", [None, LATENCY], ids=["next-turn", "links"])
 @pytest.mark.parametrize(("send", "receive", "fields"), P2P_TABLE)
-def test_message_of_another_size_is_a_mismatch_on_both_ends(
+def test_message_of_another_size_is_reported_as_a_mismatch_at_both_ends(
     send: Call, receive: Call, fields: str, latency: Any, delay: float
 ) -> None:
     assert len(set(run_virtual(3, misfit, send, receive, fields, delay, latency=latency))) == 1
@@ -408,7 +408,7 @@ def test_timeout_names_a_rank_that_sends_or_receives_instead(call: Any, named: s
 # -- conditions that must not hide a mismatch
 
 
-def test_silent_coordinator_does_not_delay_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_coordinator_does_not_delay_a_mismatch_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def handle(original: Any, stalls: StallInspector, *message: Any) -> None:
         if group_of(stalls).rank != 0:
             original(stalls, *message)
@@ -476,13 +476,15 @@ def slow_warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     return [each.getMessage().partition("rank 3: ")[2] for each in caplog.records if "rank 3: " in each.getMessage()]
 
 
-def test_slow_ranks_share_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_several_slow_ranks_are_reported_in_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     slow, *more = slow_warnings(monkeypatch, caplog, lambda rank, now: 7.0 if rank in (1, 2) and now < 7.0 else None)
     assert re.fullmatch(r"(rank [12] is slow: it has not answered for 1.0 s; ){2}BARRIER.* waits for it", slow), slow
     assert more == ["rank 1 answers again", "rank 2 answers again"]
 
 
-def test_rank_that_is_slow_again_soon_is_not_logged_again(
+def test_rank_that_is_soon_slow_again_is_not_logged_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def silent(rank: int, now: float) -> float | None:
@@ -492,7 +494,7 @@ def test_rank_that_is_slow_again_soon_is_not_logged_again(
     assert [re.sub(r": it .*", "", text) for text in texts] == ["rank 1 is slow", "rank 1 answers again"]
 
 
-def test_next_rank_coordinates_after_the_lowest_has_left() -> None:
+def test_next_rank_becomes_coordinator_after_the_lowest_rank_has_left() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             await asyncio.sleep(10)
@@ -520,7 +522,7 @@ def test_long_receives_do_not_hide_a_mismatched_collective() -> None:
     run_virtual(2, rank, latency=LATENCY)
 
 
-def test_call_older_than_the_history_is_still_a_mismatch() -> None:
+def test_mismatch_with_a_call_older_than_the_history_is_still_reported() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             works = [pg.broadcast(np.zeros(1), 0) for _ in range(1500)]
@@ -534,7 +536,7 @@ def test_call_older_than_the_history_is_still_a_mismatch() -> None:
     run_virtual(2, rank, latency=LATENCY)
 
 
-def test_late_message_for_a_finished_keyed_call_is_a_mismatch() -> None:
+def test_late_message_for_a_finished_keyed_call_is_reported_as_a_mismatch() -> None:
     """The root of a gather that expects no elements finishes at once."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -549,7 +551,7 @@ def test_late_message_for_a_finished_keyed_call_is_a_mismatch() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_block_for_the_own_rank_of_another_size_is_refused(pg: ProcessGroup) -> None:
+async def test_block_of_wrong_size_that_a_rank_sends_to_itself_is_refused(pg: ProcessGroup) -> None:
     outputs = [np.zeros(3), np.zeros(3)]
     outputs[pg.rank()] = np.zeros(2)
     with pytest.raises(ValueError, match=rf"output part of rank {pg.rank()} has 2 elements, the input part has 3"):
@@ -559,7 +561,7 @@ async def test_block_for_the_own_rank_of_another_size_is_refused(pg: ProcessGrou
     await pg.barrier()
 
 
-def test_premul_factors_may_differ_between_ranks() -> None:
+def test_premul_sum_factors_can_differ_between_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         assert await pg.allreduce(1.0, ReduceOp.PREMUL_SUM(pg.rank() + 1.0)) == 6
 

@@ -198,7 +198,7 @@ FAILED = [17391, 19108]
     [range(FEW), FAILED, pytest.param(range(FEW, MANY), marks=pytest.mark.soak)],
     ids=["few", "failed once", "many"],
 )
-def test_two_parts_of_a_job_never_both_continue(seeds: Sequence[int]) -> None:
+def test_two_partitions_of_a_job_never_both_continue(seeds: Sequence[int]) -> None:
     jobs_continued = 0
     for seed in seeds:
         trial = Trial(seed)
@@ -207,7 +207,7 @@ def test_two_parts_of_a_job_never_both_continue(seeds: Sequence[int]) -> None:
     assert jobs_continued >= 0.8 * len(seeds)  # jobs that never continue would pass the other checks
 
 
-def test_dead_ranks_count_in_the_quorum_while_a_living_rank_is_missing() -> None:
+def test_dead_ranks_count_toward_the_quorum_while_a_living_rank_is_missing() -> None:
     """Ranks 3 and 4 are cut off. After the deaths of ranks 0 and 1 they are the majority of the living ranks."""
     hosts = Hosts([0, 0, 1, 0, 0])
     here, there = (0, 1, 2), (3, 4)

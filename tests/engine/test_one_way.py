@@ -86,7 +86,7 @@ BARRED = [(2, {(0, 1)}), (3, {(0, 1)}), (3, {(1, 2)}), (3, {(2, 1)}), (4, {(0, 1
 
 
 @pytest.mark.parametrize(("world_size", "barred"), BARRED)
-async def test_both_ends_can_send_over_a_one_way_connection(world_size: int, barred: set[tuple[int, int]]) -> None:
+async def test_both_ranks_can_send_if_only_one_rank_can_connect(world_size: int, barred: set[tuple[int, int]]) -> None:
     async def work(pg: ProcessGroup) -> None:
         for count in (1, 100_000):
             got = await pg.allreduce(np.full(count, 1.0 + pg.rank()))
@@ -101,7 +101,7 @@ async def test_both_ends_can_send_over_a_one_way_connection(world_size: int, bar
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "barred"), BARRED)
-async def test_blocked_end_can_send_over_a_link_opened_by_its_peer(
+async def test_rank_that_cannot_connect_can_send_over_a_link_opened_by_its_peer(
     world_size: int, barred: set[tuple[int, int]]
 ) -> None:
     """A waiting rank opens a link to its peer, because the peer may be unable to open one."""

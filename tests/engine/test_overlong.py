@@ -60,7 +60,7 @@ CALLS: dict[str, tuple[int, Callable[[ProcessGroup, Any], Work[Any]]]] = {
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("transport", LINKS)
-async def test_overlong_message_fails_the_group(transport: str, name: str, count: int) -> None:
+async def test_message_longer_than_announced_fails_the_group(transport: str, name: str, count: int) -> None:
     times, call = CALLS[name]
     ready = asyncio.Event()
 

@@ -73,7 +73,7 @@ def shrunk_groups(
 
 
 @pytest.mark.parametrize(("world_size", "reached"), [(3, [1]), (3, [2]), (4, [2, 3]), (5, [1, 2]), (5, [3, 4])])
-def test_value_that_may_be_decided_is_proposed_again(
+def test_value_that_may_already_be_decided_is_proposed_again(
     world_size: int, reached: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 decides with the acceptances of a bare quorum and falls silent. Another coordinator takes over."""

@@ -188,7 +188,7 @@ async def test_group_ignores_frames_of_ranks_outside_it(transport: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", MISUSES)
 @pytest.mark.parametrize("transport", LINKS)
-async def test_malformed_message_fails_its_groups_and_names_the_rank(transport: str, what: str) -> None:
+async def test_malformed_message_fails_its_groups_with_an_error_that_names_the_rank(transport: str, what: str) -> None:
     waiting: list[int] = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -220,7 +220,7 @@ class _GroupId:
 
 @pytest.mark.parametrize("error", [MemoryError, KeyError, RecursionError, OSError])
 @pytest.mark.parametrize("transport", LINKS)
-async def test_exception_in_a_frame_handler_fails_its_groups_and_names_the_rank(
+async def test_exception_in_a_frame_handler_fails_its_groups_with_an_error_that_names_the_rank(
     transport: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: list[int] = []
@@ -246,7 +246,7 @@ async def test_exception_in_a_frame_handler_fails_its_groups_and_names_the_rank(
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_exception_in_a_control_message_handler_fails_its_groups_and_names_the_rank(
+async def test_exception_in_a_control_message_handler_fails_its_groups_and_names_the_sender(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the author of a relayed message, not the rank that relayed it."""
@@ -275,7 +275,7 @@ async def test_exception_in_a_control_message_handler_fails_its_groups_and_names
 @pytest.mark.slow
 @pytest.mark.ranks(2, 4, 7)
 @over(*LINKS)
-async def test_refused_rank_gets_the_reason(pg: ProcessGroup) -> None:
+async def test_refused_rank_receives_the_reason_of_the_refusal(pg: ProcessGroup) -> None:
     """The refused rank may be the hub, and large transfers to it may be in flight."""
     await open_links(pg)
     last = pg.size() - 1
@@ -318,7 +318,7 @@ async def error_of_failing_handler(pg: ProcessGroup) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKS[1:])
-async def test_exception_in_a_frame_handler_is_reported_to_processes(transport: str) -> None:
+async def test_exception_in_a_frame_handler_is_reported_to_ranks_in_other_processes(transport: str) -> None:
     errors = await run_processes(2, error_of_failing_handler, options=options(transport))
     assert all("could not handle a frame of rank 1, a DATA frame" in each and "MemoryError" in each for each in errors)
 
@@ -331,7 +331,7 @@ CALLBACKS = {"a report": "stall_reported", "an answer": "stall_gathered"}
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("where", CALLBACKS)
-async def test_exception_in_a_timer_fails_the_group_and_names_the_rank(
+async def test_exception_in_a_timer_fails_the_group_with_an_error_that_names_the_rank(
     pg: ProcessGroup, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await pg.barrier()
@@ -354,7 +354,7 @@ STEPS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
     ("transport", "step"),
     [(transport, step) for transport in LINKS for step in STEPS if transport == "shm" or "shared" not in step],
 )
-async def test_exception_in_an_operation_fails_the_group_and_names_the_rank(
+async def test_exception_in_an_operation_fails_the_group_with_an_error_that_names_the_rank(
     transport: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, start = STEPS[step]

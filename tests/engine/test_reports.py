@@ -71,7 +71,7 @@ async def test_reported_death_reaches_all_ranks_with_its_reason(pg: ProcessGroup
 
 @pytest.mark.parametrize("reporter", [0, 1, 3])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_living_rank_reported_dead_is_excluded(victim: int, reporter: int) -> None:
+def test_living_rank_that_is_reported_dead_is_excluded(victim: int, reporter: int) -> None:
     job = Job(Hosts([0, 0, 1, 1]))
     others = [rank for rank in range(4) if rank != victim]
     reporter = reporter or others[0]
@@ -166,7 +166,7 @@ async def test_death_report_does_nothing_after_the_shutdown(pg: ProcessGroup) ->
 
 
 @pytest.mark.ranks(3)
-async def test_group_with_a_reported_rank_is_revoked(pg: ProcessGroup) -> None:
+async def test_group_with_a_rank_that_is_reported_dead_is_revoked(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         pg.report_death(1, REASON)
     await pg.wait_revoked()

@@ -41,7 +41,7 @@ async def test_ranks_post_to_rank_0_which_posts_to_all(world_size: int) -> None:
 @pytest.mark.ranks(5, 7)
 @over("shm")
 @pytest.mark.parametrize("count", COUNTS)
-async def test_frames_are_used_until_a_link_exists(pg: ProcessGroup, count: int) -> None:
+async def test_calls_before_a_shared_memory_link_exists_use_frames(pg: ProcessGroup, count: int) -> None:
     calls = [call(pg, count) for _ in range(20)]
     await check(calls, pg.size())
 
@@ -94,7 +94,7 @@ async def test_result_without_a_free_slot_is_not_reduced_twice() -> None:
         await check(later + [call(b[0], count, key) for key in keys], 5)
 
 
-async def test_slot_is_not_read_after_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freed_slot_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_freed_slots(monkeypatch)
     async with jobs(5) as (pgs,):
         for count in COUNTS:
@@ -112,7 +112,7 @@ async def test_results_are_bitwise_equal_on_all_ranks() -> None:
     assert {each.tobytes() for each in tenths} == {expected.tobytes()}
 
 
-async def test_awaited_ranks_are_those_whose_posts_are_missing() -> None:
+async def test_ranks_without_a_posted_contribution_are_reported_as_awaited() -> None:
     async with jobs(5) as (pgs,):
         works = [call(pg) for pg in pgs if pg.rank() != 3]
         awaited = [[operation.awaited_ranks() for operation in comm_of(pg).in_flight.pending] for pg in pgs]
@@ -121,7 +121,7 @@ async def test_awaited_ranks_are_those_whose_posts_are_missing() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 4])
-async def test_mismatched_call_is_found(wrong: int) -> None:
+async def test_mismatched_call_is_reported_on_all_ranks(wrong: int) -> None:
     async with jobs(5) as (pgs,):
         works = [pg.allreduce(np.ones(4 if pg.rank() == wrong else 3)) for pg in pgs]
         for work in works:
@@ -140,7 +140,7 @@ async def test_abort_of_one_rank_fails_the_call_on_all(gone: int) -> None:
 
 @pytest.mark.ranks(5, 7)
 @over("shm")
-async def test_rank_may_leave_as_soon_as_it_has_its_result(pg: ProcessGroup) -> None:
+async def test_rank_can_leave_as_soon_as_it_has_its_result(pg: ProcessGroup) -> None:
     array, work = call(pg)
     await work
     assert (array == 2.0 ** pg.size() - 1).all()

@@ -68,7 +68,7 @@ async def settle(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_unexpected_large_message_sends_one_window_and_blocks_no_other(
+async def test_unexpected_large_message_fills_one_window_and_blocks_no_other_message(
     transport: str, tap: FrameRecorder
 ) -> None:
     # A message read in place is only announced: the receiver would have to copy eager data.
@@ -134,7 +134,7 @@ async def test_ten_thousand_early_operations_stay_within_the_window(transport: s
     assert tap.count(FrameKind.WINDOW, sender=1) > 0
 
 
-async def test_frames_of_several_messages_alternate(tap: FrameRecorder) -> None:
+async def test_frames_of_several_messages_are_interleaved(tap: FrameRecorder) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensors = [np.full(4 * MIB, pg.rank(), "uint8") for _ in range(3)]
         for work in [pg.broadcast(tensor, 0) for tensor in tensors]:
@@ -150,7 +150,7 @@ async def test_frames_of_several_messages_alternate(tap: FrameRecorder) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_failed_group_returns_its_window(transport: str) -> None:
+async def test_failed_group_returns_its_eager_bytes_to_the_window(transport: str) -> None:
     """Two groups share a link. Early bytes of the failed group must not fill the window of the other for ever."""
     store = HashStore()
     over = options(transport)
