@@ -47,7 +47,7 @@ def dumped() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @fuzz(mutated(st.deferred(lambda: st.just(dumped()))), examples=150)
-def test_mutated_dumps_are_reported_or_refused(dumps: Any) -> None:
+def test_trace_reports_or_refuses_mutated_dumps(dumps: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for number, dump in enumerate(dumps if isinstance(dumps, list) else [dumps]):

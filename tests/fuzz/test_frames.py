@@ -52,7 +52,7 @@ frames = st.tuples(
 
 @pytest.mark.slow
 @fuzz(st.lists(st.tuples(frames, st.integers(0, 1)), min_size=1, max_size=6), examples=150)
-def test_works_end_whatever_frames_are_sent(sent: list[tuple[tuple[int, ...], int]]) -> None:
+def test_works_end_for_any_frames_that_a_peer_sends(sent: list[tuple[tuple[int, ...], int]]) -> None:
     def attack(pg: Any, pair: int) -> None:
         member = comm_of(pg)
         names = {ALL: member.id, PAIR: pair}
@@ -125,7 +125,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[int]]:
 
 
 @fuzz(streams(), examples=200)
-def test_mutated_stream_gives_frames_or_an_end(stream: tuple[bytes, list[int]]) -> None:
+def test_mutated_stream_delivers_valid_frames_until_the_link_fails(stream: tuple[bytes, list[int]]) -> None:
     """Check that the link delivers all frames before the first invalid one and nothing after it, and fails once."""
     data, cuts = stream
 

@@ -82,7 +82,7 @@ def is_torn(rest: bytes) -> bool:
 
 
 @fuzz(damaged(), examples=100)
-def test_mutated_log_has_the_written_records_or_is_refused(data: bytes) -> None:
+def test_mutated_store_log_contains_the_written_records_or_is_refused(data: bytes) -> None:
     log, ends, states = written()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"

@@ -39,7 +39,7 @@ def packed(note: Any) -> bytes | None:
 
 
 @fuzz(mutated(valid), WAYS, examples=400)
-def test_mutated_note_is_valid_or_refused(note: Any, way: str) -> None:
+def test_mutated_control_message_is_valid_or_refused(note: Any, way: str) -> None:
     body = packed(note)
     if body is None:
         return
@@ -55,7 +55,7 @@ def test_mutated_note_is_valid_or_refused(note: Any, way: str) -> None:
 
 
 @fuzz(st.binary(max_size=200), WAYS, examples=200)
-def test_mutated_note_bytes_are_valid_or_refused(body: bytes, way: str) -> None:
+def test_mutated_bytes_of_a_control_message_are_valid_or_refused(body: bytes, way: str) -> None:
     try:
         gate.read(body, 2, way, facts(0))
     except ProtocolError:
@@ -64,7 +64,7 @@ def test_mutated_note_bytes_are_valid_or_refused(body: bytes, way: str) -> None:
 
 @pytest.mark.slow
 @fuzz(st.lists(st.tuples(mutated(valid), st.booleans(), st.integers(0, 1)), min_size=1, max_size=3), examples=150)
-def test_works_end_whatever_notes_are_sent(sent: list[tuple[Any, bool, int]]) -> None:
+def test_works_end_for_any_control_messages_that_a_peer_sends(sent: list[tuple[Any, bool, int]]) -> None:
     """Check also that groups of the other ranks continue if all notes are invalid."""
     nonsense: list[bool] = []
 

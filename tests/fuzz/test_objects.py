@@ -119,15 +119,15 @@ def check_decoding(data: bytes) -> None:
 
 
 @fuzz(messages(), examples=400)
-def test_mutated_object_bytes_are_an_object_or_refused(data: bytes) -> None:
+def test_mutated_bytes_of_an_object_are_decoded_or_refused(data: bytes) -> None:
     check_decoding(data)
 
 
 @fuzz(structures(), examples=300)
-def test_mutated_structure_is_an_object_or_refused(data: bytes) -> None:
+def test_mutated_object_structure_is_decoded_or_refused(data: bytes) -> None:
     check_decoding(data)
 
 
 @fuzz(st.binary(max_size=100), examples=200)
-def test_random_bytes_are_an_object_or_refused(data: bytes) -> None:
+def test_random_bytes_are_decoded_as_an_object_or_refused(data: bytes) -> None:
     check_decoding(data)

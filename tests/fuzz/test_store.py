@@ -77,7 +77,7 @@ def check_counters(core: StoreCore) -> None:
 
 
 @fuzz(st.lists(st.tuples(mutated(requests()), garbled), min_size=1, max_size=8), examples=150)
-def test_mutated_requests_are_answered_or_end_their_connection(sent: list[tuple[Any, bytes]]) -> None:
+def test_mutated_store_requests_are_answered_or_close_their_connection(sent: list[tuple[Any, bytes]]) -> None:
     async def serve() -> None:
         owner = Owner()
         good, answers = owner.open()
