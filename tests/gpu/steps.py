@@ -162,7 +162,9 @@ class _Maker(NamedTuple):
             *(step for step in self.tests("streams", 50) if step.name.endswith(kind)),
         ]
         if self.fake:  # it needs more devices than a real machine has
-            words = self.pytest("tests/gpu/test_overlapping.py", "-k", "rows or kinds or first_group or fails")
+            words = self.pytest(
+                "tests/gpu/test_overlapping.py", "-k", "row_and_column or kinds or first_group or failed_group"
+            )
             found.append(Step("overlapping", 50, words, PYTEST))
         for step in found:
             name, environment = f"{step.name} by {adapter}", {**step.environment, **by}

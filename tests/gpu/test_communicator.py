@@ -35,7 +35,7 @@ def record_queries(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]
     return queries
 
 
-async def test_async_error_is_queried_once_at_a_time_and_a_late_result_is_ignored(
+async def test_async_error_is_queried_by_one_query_at_a_time_and_a_late_result_is_ignored(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     queries = record_queries(monkeypatch, limits)
@@ -131,7 +131,7 @@ async def test_async_error_is_not_queried_before_the_communicator_exists(
         await run_ranks(1, body, gpu)
 
 
-async def test_communicator_created_after_the_end_of_its_group_is_aborted(limits: Limits) -> None:
+async def test_communicator_that_is_created_after_the_end_of_its_group_is_aborted(limits: Limits) -> None:
     limits(device_release=0.05)
     make = threading.Event()
 
@@ -157,7 +157,7 @@ async def test_failed_communicator_ends_a_group_without_waiting_calls() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_communicator_is_destroyed_although_a_closing_rank_has_left(limits: Limits) -> None:
+async def test_communicator_is_destroyed_although_another_rank_has_left_the_group(limits: Limits) -> None:
     limits(device_parting=60)
     ends: dict[int, Any] = {}
 
@@ -186,7 +186,7 @@ async def test_communicator_is_destroyed_although_a_closing_rank_has_left(limits
     ]
 
 
-async def test_error_in_the_first_of_several_decided_calls_fails_the_others() -> None:
+async def test_error_in_the_first_of_several_agreed_calls_fails_the_other_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         works = [start_unless_revoked(pg, gpu), start_unless_revoked(pg, gpu)]
         gpu.cuda.fail_next("stream_create", "out of memory")
@@ -197,7 +197,7 @@ async def test_error_in_the_first_of_several_decided_calls_fails_the_others() ->
         await run_ranks(1, body, gpu)
 
 
-async def test_cancelled_on_stream_does_not_affect_another_one() -> None:
+async def test_cancelled_on_stream_does_not_affect_the_on_stream_of_another_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             tensor = ones(pg, gpu)
@@ -287,7 +287,7 @@ async def test_group_is_closed_only_after_its_communicator_is_aborted(monkeypatc
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_error_query_ends_before_its_communicator(end: str, limits: Limits) -> None:
+async def test_communicator_ends_after_its_running_error_query(end: str, limits: Limits) -> None:
     """Check the end of a communicator while its error query runs in the launcher."""
     limits(device_ask_every=0.001)
     querying, go_on = threading.Event(), threading.Event()
@@ -324,7 +324,7 @@ async def test_error_query_ends_before_its_communicator(end: str, limits: Limits
 
 
 @pytest.mark.parametrize("connect", [None, "1"])
-async def test_blocking_first_calls_do_not_hold_up_the_loop(
+async def test_blocking_first_nccl_calls_do_not_block_the_event_loop(
     connect: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check that by default ranks connect when the communicator is created, so that no call blocks."""

@@ -44,7 +44,7 @@ CALLS: dict[str, Call] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
-async def test_device_call_leaves_nothing_to_the_collector(name: str, way: str) -> None:
+async def test_device_call_leaves_no_objects_to_the_garbage_collector(name: str, way: str) -> None:
     async def rank(pg: ProcessGroup, gpu: Gpus) -> None:
         async def call() -> None:
             await CALLS[name](pg, lambda: gpu.tensor(np.zeros(3), pg.rank()))

@@ -70,7 +70,7 @@ async def check_cases(world_size: int, way: str, cases: list[Case]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
-async def test_pairwise_cover_of_calls_gives_right_results(world_size: int, way: str) -> None:
+async def test_pairwise_cover_of_device_calls_gives_correct_results(world_size: int, way: str) -> None:
     await check_cases(world_size, way, [case for case in pairs() if case["world_size"] == world_size])
 
 
@@ -91,7 +91,9 @@ def is_native(kind: str, op: str, dtype: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_only_reductions_that_nccl_lacks_are_staged(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_reductions_that_nccl_does_not_support_are_staged(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Check all reductions in one group, each compared with NumPy."""
     staged = [0] * world_size
 
@@ -115,5 +117,5 @@ async def test_only_reductions_that_nccl_lacks_are_staged(world_size: int, monke
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("dtype", WIDE)
-async def test_all_calls_give_right_results(dtype: str, world_size: int, way: str) -> None:
+async def test_all_combinations_of_device_calls_give_correct_results(dtype: str, world_size: int, way: str) -> None:
     await check_cases(world_size, way, [case for case in everything(dtype, world_size) if case["count"] in COUNTS])

@@ -73,7 +73,7 @@ def libraries(request: pytest.FixtureRequest) -> Iterator[Libraries]:
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("library", "name"), CASES)
-async def test_callers_own_memory_is_reduced(
+async def test_nccl_reduces_in_the_callers_memory_without_a_copy(
     libraries: Libraries, library: str, name: str, requires_grad: bool
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -122,7 +122,7 @@ async def test_noncontiguous_array_is_copied_on_its_device(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_gathered_arrays_belong_to_the_library_of_the_input(
+async def test_gathered_arrays_have_the_type_of_the_input_array(
     pg: ProcessGroup, libraries: Libraries, library: str
 ) -> None:
     device = pg.rank()
@@ -135,7 +135,9 @@ async def test_gathered_arrays_belong_to_the_library_of_the_input(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_output_may_be_part_of_the_input(pg: ProcessGroup, libraries: Libraries, library: str) -> None:
+async def test_output_array_can_be_part_of_the_input_array(
+    pg: ProcessGroup, libraries: Libraries, library: str
+) -> None:
     device = pg.rank()
     host = libraries.host((4,), "float32", device)
     host[...] = [1, 2, 3, 4]
@@ -228,7 +230,7 @@ def array_and_context(
 @both
 @pytest.mark.parametrize("stream", [0, 1, 2], ids=["null", "legacy", "per_thread"])
 @pytest.mark.parametrize("library", ["cupy", "torch", "interface"])
-async def test_default_streams_are_ordered_with_calls(
+async def test_work_on_default_streams_is_ordered_with_calls(
     libraries: Libraries, library: str, stream: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, me = libraries.gpu.cuda, threading.get_ident()

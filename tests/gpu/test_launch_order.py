@@ -68,7 +68,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_any_two_calls_have_one_order_without_cycles(seed: int) -> None:
+async def test_device_calls_of_overlapping_groups_get_one_order_without_cycles(seed: int) -> None:
     chosen = random.Random(seed)
     devices = chosen.randint(2, 6)
     world = World(seed, devices)
@@ -144,7 +144,7 @@ def propose_time(lane: Lane, number: int) -> list[int]:
     return found
 
 
-def test_calls_start_in_the_loops_of_their_groups(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_device_calls_start_in_the_event_loops_of_their_groups(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     begun: list[tuple[int, asyncio.AbstractEventLoop]] = []
@@ -163,7 +163,7 @@ def test_calls_start_in_the_loops_of_their_groups(loops: list[asyncio.AbstractEv
     assert begun == [(1, loops[0]), (2, loops[1])]
 
 
-def test_proposal_waits_for_an_unshared_group(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_launch_time_proposal_waits_for_a_group_that_is_not_yet_shared(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     notified: list[int] = []
     first = result_in_loop(loops[0], lambda: order.join(1, lambda: notified.append(1)))
@@ -183,7 +183,7 @@ def test_proposal_waits_for_an_unshared_group(loops: list[asyncio.AbstractEventL
     assert not order.is_used
 
 
-def test_group_with_a_closed_loop_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_group_with_a_closed_event_loop_blocks_no_other_group(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (propose_time(lost, 1), propose_time(other, 1)) == ([1], [2])
@@ -194,7 +194,7 @@ def test_group_with_a_closed_loop_blocks_no_other(loops: list[asyncio.AbstractEv
     assert not lost.call(lambda: None)
 
 
-def test_loop_closed_before_its_turn_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_event_loop_closed_before_its_turn_blocks_no_other_group(loops: list[asyncio.AbstractEventLoop]) -> None:
     """Check a loop that stops after it was notified of its turn and before it handles the notice."""
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
@@ -219,7 +219,7 @@ def test_loop_closed_before_its_turn_blocks_no_other(loops: list[asyncio.Abstrac
     assert begun in ([1], [0, 1])
 
 
-async def test_group_that_leaves_in_its_turn_passes_it_on() -> None:
+async def test_group_that_leaves_during_its_turn_passes_the_turn_on() -> None:
     order = LaunchOrder()
     one, two = order.join(1, lambda: None), order.join(2, lambda: None)
     begun: list[int] = []
@@ -238,7 +238,7 @@ async def test_group_that_leaves_in_its_turn_passes_it_on() -> None:
     assert begun == [6, 2]
 
 
-def test_turn_of_a_group_that_has_left_is_passed_on(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_turn_of_a_group_that_has_left_passes_to_the_next_group(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (propose_time(one, 1), propose_time(two, 1)) == ([1], [2])
@@ -257,7 +257,9 @@ def test_turn_of_a_group_that_has_left_is_passed_on(loops: list[asyncio.Abstract
     assert begun == [2]
 
 
-def test_loop_that_closes_during_the_notification_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_event_loop_that_closes_during_the_notification_blocks_no_other_group(
+    loops: list[asyncio.AbstractEventLoop],
+) -> None:
     class Closing:
         closed = False
 

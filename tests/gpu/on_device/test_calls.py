@@ -75,7 +75,7 @@ def everything() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_op_and_dtype_gives_right_results(kind: str, way: str) -> None:
+async def test_every_op_and_dtype_gives_correct_results_on_the_device(kind: str, way: str) -> None:
     with world(kind, way, 2) as made:
         size = possible_ranks(made, way, 2)
         found = pairs() if kind in PLAYED else everything()
@@ -114,7 +114,7 @@ async def test_tensors_that_require_gradients_are_written_in_place(kind: str, wa
         await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
-async def test_group_with_nccl_uses_it(kind: str) -> None:
+async def test_group_uses_nccl_if_nccl_is_available(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> str:
         await pg.allreduce(made.tensor(np.ones(3), pg.rank() % made.devices))
         assert dispatcher_of(pg).device_calls is not None

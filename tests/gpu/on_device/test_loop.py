@@ -22,7 +22,7 @@ both = pytest.mark.parametrize("way", WAYS)
 
 
 @both
-async def test_loop_stays_free_during_a_long_kernel(kind: str, way: str) -> None:
+async def test_event_loop_is_not_blocked_during_a_long_kernel(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device = pg.rank() % made.devices
         tensor = made.tensor(np.ones(1000), device)
@@ -45,7 +45,7 @@ async def test_loop_stays_free_during_a_long_kernel(kind: str, way: str) -> None
         await run_ranks(1, body, made)
 
 
-async def test_delay_of_an_await_is_measured(kind: str) -> None:
+async def test_delay_between_device_end_and_await_end_is_measured(kind: str) -> None:
     turns = 20 if kind in PLAYED else 200
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -92,7 +92,7 @@ async def test_delay_of_an_await_is_measured(kind: str) -> None:
 
 
 @both
-async def test_other_threads_may_use_the_device(kind: str, way: str) -> None:
+async def test_other_threads_can_use_the_device_during_calls(kind: str, way: str) -> None:
     """Check for a deadlock between the GIL and CUDA's locks, while other threads call the runtime."""
     seconds = 0.2 if kind in PLAYED else 8.0
     stop = threading.Event()

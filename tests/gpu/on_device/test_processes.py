@@ -77,7 +77,7 @@ async def call_staged(pg: ProcessGroup, kind: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-async def test_processes_on_one_device_are_staged(kind: str, world_size: int) -> None:
+async def test_calls_of_processes_on_one_device_are_staged(kind: str, world_size: int) -> None:
     if kind in PLAYED and world_size > 2:
         pytest.skip("two processes are enough on simulated devices")
     assert await testing.run_processes(world_size, call_staged, kind, timeout=LIMIT) == ["staged"] * world_size
@@ -119,7 +119,7 @@ async def call_on_shared_device(pg: ProcessGroup, kind: str) -> str:
 
 
 @pytest.mark.gpu
-async def test_two_ranks_on_one_device_reduce_by_nccl(kind: str) -> None:
+async def test_two_processes_on_one_device_reduce_by_nccl(kind: str) -> None:
     if kind in PLAYED:
         pytest.skip("the ranks of the simulated NCCL share a process: see the next test")
     assert await testing.run_processes(2, call_on_shared_device, kind, timeout=LIMIT) == ["nccl"] * 2

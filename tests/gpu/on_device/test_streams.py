@@ -34,7 +34,7 @@ async def test_call_runs_after_a_long_kernel_on_the_callers_stream(kind: str, wa
         await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
-async def test_on_stream_orders_a_stream_without_blocking_the_host(kind: str) -> None:
+async def test_on_stream_makes_the_current_stream_wait_without_blocking_the_host(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         _, tensor, gate = await reduced_and_gated(pg, made, 0.0)
         made.add(tensor, pg.rank() + 1.0)
@@ -56,7 +56,7 @@ async def test_on_stream_orders_a_stream_without_blocking_the_host(kind: str) ->
         await run_ranks(possible_ranks(made, "nccl", 2), body, made)
 
 
-async def test_on_stream_orders_another_stream(kind: str) -> None:
+async def test_on_stream_makes_another_stream_wait(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device, tensor, gate = await reduced_and_gated(pg, made)
         work = pg.allreduce(tensor)
@@ -75,7 +75,7 @@ async def test_on_stream_orders_another_stream(kind: str) -> None:
 
 @both
 @pytest.mark.parametrize("per_thread", [False, True])
-async def test_default_streams_are_ordered_with_calls(kind: str, way: str, per_thread: bool) -> None:
+async def test_work_on_default_streams_is_ordered_with_calls(kind: str, way: str, per_thread: bool) -> None:
     if kind in ("torch", "played") and per_thread:
         pytest.skip("torch does not use the default streams of threads")
 
@@ -98,7 +98,7 @@ async def test_default_streams_are_ordered_with_calls(kind: str, way: str, per_t
 
 
 @both
-async def test_capture_stays_valid_and_contains_no_call(kind: str, way: str) -> None:
+async def test_stream_capture_stays_valid_and_contains_no_collective_call(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device, tensor, gate = await reduced_and_gated(pg, made)
         work = pg.allreduce(tensor)
@@ -118,7 +118,7 @@ async def test_capture_stays_valid_and_contains_no_call(kind: str, way: str) -> 
 
 
 @both
-async def test_freed_memory_is_not_reused_while_calls_read_it(kind: str, way: str) -> None:
+async def test_array_memory_is_not_reused_while_calls_read_the_array(kind: str, way: str) -> None:
     turns, together, count = (32 if kind in PLAYED else 2000), 8, 5000
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -144,7 +144,7 @@ async def test_freed_memory_is_not_reused_while_calls_read_it(kind: str, way: st
 
 
 @both
-async def test_arrays_may_be_dropped_in_flight(kind: str, way: str) -> None:
+async def test_arrays_can_be_deleted_while_their_calls_are_in_flight(kind: str, way: str) -> None:
     turns = 30 if kind in PLAYED else 500
 
     async def body(pg: ProcessGroup, made: World) -> None:
