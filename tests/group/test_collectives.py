@@ -204,7 +204,9 @@ async def run(world_size: int, transport: str, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", SIZES)
-async def test_collectives_give_the_closed_form_in_a_pairwise_cover(world_size: int, transport: str) -> None:
+async def test_collectives_give_closed_form_results_for_a_pairwise_cover_of_arguments(
+    world_size: int, transport: str
+) -> None:
     await run(
         world_size,
         transport,
@@ -212,7 +214,7 @@ async def test_collectives_give_the_closed_form_in_a_pairwise_cover(world_size: 
     )
 
 
-def test_pairwise_cover_has_every_pair() -> None:
+def test_pairwise_cover_contains_every_pair_of_argument_values() -> None:
     cases = list(pairs())
     for kind, op in product(REDUCING, OPS):
         met = any(case["kind"] == kind and case.get("op") == op for case in cases)
@@ -238,7 +240,7 @@ def everything(dtype: str, world_size: int) -> Iterator[Case]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_collectives_give_the_closed_form_in_the_full_product(
+async def test_collectives_give_closed_form_results_for_all_combinations_of_arguments(
     dtype: str, world_size: int, transport: str
 ) -> None:
     await run(world_size, transport, list(everything(dtype, world_size)))

@@ -120,7 +120,7 @@ FULL = [
 @pytest.mark.parametrize("cases", [COVER, pytest.param(FULL, marks=pytest.mark.matrix)], ids=["cover", "all"])
 @pytest.mark.ranks(*SIZES, timeout=240.0)
 @over("shm")
-async def test_registered_arrays_give_the_results_of_plain_ones(pg: ProcessGroup, cases: list[Case]) -> None:
+async def test_registered_arrays_give_the_same_results_as_plain_arrays(pg: ProcessGroup, cases: list[Case]) -> None:
     """Compare the bits with those of plain arrays, and the values with the closed form."""
     world_size = pg.size()
     count = world_size * 40_000 + 1
@@ -138,7 +138,7 @@ async def test_registered_arrays_give_the_results_of_plain_ones(pg: ProcessGroup
 @pytest.mark.slow
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_registered_arrays_work_with_counts_around_pieces(pg: ProcessGroup) -> None:
+async def test_registered_arrays_work_with_counts_near_multiples_of_the_piece_size(pg: ProcessGroup) -> None:
     for pieces in (0, 1, 2, 2 * QUEUE.chunks_count + 1):
         for more in (-1, 0, 1):
             count = max(0, pieces * pg.size() * PIECE // 8 + more)
@@ -203,7 +203,7 @@ async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) ->
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_array_outside_of_registered_memory_is_staged(pg: ProcessGroup, puts: Puts) -> None:
+async def test_array_outside_of_registered_memory_is_copied(pg: ProcessGroup, puts: Puts) -> None:
     array = await registered_array(pg, np.ones(LARGE))
     await make_mapped(pg, array)
     await pg.barrier()
@@ -217,7 +217,7 @@ async def test_array_outside_of_registered_memory_is_staged(pg: ProcessGroup, pu
     assert puts.nbytes == 2 * (LARGE + LARGE // 2) * 8
 
 
-def test_schedule_overwrites_no_piece_before_it_is_taken() -> None:
+def test_schedule_overwrites_no_piece_before_the_neighbour_has_read_the_piece() -> None:
     """Derive the order of events from the schedule alone: a piece must be taken before it is overwritten."""
     for size in range(2, 8):
         for pieces in (1, 2, 3, 7):
@@ -269,7 +269,7 @@ async def test_keyed_calls_on_registered_arrays_match_in_any_order(puts: Puts) -
 
 @pytest.mark.ranks(4)
 @over("shm")
-async def test_work_is_done_after_all_reads_of_its_array(pg: ProcessGroup) -> None:
+async def test_work_completes_after_all_ranks_have_read_its_array(pg: ProcessGroup) -> None:
     """Overwrite the result as soon as the work is done."""
     array = await pg.empty(LARGE, np.int64)
     for turn in range(30):
@@ -283,7 +283,7 @@ async def test_work_is_done_after_all_reads_of_its_array(pg: ProcessGroup) -> No
 # -- failing in the middle
 
 
-async def test_failed_operation_returns_its_memory_to_the_owner(puts: Puts) -> None:
+async def test_failed_operation_never_completes_with_data_written_after_the_failure(puts: Puts) -> None:
     """Check that no rank completes with data that the owner writes after the failure."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
 
@@ -344,7 +344,7 @@ async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
 
 @pytest.mark.ranks(3)
 @over("shm")
-async def test_survivors_continue_after_an_abort(pg: ProcessGroup) -> None:
+async def test_ranks_with_registered_arrays_continue_after_an_abort(pg: ProcessGroup) -> None:
     array = await registered_array(pg, np.zeros(LARGE))
     await make_mapped(pg, array)
     await pg.barrier()
@@ -360,7 +360,7 @@ async def test_survivors_continue_after_an_abort(pg: ProcessGroup) -> None:
             assert np.all(array == 3 + 3 * turn)
 
 
-async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(puts: Puts) -> None:
+async def test_chunk_queue_stays_usable_after_a_reduce_function_raises(puts: Puts) -> None:
     """Check that the pieces of the failed group are released only once, even if a rank was about to read one."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -387,7 +387,7 @@ async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(puts: Put
 # -- release
 
 
-async def test_dropped_registered_arrays_leave_no_memory() -> None:
+async def test_deleted_registered_arrays_release_their_memory() -> None:
     gc.collect()  # cycles of earlier tests may still hold mappings
 
     async def rank(pg: ProcessGroup) -> None:
@@ -431,7 +431,7 @@ async def test_registered_array_outlives_its_group() -> None:
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_last_view_of_a_registered_array_may_be_dropped_in_any_thread(pg: ProcessGroup) -> None:
+async def test_last_view_of_a_registered_array_can_be_deleted_in_any_thread(pg: ProcessGroup) -> None:
     for _ in range(5):
         holder = [await registered_array(pg, np.ones(LARGE))]
         await pg.allreduce(holder[0])
@@ -441,7 +441,7 @@ async def test_last_view_of_a_registered_array_may_be_dropped_in_any_thread(pg: 
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_address_of_a_dropped_array_is_no_longer_registered(pg: ProcessGroup) -> None:
+async def test_address_of_a_deleted_registered_array_is_no_longer_registered(pg: ProcessGroup) -> None:
     """Check that other memory at this address would not be taken for registered memory."""
     array = await registered_array(pg, np.ones(LARGE))
     registry = comm_of(pg).endpoint.registered_memory
@@ -507,7 +507,7 @@ async def test_empty_refuses_invalid_shapes_and_dtypes(
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_empty_method_raises_in_a_closed_group(pg: ProcessGroup) -> None:
+async def test_empty_method_of_a_closed_group_raises_an_error(pg: ProcessGroup) -> None:
     pg.abort("over")
     with pytest.raises(GroupRevokedError):
         await pg.empty(3, int)
@@ -516,7 +516,7 @@ async def test_empty_method_raises_in_a_closed_group(pg: ProcessGroup) -> None:
         await pg.empty(3, int)
 
 
-async def test_empty_completes_when_the_group_ends_meanwhile() -> None:
+async def test_empty_completes_although_the_group_ends_during_the_call() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
         await asyncio.sleep(0)
@@ -531,7 +531,7 @@ async def test_empty_completes_when_the_group_ends_meanwhile() -> None:
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_loop_runs_during_the_reservation_of_empty(pg: ProcessGroup) -> None:
+async def test_event_loop_runs_while_empty_reserves_memory(pg: ProcessGroup) -> None:
     making = asyncio.ensure_future(pg.empty(4 * LARGE, np.float64))
     turns = 0
     while not making.done():
@@ -541,7 +541,7 @@ async def test_loop_runs_during_the_reservation_of_empty(pg: ProcessGroup) -> No
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EPERM, errno.EMFILE])
-async def test_empty_returns_an_ordinary_array_without_shared_memory(
+async def test_empty_returns_an_ordinary_array_if_shared_memory_is_unavailable(
     code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -559,7 +559,7 @@ async def test_empty_returns_an_ordinary_array_without_shared_memory(
     assert os.strerror(code) in warnings[0]
 
 
-async def test_empty_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_empty_refuses_an_array_larger_than_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the size first: the kernel would not refuse it, but kill a process."""
     replaced(monkeypatch, memory_available=lambda: LARGE)
 
@@ -575,7 +575,7 @@ async def test_empty_larger_than_the_memory_is_refused(monkeypatch: pytest.Monke
 @pytest.mark.ranks(2)
 @over("shm")
 @pytest.mark.parametrize("turns", range(1, 8))
-async def test_cancelled_empty_leaves_no_memory(pg: ProcessGroup, turns: int) -> None:
+async def test_cancelled_call_of_empty_leaves_no_memory(pg: ProcessGroup, turns: int) -> None:
     making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
     for _ in range(turns):
         await asyncio.sleep(0)

@@ -97,7 +97,7 @@ def all_garbage() -> Iterator[list[Any]]:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("count", [2, 40_000, 400_000])
 @pytest.mark.parametrize("name", CALLS)
-async def test_call_leaves_no_reference_cycles(name: str, count: int, transport: str) -> None:
+async def test_finished_call_leaves_no_reference_cycles(name: str, count: int, transport: str) -> None:
     await testing.run_ranks(SIZE, check_no_garbage, name, count, options=options(transport))
 
 

@@ -118,7 +118,7 @@ async def test_minloc_and_maxloc_support_every_value_and_index_dtype(pg: Process
 
 @over(*LINKS)
 @pytest.mark.ranks(2, 3, 4)
-async def test_minloc_and_maxloc_of_large_arrays_are_right(pg: ProcessGroup) -> None:
+async def test_minloc_and_maxloc_of_large_arrays_are_correct(pg: ProcessGroup) -> None:
     """Use arrays that rings and trees split, with a known winner at each place."""
     size, rank = pg.size(), pg.rank()
     for dtype in (FLOAT_INT, layout("float64", "int32", 0)):
@@ -136,7 +136,7 @@ async def test_minloc_and_maxloc_of_large_arrays_are_right(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(3)
-async def test_nan_wins_with_its_lowest_index(pg: ProcessGroup) -> None:
+async def test_nan_with_the_lowest_index_wins_in_minloc_and_maxloc(pg: ProcessGroup) -> None:
     rank = pg.rank()
     for op in OPS:
         x = np.array([(np.nan if rank else -np.inf, 5 - rank), (np.nan, rank), (rank, np.nan == 1)], FLOAT_INT)
@@ -147,7 +147,7 @@ async def test_nan_wins_with_its_lowest_index(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_equal_pairs_give_the_bits_of_the_lowest_rank(pg: ProcessGroup) -> None:
+async def test_minloc_and_maxloc_of_equal_pairs_return_the_bits_of_the_lowest_rank(pg: ProcessGroup) -> None:
     """Reduce zeros of both signs, and NaNs with different bits."""
     for count in (1, 3, 50_000):
         x = np.zeros(count, FLOAT_INT)
@@ -161,7 +161,7 @@ async def test_equal_pairs_give_the_bits_of_the_lowest_rank(pg: ProcessGroup) ->
 
 
 @pytest.mark.ranks(2)
-async def test_array_without_pairs_is_refused(pg: ProcessGroup) -> None:
+async def test_minloc_of_an_array_without_value_index_pairs_is_refused(pg: ProcessGroup) -> None:
     for dtype in (
         [("value", "f8"), ("index", "f8")],
         [("value", "c16"), ("index", "i8")],

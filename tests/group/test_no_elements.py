@@ -145,7 +145,7 @@ def test_empty_arrays_work_with_delayed_frames() -> None:
 
 
 @pytest.mark.ranks(*SIZES)
-async def test_elements_on_one_rank_only_are_moved(pg: ProcessGroup) -> None:
+async def test_data_of_the_only_rank_with_elements_is_transferred(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     for holder in range(size):
         counts = [4 * (each == holder) for each in range(size)]
@@ -171,7 +171,7 @@ async def test_elements_on_one_rank_only_are_moved(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_array_without_rows_cannot_be_divided(pg: ProcessGroup) -> None:
+async def test_array_without_dimensions_cannot_be_divided_among_ranks(pg: ProcessGroup) -> None:
     point = np.zeros(())
     with pytest.raises(ValueError, match="input has 1 rows, not a multiple of 2 ranks"):
         pg.alltoall_base(np.zeros(2), point)

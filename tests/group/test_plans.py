@@ -123,7 +123,7 @@ def fill_arrays(args: Any, value: float) -> None:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3)
-async def test_plan_start_equals_a_new_call(pg: ProcessGroup) -> None:
+async def test_started_plan_matches_a_new_call(pg: ProcessGroup) -> None:
     """Start plans on some ranks and make plain calls on others, which must match."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -143,7 +143,7 @@ async def test_plan_start_equals_a_new_call(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-async def test_plan_of_many_tensors_changes_none_before_the_reduction(pg: ProcessGroup) -> None:
+async def test_plan_of_many_tensors_changes_no_tensor_before_the_reduction(pg: ProcessGroup) -> None:
     """Use far more tensors than one loop iteration packs."""
     tensors = [np.zeros(1000) for _ in range(1000)]
     plan = pg.plan(pg.allreduce_coalesced, tensors)
@@ -238,7 +238,7 @@ async def test_plan_checks_its_arguments(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1) == 2
 
 
-def test_calls_that_return_a_work_can_be_planned() -> None:
+def test_every_call_that_returns_a_work_can_be_planned() -> None:
     works = {
         name
         for name in dir(ProcessGroup)
@@ -261,7 +261,7 @@ async def test_plan_of_a_closed_group_cannot_start(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_plan_fails_like_the_call(pg: ProcessGroup) -> None:
+async def test_plan_fails_like_the_planned_call(pg: ProcessGroup) -> None:
     plan = pg.plan(pg.allreduce, np.ones(1 + pg.rank()))
     with pytest.raises(CollectiveMismatchError, match="counts"):
         await plan.start()
@@ -315,7 +315,7 @@ async def test_plan_works_with_compared_calls_and_in_a_dry_run() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_plan_start_makes_no_views(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_plan_start_does_not_examine_its_arrays_again(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Any] = [pg.plan(pg.allgather_into_tensor, np.zeros(4), np.ones(4)), pg.plan(pg.send, np.ones(1), 0)]
     viewed: list[Any] = []
 
@@ -335,7 +335,7 @@ async def test_plan_start_makes_no_views(pg: ProcessGroup, monkeypatch: pytest.M
 
 
 @pytest.mark.ranks(2)
-async def test_plan_of_a_list_reads_and_writes_no_tensors(pg: ProcessGroup, limits: Limits) -> None:
+async def test_creation_of_a_list_plan_reads_and_writes_no_tensors(pg: ProcessGroup, limits: Limits) -> None:
     """Plan the list with no time left for packing."""
     limits(packing_budget=-1)
     x, y = np.zeros(3), np.zeros(2)

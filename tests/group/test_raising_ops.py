@@ -66,7 +66,9 @@ CALLS: dict[str, Callable[[ProcessGroup, ReduceOp, int], Awaitable[Any]]] = {
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("kind", CALLS)
-async def test_raising_op_has_its_line_in_the_traceback(kind: str, world_size: int, transport: str) -> None:
+async def test_traceback_of_a_raising_custom_op_contains_the_raising_line(
+    kind: str, world_size: int, transport: str
+) -> None:
     async def rank(pg: ProcessGroup, count: int) -> bool:
         op = Op()
         error = await failure(CALLS[kind](pg, op.op, count))
@@ -79,7 +81,7 @@ async def test_raising_op_has_its_line_in_the_traceback(kind: str, world_size: i
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_raising_op_in_a_block_has_its_line_in_the_traceback(transport: str) -> None:
+async def test_traceback_of_a_raising_custom_op_in_a_block_contains_the_raising_line(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> bool:
         op = Op()
 
@@ -95,7 +97,7 @@ async def test_raising_op_in_a_block_has_its_line_in_the_traceback(transport: st
     assert any(await run_ranks(3, rank, transport=transport))
 
 
-async def test_raising_op_is_the_cause_of_other_works_and_later_calls() -> None:
+async def test_exception_of_a_custom_op_is_the_cause_of_failed_works_and_later_calls() -> None:
     async def rank(pg: ProcessGroup) -> bool:
         op = Op()
         other = asyncio.ensure_future(failure(pg.recv_object()))
@@ -111,7 +113,7 @@ async def test_raising_op_is_the_cause_of_other_works_and_later_calls() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_raising_op_of_a_single_rank_has_its_traceback(pg: ProcessGroup) -> None:
+async def test_exception_of_a_custom_op_in_a_single_rank_group_keeps_its_traceback(pg: ProcessGroup) -> None:
     op = Op()
     assert await pg.allreduce(1.0, op.op) == 1.0  # one rank reduces nothing
     assert op.raised is None

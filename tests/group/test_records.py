@@ -52,7 +52,7 @@ def joined(dtype: np.dtype[Any], parts: list[Any]) -> Any:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_structured_arrays_work_in_all_moving_calls(pg: ProcessGroup) -> None:
+async def test_structured_arrays_work_in_all_calls_that_move_data(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     world = range(size)
     dtypes = DTYPES[:-1] if size < 4 else DTYPES[size - 2 : size]
@@ -128,7 +128,7 @@ async def test_structured_arrays_work_in_blocks_and_lists(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(3)
-async def test_structured_arrays_of_other_lengths_or_kinds_are_a_mismatch(pg: ProcessGroup) -> None:
+async def test_structured_arrays_of_different_lengths_or_dtypes_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     rank = pg.rank()
     gathered = await pg.allgather(None, random_elements(PARTICLE, rank, rank))
     assert all(is_equal(part, random_elements(PARTICLE, each, each)) for each, part in enumerate(gathered))
@@ -176,7 +176,9 @@ OTHERS = (
 @pytest.mark.parametrize(("other", "name"), OTHERS)
 @pytest.mark.parametrize("call", ["broadcast", "allgather", "gather", "send", "block"])
 @pytest.mark.ranks(2)
-async def test_different_layouts_are_a_mismatch(pg: ProcessGroup, call: str, other: Any, name: str) -> None:
+async def test_different_layouts_of_structured_dtypes_are_reported_as_a_mismatch(
+    pg: ProcessGroup, call: str, other: Any, name: str
+) -> None:
     dtype = np.dtype(other) if pg.rank() else PARTICLE
     x = np.ones(12 // dtype.itemsize, dtype)
 
@@ -203,7 +205,7 @@ async def test_different_layouts_are_a_mismatch(pg: ProcessGroup, call: str, oth
 
 
 @pytest.mark.ranks(2)
-async def test_unsupported_layouts_are_refused(pg: ProcessGroup) -> None:
+async def test_unsupported_structured_dtypes_are_refused(pg: ProcessGroup) -> None:
     x = np.zeros(4, PARTICLE)
     for op in (ReduceOp.SUM, ReduceOp.BAND, ReduceOp.custom(np.add)):
         for call in (
@@ -230,7 +232,7 @@ async def test_unsupported_layouts_are_refused(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1) == 2
 
 
-def test_layout_name_describes_the_dtype() -> None:
+def test_layout_name_describes_the_structured_dtype() -> None:
     assert from_numpy(PARTICLE) is from_numpy(np.dtype((np.record, [("id", "i4"), ("mass", "f8")])))
     assert pickle.loads(pickle.dumps(from_numpy(PARTICLE))) is from_numpy(PARTICLE)
     assert from_numpy(DTYPES[2]).name == "{at: {x: <f4[2, 3], name: S5}, when: <M8[s]}"
@@ -246,7 +248,7 @@ def test_layout_name_describes_the_dtype() -> None:
         assert by_name(dtype.name) is by_code(dtype.code) is dtype
 
 
-def test_unused_layout_is_forgotten_after_many_others() -> None:
+def test_unused_dtype_layout_is_dropped_from_the_table_after_many_newer_layouts() -> None:
     code = from_numpy(np.dtype([("used once", "i4")])).code
     assert by_code(code).itemsize == 4, "the layout was forgotten, although a message may still carry its code"
     for number in range(256):
@@ -256,7 +258,7 @@ def test_unused_layout_is_forgotten_after_many_others() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_estimates_and_hooks_have_the_bytes_of_structured_arrays(pg: ProcessGroup) -> None:
+async def test_estimates_and_hooks_report_the_bytes_of_structured_arrays(pg: ProcessGroup) -> None:
     x = np.zeros(1000, PARTICLE)
     with pg.time_estimator() as estimate:
         pg.broadcast(x, 0)

@@ -69,7 +69,7 @@ async def check_objects(pg: ProcessGroup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(MANY)
-async def test_many_ranks_run_every_collective(pg: ProcessGroup) -> None:
+async def test_group_with_many_ranks_runs_every_collective(pg: ProcessGroup) -> None:
     await check_arrays(pg)
     await check_objects(pg)
     part: Any = await pg.split_group([range(MANY // 2), range(MANY // 2, MANY)])
@@ -78,7 +78,7 @@ async def test_many_ranks_run_every_collective(pg: ProcessGroup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(FEW + 1)
-async def test_large_group_makes_channels_on_first_use(pg: ProcessGroup) -> None:
+async def test_large_group_opens_links_on_first_use(pg: ProcessGroup) -> None:
     size = pg.size()
     await pg.barrier()
     channels = comm_of(pg).channels
@@ -91,7 +91,7 @@ async def test_large_group_makes_channels_on_first_use(pg: ProcessGroup) -> None
     await check_objects(pg)
 
 
-async def test_many_ranks_end_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shutdown_of_many_ranks_takes_few_control_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     sent_notes: list[str] = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -107,7 +107,7 @@ async def test_many_ranks_end_in_few_messages(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.soak
-async def test_thousand_ranks_run_a_collective() -> None:
+async def test_group_with_a_thousand_ranks_runs_a_collective() -> None:
     size = 1024
 
     async def rank(pg: ProcessGroup) -> None:

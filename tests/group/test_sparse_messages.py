@@ -39,7 +39,7 @@ def place(request: pytest.FixtureRequest, limits: Limits) -> str:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_sparse_messages_travel_around_a_ring(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_can_be_sent_around_a_ring(pg: ProcessGroup, place: str) -> None:
     """Let each rank send to the next one, and a single rank to itself."""
     rank, size = pg.rank(), pg.size()
     before, after = (rank - 1) % size, (rank + 1) % size
@@ -79,7 +79,7 @@ async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_send_reads_its_array_in_a_thread_before_it_ends(pg: ProcessGroup, limits: Limits) -> None:
+async def test_sparse_send_reads_its_array_in_a_thread_before_completion(pg: ProcessGroup, limits: Limits) -> None:
     limits(sparse_inline=-1)
     x = rank_array(0)
     if pg.rank() == 0:
@@ -126,7 +126,7 @@ async def test_sparse_messages_support_no_entries_and_proc_null(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_messages_work_probed_planned_and_in_blocks(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_can_be_probed_planned_and_coalesced(pg: ProcessGroup, place: str) -> None:
     rank = pg.rank()
     x, y = rank_array(rank), rank_array(rank)
     plan = pg.plan(pg.send, x, 1) if rank == 0 else pg.plan(pg.recv, x, 0)

@@ -45,7 +45,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
 @pytest.mark.parametrize(("kind", "algorithm"), two_level.ALGORITHMS, ids=lambda value: value)
-async def test_two_level_algorithm_is_used_and_gives_the_closed_form(
+async def test_two_level_algorithm_is_used_and_computes_the_closed_form_results(
     kind: str, algorithm: str, hosts: tuple[int, ...], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choices = []
@@ -97,7 +97,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
 
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
 @pytest.mark.parametrize("algorithm", SIZES)
-async def test_allreduce_between_hosts_sends_the_expected_bytes(
+async def test_two_level_allreduce_sends_the_expected_bytes_between_hosts(
     algorithm: str, hosts: tuple[int, ...], frames: list[tuple[int, int, int]]
 ) -> None:
     """Check the traffic between hosts: 2n(h-1) bytes in all, or each leader's tensor once to each other leader."""
@@ -117,7 +117,7 @@ async def test_allreduce_between_hosts_sends_the_expected_bytes(
 
 
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
-async def test_barrier_between_hosts_sends_the_expected_messages(
+async def test_two_level_barrier_sends_the_expected_messages_between_hosts(
     hosts: tuple[int, ...], frames: list[tuple[int, int, int]]
 ) -> None:
     number = len(set(hosts))
@@ -131,7 +131,7 @@ async def test_barrier_between_hosts_sends_the_expected_messages(
     assert crossing == [0] * (number * (number - 1).bit_length())
 
 
-async def test_barrier_waits_for_the_last_rank_of_every_host() -> None:
+async def test_two_level_barrier_waits_for_the_last_rank_of_every_host() -> None:
     """Let the last rank call when all others are known to wait."""
     hosts = (0, 1, 0, 1, 1)
 

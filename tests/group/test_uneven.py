@@ -121,7 +121,7 @@ def test_uneven_parts_work_with_delayed_frames(seed: int) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_uneven_parts_may_have_any_shape(pg: ProcessGroup) -> None:
+async def test_uneven_parts_can_have_any_shape(pg: ProcessGroup) -> None:
     tensor = np.full((2, 3) if pg.rank() else (1, 1, 4), pg.rank(), np.int16)
     outputs = [np.empty((4, 1), np.int16), np.empty(6, np.int16)]
     await pg.allgather(outputs, tensor)

@@ -188,7 +188,7 @@ WRONG: list[Row] = [
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_refused_call_leaves_no_trace(pg: ProcessGroup) -> None:
+async def test_refused_call_does_not_affect_later_calls(pg: ProcessGroup) -> None:
     """Check after each refused call that ordered calls, keyed calls and messages of both ranks still match."""
     for number, (call, error, message) in enumerate(WRONG, start=1):
         if pg.rank() == 0:
@@ -218,7 +218,7 @@ async def test_narrow_float_error_names_the_package_to_install(monkeypatch: pyte
     await run_ranks(2, rank)
 
 
-def test_clash_finds_any_two_arrays_that_share_memory() -> None:
+def test_overlap_check_finds_any_two_arrays_that_share_memory() -> None:
     whole = np.zeros(100)
     parts = [whole[start : start + 10] for start in range(0, 100, 10)]
     assert clash(parts) is None
@@ -288,7 +288,7 @@ async def test_forked_child_is_refused_without_disturbing_ranks(pg: ProcessGroup
 
 @pytest.mark.ranks(2)
 @over("unix")
-async def test_forked_child_that_awaits_takes_no_data_of_its_parent(pg: ProcessGroup) -> None:
+async def test_forked_child_that_awaits_a_work_receives_no_data_of_its_parent(pg: ProcessGroup) -> None:
     """Check that the child does not poll the connections of its parent."""
     if pg.rank() == 1:
         await pg.recv(ones(), 0)
@@ -401,7 +401,7 @@ async def test_invalid_option_in_the_environment_is_refused(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no such host"])
-async def test_unreachable_master_is_reported_with_address_and_reason(
+async def test_unreachable_master_address_is_reported_with_the_reason(
     host: str, port: int, environment: pytest.MonkeyPatch
 ) -> None:
     environment.setenv("MASTER_ADDR", host)
@@ -417,7 +417,7 @@ async def test_unreachable_master_is_reported_with_address_and_reason(
         await new_group(timeout=0.3)
 
 
-async def test_silent_master_is_reported(environment: pytest.MonkeyPatch) -> None:
+async def test_master_that_does_not_answer_is_reported(environment: pytest.MonkeyPatch) -> None:
     """Fill the backlog of the port: a connection attempt gets no answer, as behind a firewall."""
     with socket.socket() as server, socket.socket() as first:
         server.bind(("127.0.0.1", 0))
@@ -438,7 +438,7 @@ async def test_address_of_another_host_without_a_key_is_refused(environment: pyt
         await new_group(timeout=5)
 
 
-async def test_different_world_sizes_are_reported() -> None:
+async def test_different_world_sizes_are_reported_and_a_retry_succeeds() -> None:
     """Check also that a rank may try again after the failure."""
     store = HashStore()
 
