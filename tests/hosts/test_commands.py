@@ -25,7 +25,7 @@ async def outputs(net: Network, folder: Path, scripts: list[str]) -> list[str]:
     return await asyncio.gather(*started)
 
 
-async def test_launcher_on_each_host_runs_the_job(network: Callable[[int], Network], tmp_path: Path) -> None:
+async def test_launchers_on_several_hosts_run_the_job(network: Callable[[int], Network], tmp_path: Path) -> None:
     write({"ring.py": files("docs/several-hosts.md")["ring.py"]}, tmp_path)
     assert shell(code(PAGE, "Starting", 1, "sh"), tmp_path) == ""
     assert (tmp_path / "job.key").stat().st_mode & 0o777 == 0o600
@@ -33,14 +33,16 @@ async def test_launcher_on_each_host_runs_the_job(network: Callable[[int], Netwo
     assert await outputs(network(2), tmp_path, scripts) == [SHOWN, ""]
 
 
-async def test_launcher_commands_of_the_guide_work(network: Callable[[int], Network], tmp_path: Path) -> None:
+async def test_launcher_commands_of_the_documentation_work(network: Callable[[int], Network], tmp_path: Path) -> None:
     write({"script.py": files("docs/several-hosts.md")["ring.py"]}, tmp_path)
     key, *scripts = code("docs/guide.md", "Groups", language="sh").splitlines()
     assert shell(key, tmp_path) == ""
     assert await outputs(network(2), tmp_path, scripts) == [SHOWN, ""]
 
 
-async def test_doctor_command_of_the_page_finds_no_problem(network: Callable[[int], Network], tmp_path: Path) -> None:
+async def test_doctor_commands_of_the_documentation_find_no_problem(
+    network: Callable[[int], Network], tmp_path: Path
+) -> None:
     shell(code(PAGE, "Starting", 1, "sh"), tmp_path)
     script = code(PAGE, "Checking", language="sh")
     assert "--node-rank 0 " in script
@@ -50,7 +52,9 @@ async def test_doctor_command_of_the_page_finds_no_problem(network: Callable[[in
         assert "PROBLEM" not in output
 
 
-async def test_certificate_commands_of_the_page_work(network: Callable[[int], Network], tmp_path: Path) -> None:
+async def test_certificate_commands_of_the_documentation_work(
+    network: Callable[[int], Network], tmp_path: Path
+) -> None:
     write({"script.py": files("docs/several-hosts.md")["ring.py"]}, tmp_path)
     shell(code(PAGE, "Starting", 1, "sh"), tmp_path)
     shell(code("docs/security.md", "Making certificates", language="sh"), tmp_path)

@@ -252,7 +252,7 @@ async def test_doctor_reports_different_encryption_options(network: Callable[[in
     assert "check that the server also uses encryption='none' (AIOCOLL_ENCRYPTION)" in problem
 
 
-async def test_doctor_accepts_a_name_that_is_loopback_on_its_own_host(
+async def test_doctor_accepts_a_host_name_that_resolves_to_loopback_on_its_own_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     """Use the entry that Debian writes into /etc/hosts; the store listens on all addresses, so that it is found."""
@@ -263,7 +263,7 @@ async def test_doctor_accepts_a_name_that_is_loopback_on_its_own_host(
     assert (found.problems, found.hints, found.verdict) == ([], [], MEETS)
 
 
-async def test_doctor_reports_a_name_that_is_loopback_on_another_host(
+async def test_doctor_reports_a_host_name_that_resolves_to_loopback_on_another_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(1)

@@ -20,7 +20,9 @@ SECRETS = (b"a tensor is secret", b"an object is secret", b"a message is secret"
 
 
 @pytest.mark.parametrize("encryption", ["auto", "none"])
-async def test_captured_traffic_shows_no_data(network: Callable[..., Network], ranks: Ranks, encryption: str) -> None:
+async def test_captured_traffic_between_hosts_contains_no_plain_text(
+    network: Callable[..., Network], ranks: Ranks, encryption: str
+) -> None:
     """Check also that the same capture without encryption shows all texts."""
     net = network(2)
     with net.capture_traffic(1) as captured:
@@ -32,7 +34,7 @@ async def test_captured_traffic_shows_no_data(network: Callable[..., Network], r
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-async def test_captured_traffic_between_machine_copies_shows_no_data(
+async def test_captured_traffic_between_copies_of_a_machine_contains_no_plain_text(
     network: Callable[..., Network], ranks: Ranks, transport: str
 ) -> None:
     """Give both hosts one identity, so that their ranks believe to be on one host."""
@@ -45,7 +47,9 @@ async def test_captured_traffic_between_machine_copies_shows_no_data(
     assert not [secret for secret in SECRETS if secret in crossed]
 
 
-async def test_different_encryption_options_are_reported(network: Callable[..., Network], ranks: Ranks) -> None:
+async def test_different_encryption_options_of_hosts_are_reported(
+    network: Callable[..., Network], ranks: Ranks
+) -> None:
     """Check the errors about the store, which ranks contact first."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
@@ -70,7 +74,7 @@ def certificate_environment(authority: Authority, *parts: str, file: str = "own"
 
 
 @pytest.mark.parametrize(("size", "with_launcher"), [(2, False), (3, False), (2, True)])
-async def test_hosts_with_certificates_of_a_ca_meet(
+async def test_hosts_with_certificates_of_one_ca_meet(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, size: int, with_launcher: bool
 ) -> None:
     """Give each host a certificate for its ranks; the one of host 0 also names the store."""
@@ -94,7 +98,7 @@ async def test_hosts_with_certificates_of_a_ca_meet(
         assert await process.end() == (0, "")
 
 
-async def test_captured_traffic_with_a_ca_shows_no_data(
+async def test_captured_traffic_with_user_certificates_contains_no_plain_text(
     network: Callable[..., Network], ranks: Ranks, authority: Authority
 ) -> None:
     """Check that TLS 1.3 hides the certificates, too."""

@@ -118,7 +118,7 @@ def check(found: dict[str, list[float]], store: Any, worked: list[Any], met: lis
 
 
 @pytest.mark.parametrize("encryption", ["auto", pytest.param("none", marks=pytest.mark.soak)])
-async def test_strangers_of_every_kind_do_not_disturb_ranks(
+async def test_unauthenticated_clients_of_every_kind_do_not_disturb_ranks(
     network: Callable[..., Network], ranks: Ranks, encryption: str
 ) -> None:
     job = Job(network(3), ranks, encryption)
@@ -129,7 +129,7 @@ async def test_strangers_of_every_kind_do_not_disturb_ranks(
 
 
 @pytest.mark.parametrize("conduct", ["hold", "repeat", "flood", "half open"])
-async def test_strangers_of_every_conduct_do_not_disturb_a_rendezvous(
+async def test_unauthenticated_clients_with_every_behaviour_do_not_disturb_a_rendezvous(
     network: Callable[..., Network], ranks: Ranks, conduct: str
 ) -> None:
     """Let strangers from another host visit the store and each rank while ranks meet."""
@@ -148,7 +148,7 @@ async def test_strangers_of_every_conduct_do_not_disturb_a_rendezvous(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("encryption", ["auto", "none"])
-async def test_ten_thousand_strangers_do_not_disturb_ranks(
+async def test_ten_thousand_unauthenticated_clients_do_not_disturb_ranks(
     network: Callable[..., Network], ranks: Ranks, encryption: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = Job(network(3), ranks, encryption)

@@ -52,7 +52,9 @@ async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], 
 
 
 @pytest.mark.parametrize("version", [4, 6])
-async def test_ranks_meet_in_a_callers_store(network: Callable[[int], Network], ranks: Ranks, version: int) -> None:
+async def test_ranks_on_several_hosts_meet_in_a_store_of_the_caller(
+    network: Callable[[int], Network], ranks: Ranks, version: int
+) -> None:
     """Check that ranks publish the address by which they have reached the store, not the loopback address."""
     net = network(3)
     host = net.hosts[0].ipv4 if version == 4 else net.hosts[0].ipv6
@@ -60,7 +62,7 @@ async def test_ranks_meet_in_a_callers_store(network: Callable[[int], Network], 
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_ranks_meet_in_a_store_that_one_reaches_by_loopback(
+async def test_ranks_meet_in_a_store_that_one_rank_reaches_by_loopback(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     """Let rank 0 reach the store by the loopback; the others know the address of its host."""
@@ -86,7 +88,7 @@ async def test_ranks_meet_in_a_shared_file(network: Callable[[int], Network], ra
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_ambiguous_interfaces_are_reported_for_a_shared_file(
+async def test_rendezvous_in_a_shared_file_reports_ambiguous_network_interfaces(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
 ) -> None:
     """Check that all ranks request the missing option, and that they meet with it."""
@@ -108,7 +110,7 @@ async def test_ambiguous_interfaces_are_reported_for_a_shared_file(
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
-async def test_default_route_selects_the_interface(
+async def test_default_route_selects_the_network_interface(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
 ) -> None:
     net = network(2)
@@ -124,7 +126,7 @@ async def test_default_route_selects_the_interface(
 # -- the name of the master
 
 
-async def test_master_name_that_is_loopback_on_its_own_host_works(
+async def test_master_name_that_resolves_to_loopback_on_its_own_host_works(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     """Use the entry that Debian writes into /etc/hosts."""
@@ -136,7 +138,7 @@ async def test_master_name_that_is_loopback_on_its_own_host_works(
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_master_name_that_is_loopback_on_the_launchers_host_works(
+async def test_master_name_that_resolves_to_loopback_on_the_launchers_host_works(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(2)
@@ -178,7 +180,9 @@ def translate(net: Network, service: str) -> None:
     net.hosts[1].run("nft", f"add table ip nat; {chain}; {rule}")
 
 
-async def test_service_address_without_a_listener_is_explained(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_error_explains_a_service_address_without_a_listener(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     net = network(1)
     error, _ = await meeting_error(await ranks.start(net.hosts[0], "total", 0, 1, "tcp://10.96.0.9:29500"))
     assert error == (

@@ -27,7 +27,9 @@ async def test_ranks_meet_through_a_one_way_firewall(
     assert [await process.result() for process in started] == expected
 
 
-async def test_ranks_meet_through_a_firewall_with_open_ports(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_ranks_meet_through_a_firewall_that_allows_a_port_range(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     net = network(3)
     for host, other in itertools.permutations(range(3), 2):
         net.refuse_connections(other, host, "tcp dport != { 29500, 31000-31001 }")
