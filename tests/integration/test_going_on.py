@@ -27,7 +27,9 @@ PROGRAM = str(Path(__file__).with_name("going_on.py"))
         *(pytest.param(*each, marks=pytest.mark.soak) for each in (("shrink", 0), ("growing", 1))),
     ],
 )
-async def test_recovery_recipe_survives_a_death_during_recovery(ranks: Ranks, death: str, second: int) -> None:
+async def test_documented_recovery_recipe_survives_a_second_death_during_recovery(
+    ranks: Ranks, death: str, second: int
+) -> None:
     server = StoreServer(key=KEY)
     host, port = server.start()
     env = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher", "WORLD_SIZE": "4"}
@@ -56,7 +58,7 @@ async def test_recovery_recipe_survives_a_death_during_recovery(ranks: Ranks, de
 
 @pytest.mark.slow
 @pytest.mark.parametrize("death", ["shrink", "shrinking"])
-async def test_guide_recipe_survives_a_death_during_shrink(ranks: Ranks, death: str) -> None:
+async def test_recovery_recipe_of_the_guide_survives_a_second_death_during_shrink(ranks: Ranks, death: str) -> None:
     server = StoreServer(key=KEY)
     host, port = server.start()
     env = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher", "WORLD_SIZE": "4"}

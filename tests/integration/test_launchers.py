@@ -72,7 +72,7 @@ def key(tmp_path: Path) -> str:
 
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_torchrun_starts_the_program(hello: str, tmp_path: Path) -> None:
+def test_torchrun_starts_the_readme_program(hello: str, tmp_path: Path) -> None:
     """The store is on loopback, and not at the host name. `--no-python` lets each rank print in one piece."""
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--no-python"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", *options, sys.executable, hello]
@@ -83,38 +83,38 @@ def test_torchrun_starts_the_program(hello: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # no socket is left
 
 
-def test_mpich_starts_the_program(mpich: Launch, hello: str) -> None:
+def test_mpich_starts_the_readme_program(mpich: Launch, hello: str) -> None:
     assert mpich(hello) == LauncherResult(0, [SUM] * 3, "")
 
 
-def test_openmpi_starts_the_program(openmpi: Launch, hello: str, tmp_path: Path) -> None:
+def test_openmpi_starts_the_readme_program(openmpi: Launch, hello: str, tmp_path: Path) -> None:
     assert openmpi(hello, XDG_RUNTIME_DIR=str(tmp_path)) == LauncherResult(0, [SUM] * 3, "")
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # no socket is left
 
 
-def test_slurm_with_pmi_starts_the_program(slurm: Slurm, hello: str) -> None:
+def test_slurm_with_pmi_starts_the_readme_program(slurm: Slurm, hello: str) -> None:
     """The two nodes have no store but that of the launcher."""
     assert slurm.srun("--mpi=pmi2", "-n3", script=hello, AIOCOLL_BIND="127.0.0.1") == LauncherResult(0, [SUM] * 3, "")
 
 
-def test_slurm_without_pmi_starts_the_program(slurm: Slurm, hello: str, key: str) -> None:
+def test_slurm_without_pmi_starts_the_readme_program(slurm: Slurm, hello: str, key: str) -> None:
     assert slurm.srun("--mpi=none", "-n3", script=hello, AIOCOLL_JOB_KEY_FILE=key) == LauncherResult(0, [SUM] * 3, "")
 
 
-def test_slurm_on_one_node_needs_no_key(slurm: Slurm, hello: str, tmp_path: Path) -> None:
+def test_slurm_job_on_one_node_needs_no_job_key(slurm: Slurm, hello: str, tmp_path: Path) -> None:
     done = slurm.srun("--nodes=1", "-n3", script=hello, XDG_RUNTIME_DIR=str(tmp_path))
     assert done == LauncherResult(0, [SUM] * 3, "")
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]
 
 
-def test_slurm_without_a_key_is_reported(slurm: Slurm, hello: str) -> None:
+def test_slurm_job_on_two_nodes_without_a_job_key_is_reported(slurm: Slurm, hello: str) -> None:
     done = slurm.srun("--mpi=none", "-n3", script=hello)
     assert (done.code, done.out) == (1, [])
     wanted = r"^aiocoll\.errors\.AuthenticationError: Slurm started ranks on several hosts.*AIOCOLL_JOB_KEY_FILE"
     assert len(re.findall(wanted, done.err, re.MULTILINE)) == 3
 
 
-def test_slurm_host_lists_are_expanded_like_slurm(slurm: Slurm) -> None:
+def test_slurm_host_lists_are_expanded_as_by_scontrol(slurm: Slurm) -> None:
     from aiocoll.rendezvous.launchers import SLURM
 
     variables = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "9"}
@@ -153,7 +153,7 @@ def test_slurm_reports_a_killed_rank(slurm: Slurm, key: str, pmi: str) -> None:
 
 
 @pytest.mark.parametrize("launcher_name", ["mpich", "slurm"])
-def test_rank_that_never_joins_is_waited_for_until_the_timeout(
+def test_rendezvous_waits_for_a_missing_rank_until_the_timeout(
     launcher_name: str, request: pytest.FixtureRequest
 ) -> None:
     if launcher_name == "mpich":

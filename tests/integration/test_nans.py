@@ -24,7 +24,9 @@ def simd_levels() -> str:
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_on_different_simd_levels_get_the_same_bits(size: int, transport: str, ranks: Ranks, port: int) -> None:
+def test_ranks_on_different_simd_levels_get_bitwise_equal_nans(
+    size: int, transport: str, ranks: Ranks, port: int
+) -> None:
     """Rank 1 uses the baseline only, and makes other NaNs. So one rank must reduce each element for all ranks."""
     env = {"AIOCOLL_TRANSPORT": transport}
     lower = {**env, "NPY_DISABLE_CPU_FEATURES": simd_levels()}

@@ -68,7 +68,9 @@ async def result_digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int
 
 
 @pytest.mark.parametrize("job", jobs(2))
-async def test_mixed_processes_give_the_results_of_pure_ones(job: str, set_job: Any) -> None:
+async def test_native_and_pure_python_processes_together_give_the_results_of_pure_python_jobs(
+    job: str, set_job: Any
+) -> None:
     size, start = len(job), JOBS.index(job)
     places = list(range(start, len(DTYPES), len(JOBS)))
     set_job(job)
@@ -110,7 +112,7 @@ async def complete_calls_in_flight(pg: ProcessGroup) -> int:
 
 
 @pytest.mark.parametrize("job", jobs(1))
-async def test_mixed_processes_support_many_calls_in_flight(job: str, set_job: Any) -> None:
+async def test_native_and_pure_python_processes_together_support_many_concurrent_calls(job: str, set_job: Any) -> None:
     set_job(job)
     native = await run_processes(len(job), complete_calls_in_flight, options=SHM)
     assert [each > 0 for each in native] == [letter == "N" for letter in job]
@@ -129,7 +131,7 @@ async def disagree(pg: ProcessGroup) -> str:
 
 
 @pytest.mark.parametrize("job", jobs(1))
-async def test_mixed_processes_report_mismatches(job: str, set_job: Any) -> None:
+async def test_native_and_pure_python_processes_together_report_mismatches(job: str, set_job: Any) -> None:
     set_job(job)
     for text in await run_processes(2, disagree, options=SHM, allow_unretrieved=True):
         assert "ALLREDUCE" in text
@@ -149,7 +151,7 @@ async def lose_rank(pg: ProcessGroup) -> str:
 
 
 @pytest.mark.parametrize("job", jobs(2))
-async def test_mixed_processes_report_a_killed_rank(job: str, set_job: Any) -> None:
+async def test_native_and_pure_python_processes_together_report_a_killed_rank(job: str, set_job: Any) -> None:
     set_job(job)
     results = await run_processes(
         len(job), lose_rank, options=SHM, expect_death={1: signal.SIGKILL}, allow_unretrieved=True
@@ -184,7 +186,7 @@ async def count_turns_of_other_task(pg: ProcessGroup) -> tuple[int, float, int]:
     return turns, took, native
 
 
-async def test_calls_that_end_while_an_await_polls_let_other_tasks_run() -> None:
+async def test_other_tasks_run_between_calls_that_end_during_polling_awaits() -> None:
     """A loop that is never idle completes an iteration at least every 500 µs."""
     for turns, took, native in await run_processes(2, count_turns_of_other_task, options=SHM):
         assert native > 2000

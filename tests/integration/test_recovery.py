@@ -40,7 +40,7 @@ async def store(ranks: Ranks) -> AsyncIterator[dict[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (0, "shm"), (1, "unix"), (2, "tcp"), (3, "shm")])
-def test_killed_rank_is_replaced_and_the_others_continue(
+def test_killed_rank_is_replaced_and_the_other_ranks_continue(
     ranks: Ranks, store: dict[str, str], victim: int, transport: str
 ) -> None:
     env = {**store, "VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport, "WORLD_SIZE": "4"}
@@ -57,7 +57,7 @@ def test_killed_rank_is_replaced_and_the_others_continue(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (0, "shm"), (1, "unix"), (3, "tcp"), (3, "shm")])
-def test_death_while_newcomers_are_waited_for_ends_grow_on_all_ranks(
+def test_death_of_a_rank_during_the_wait_for_newcomers_fails_grow_on_all_ranks(
     ranks: Ranks, store: dict[str, str], victim: int, transport: str
 ) -> None:
     env = {**store, "VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport}
@@ -70,7 +70,7 @@ def test_death_while_newcomers_are_waited_for_ends_grow_on_all_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_death_of_the_store_host_while_newcomers_are_waited_for_ends_grow(ranks: Ranks, port: int, victim: int) -> None:
+def test_death_of_the_store_host_during_the_wait_for_newcomers_fails_grow(ranks: Ranks, port: int, victim: int) -> None:
     results = ranks("lose_growing", f"tcp://127.0.0.1:{port}", 3, env={"VICTIM": str(victim)}, killed=[victim])
     for rank in {0, 1, 2} - {victim}:
         took, how, lost, size = results[rank]
@@ -79,7 +79,9 @@ def test_death_of_the_store_host_while_newcomers_are_waited_for_ends_grow(ranks:
 
 
 @pytest.mark.slow
-def test_replaced_rank_is_notified_of_its_exclusion_when_it_continues(ranks: Ranks, store: dict[str, str]) -> None:
+def test_stopped_and_replaced_rank_is_notified_of_its_exclusion_when_it_continues(
+    ranks: Ranks, store: dict[str, str]
+) -> None:
     env = {**store, "VICTIM": "1", "WORLD_SIZE": "3"}
     processes = [ranks.start(PROGRAM, "replace", "env://", env={**env, "RANK": str(rank)}) for rank in range(3)]
     processes.append(ranks.start(PROGRAM, "join", "env://", env=env))

@@ -100,7 +100,7 @@ class Ranks:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("kind", ["env", "file", "ticket"])
-async def test_killed_rank_is_replaced(kind: str, victim: int, tmp_path: Path) -> None:
+async def test_rank_killed_during_the_rendezvous_is_replaced(kind: str, victim: int, tmp_path: Path) -> None:
     with Ranks(kind, 3, tmp_path) as ranks:
         async with ranks.store() as store:
             started = [ranks.start(rank) for rank in range(2)]
@@ -115,7 +115,7 @@ async def test_killed_rank_is_replaced(kind: str, victim: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["env", "file"])
-async def test_stopped_rank_is_not_replaced(kind: str, tmp_path: Path) -> None:
+async def test_rank_stopped_during_the_rendezvous_is_not_replaced(kind: str, tmp_path: Path) -> None:
     """The process lives. A second process in its place is refused, and the first one meets the others later."""
     with Ranks(kind, 2, tmp_path) as ranks:
         async with ranks.store() as store:

@@ -123,7 +123,7 @@ async def service(ranks: Ranks) -> AsyncIterator[Service]:
         yield service
 
 
-async def test_cancelled_requests_disturb_no_collective(service: Service) -> None:
+async def test_cancelled_requests_to_the_service_disturb_no_collective(service: Service) -> None:
     await service.send_requests(0, 1)
     # Rank 1 waits for rank 0 in its allreduce, so its clients disconnect during a collective.
     assert (await service.wait_for_all_counts(1))["gone"] > 0
@@ -152,7 +152,7 @@ async def test_killed_rank_of_the_service_is_replaced(victim: int, service: Serv
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_launcher_replaces_a_killed_rank(victim: int, ranks: Ranks) -> None:
+async def test_launcher_replaces_a_killed_rank_of_the_service(victim: int, ranks: Ranks) -> None:
     launcher = ranks.start("-m", "aiocoll", "run", "-n", "2", "--max-restarts", "1", SCRIPT, "--port", "0")
     serving_line = re.compile(r"\[(\d)\] rank \d of 2 serves (http://\S+)\n")
 

@@ -104,7 +104,7 @@ async def run_on_hosts(pg: ProcessGroup, path: Path, names: str, cases: list[Cas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["aabb", "abab", pytest.param("aaab", marks=pytest.mark.soak)])
-async def test_two_level_calls_give_right_results_and_send_the_expected_bytes(names: str, tmp_path: Path) -> None:
+async def test_two_level_calls_give_correct_results_and_send_the_expected_bytes(names: str, tmp_path: Path) -> None:
     cases = matrix(len(names))
     results = await run_processes(len(names), run_on_hosts, tmp_path / "store", names, cases)
     bits, traffic = zip(*results, strict=True)

@@ -58,7 +58,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, environ: dict[str, str]) -> None:
+def test_web_service_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, environ: dict[str, str]) -> None:
     def serve() -> int:
         processes.append(ranks.start(SERVER, APP, env=environ))
         return int(processes[-1].stdout.readline())
@@ -105,7 +105,7 @@ def test_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, environ: dict[
 
 
 @pytest.mark.slow
-def test_service_survives_two_consecutive_deaths(ranks: Ranks, environ: dict[str, str]) -> None:
+def test_web_service_survives_two_consecutive_deaths_of_workers(ranks: Ranks, environ: dict[str, str]) -> None:
     """The second death comes while the others detect the first one, or soon after."""
     processes: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(WORKERS)]
     ports = [int(process.stdout.readline()) for process in processes]
@@ -121,7 +121,9 @@ def test_service_survives_two_consecutive_deaths(ranks: Ranks, environ: dict[str
 
 
 @pytest.mark.slow
-def test_scrape_has_the_metrics_of_all_workers(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
+def test_metrics_scrape_contains_the_metrics_of_all_web_service_workers(
+    ranks: Ranks, environ: dict[str, str], tmp_path: Path
+) -> None:
     """A worker is killed and replaced: its counters remain in the scrape, its gauges do not."""
     directory = tmp_path / "metrics"
     directory.mkdir()
@@ -176,7 +178,9 @@ def test_scrape_has_the_metrics_of_all_workers(ranks: Ranks, environ: dict[str, 
 
 
 @pytest.mark.slow
-def test_workers_remain_ready_while_another_one_is_stopped(ranks: Ranks, environ: dict[str, str]) -> None:
+def test_web_service_workers_remain_ready_while_another_worker_is_stopped(
+    ranks: Ranks, environ: dict[str, str]
+) -> None:
     processes: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(WORKERS)]
     ports = [int(process.stdout.readline()) for process in processes]
     processes[0].send_signal(signal.SIGSTOP)
@@ -191,7 +195,7 @@ def test_workers_remain_ready_while_another_one_is_stopped(ranks: Ranks, environ
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_server_has_its_own_exit_code(ranks: Ranks, environ: dict[str, str], number: int) -> None:
+def test_stopped_web_server_returns_its_own_exit_code(ranks: Ranks, environ: dict[str, str], number: int) -> None:
     environ["WORKERS"] = "1"
     script = "import os, sys; os.setpgid(0, 0); sys.argv = sys.argv[1:]; exec(open(sys.argv[0]).read())"
     command = ("-c", script, str(serve_script(environ)), "tests.integration.asgi_server", APP)
@@ -207,7 +211,7 @@ def test_stopped_server_has_its_own_exit_code(ranks: Ranks, environ: dict[str, s
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(("this",), 75), (("tests.integration.asgi_server", "none:app"), 1)])
-def test_server_that_ends_by_itself_has_an_exit_code(
+def test_web_server_that_ends_by_itself_returns_an_exit_code(
     ranks: Ranks, environ: dict[str, str], arguments: tuple[str, ...], code: int
 ) -> None:
     """`python -m this` ends with 0. The server of the second command does not find its module."""
@@ -216,7 +220,7 @@ def test_server_that_ends_by_itself_has_an_exit_code(
     assert process.returncode == code
 
 
-def test_killed_server_has_an_exit_code(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
+def test_killed_web_server_returns_an_exit_code(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     process: Any = ranks.start(str(serve_script(environ)), "killed", env=environ)
     process.communicate(timeout=LIMIT)
@@ -229,7 +233,7 @@ def serve_script(environ: dict[str, str]) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_unit_file_is_valid(tmp_path: Path) -> None:
+def test_systemd_unit_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     unit = code(PAGE, "systemd and Kubernetes", language="ini")
     unit = unit.replace("/srv/service/venv/bin/python", sys.executable).replace("/srv/service", str(tmp_path))
     path = tmp_path / "service.service"
@@ -240,7 +244,7 @@ def test_unit_file_is_valid(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn is not installed")
-def test_uvicorn_replaces_workers(ranks: Ranks, environ: dict[str, str], port: int) -> None:
+def test_uvicorn_replaces_killed_workers(ranks: Ranks, environ: dict[str, str], port: int) -> None:
     server = start_uvicorn(ranks, environ, port)
 
     def readiness() -> dict[str, Any]:
@@ -269,7 +273,7 @@ def test_uvicorn_replaces_workers(ranks: Ranks, environ: dict[str, str], port: i
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn is not installed")
 @pytest.mark.parametrize("death", ["os._exit(1)", "os.kill(os.getpid(), 9)", "raise RuntimeError"])
-def test_service_fails_if_a_worker_of_uvicorn_dies_while_it_starts(
+def test_web_service_fails_if_a_uvicorn_worker_dies_during_its_start(
     ranks: Ranks, environ: dict[str, str], port: int, tmp_path: Path, death: str
 ) -> None:
     """The second worker dies at its first call, and its successor joins no group. The server gives up after 30 s."""
