@@ -34,7 +34,7 @@ async def outcome_of(*errors: BaseException) -> BaseException:
     raise AssertionError("the program did not fail")
 
 
-async def test_programs_own_error_is_raised_first() -> None:
+async def test_error_of_the_program_takes_precedence_over_group_errors() -> None:
     blamed = ValueError("negative")
     for errors in ([blamed, peer_lost()], [peer_lost(), blamed], [group_revoked(), peer_lost(), blamed]):
         assert await outcome_of(*errors) is blamed
