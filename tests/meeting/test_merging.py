@@ -56,7 +56,7 @@ async def run_on_worlds(
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_merged_worlds_are_ordered_by_name(transport: str) -> None:
+async def test_merged_groups_are_ordered_by_their_names(transport: str) -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -74,7 +74,7 @@ async def test_merged_worlds_are_ordered_by_name(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_merged_parts_of_a_world_are_ordered_by_their_lowest_rank(transport: str) -> None:
+async def test_merged_subgroups_of_one_group_are_ordered_by_their_lowest_rank(transport: str) -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -101,7 +101,7 @@ async def test_merged_groups_with_equal_names_are_ordered_by_arrival() -> None:
     assert sorted(await run_on_worlds(1, 1, 1, fn=rank)) == [[0], [1], [2]]
 
 
-async def test_store_serves_consecutive_and_concurrent_merges() -> None:
+async def test_one_store_supports_consecutive_and_concurrent_merges() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -145,7 +145,7 @@ async def test_merge_with_too_many_ranks_is_refused() -> None:
     await run_on_worlds(2, 2, fn=rank, names=("a", "b"))
 
 
-async def test_merge_with_different_sizes_is_refused() -> None:
+async def test_merge_with_different_total_sizes_is_refused() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -178,7 +178,7 @@ async def test_merge_refuses_wrong_arguments() -> None:
     await run_on_worlds(2, fn=rank)
 
 
-async def test_merge_fails_without_its_store() -> None:
+async def test_merge_fails_if_the_store_is_lost() -> None:
     store = HashStore()
     await store.aclose()
 
@@ -208,7 +208,7 @@ async def test_merge_fails_if_a_rank_gives_up() -> None:
     await run_on_worlds(2, fn=rank)
 
 
-async def test_merge_fails_if_a_group_fails() -> None:
+async def test_merge_fails_if_one_of_the_groups_fails() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
