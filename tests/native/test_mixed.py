@@ -70,7 +70,7 @@ async def compare_with_pure_job(job: str, chosen: Sequence[tuple[str, int]]) -> 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("job", JOBS)
-async def test_mixed_job_has_the_bits_of_a_pure_one(job: str) -> None:
+async def test_job_of_native_and_pure_ranks_gives_the_same_bits_as_a_pure_job(job: str) -> None:
     """Check one count per dtype; each job takes other counts."""
     size, start = len(job), JOBS.index(job)
     chosen = [(dtype, chosen_count(start + place, size, dtype)) for place, dtype in enumerate(DTYPES)]
@@ -81,13 +81,15 @@ async def test_mixed_job_has_the_bits_of_a_pure_one(job: str) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("job", JOBS)
-async def test_mixed_job_has_the_bits_of_a_pure_one_for_each_count(job: str, dtype: str) -> None:
+async def test_job_of_native_and_pure_ranks_gives_the_same_bits_as_a_pure_job_for_each_count(
+    job: str, dtype: str
+) -> None:
     await compare_with_pure_job(job, [(dtype, count) for count in counts(len(job), dtype)])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("count", [1, 2, 17])
-async def test_nans_are_equal_on_all_ranks(count: int) -> None:
+async def test_nan_bits_are_equal_on_all_ranks(count: int) -> None:
     """Check each count: NumPy computes different NaN bits for scalars, arrays of one element and longer arrays."""
     async with group_of_ranks([True, False, True]) as pgs:
         for (op, dtype), seed in itertools.product(nans.cases(), range(25)):
@@ -100,7 +102,7 @@ async def test_nans_are_equal_on_all_ranks(count: int) -> None:
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN", "NPN"])
 @pytest.mark.parametrize("count", [1, 512, 2048])
-async def test_many_calls_in_flight_use_slots_or_frames(job: str, count: int) -> None:
+async def test_many_concurrent_native_calls_use_slots_or_frames(job: str, count: int) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
         size, number = len(pgs), 3 * SMALL_SLOTS
         calls = [[np.full(count, 2.0**rank + call) for call in range(number)] for rank in range(size)]
@@ -119,7 +121,7 @@ async def test_many_calls_in_flight_use_slots_or_frames(job: str, count: int) ->
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PNN"])
-async def test_keyed_calls_match_in_any_order(job: str) -> None:
+async def test_keyed_calls_of_native_and_pure_ranks_match_in_any_order(job: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
         works, keys = [], [f"layer {number}" for number in range(20)]
         for pg in pgs:
@@ -143,7 +145,7 @@ async def test_keyed_calls_match_in_any_order(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["NNNN", "NPNP", "PNPN", "NPPN"])
-async def test_overlapping_groups_share_links(job: str) -> None:
+async def test_overlapping_groups_with_native_ranks_share_links(job: str) -> None:
     """Check ranks that call their groups in different orders, while the calls compete for the same slots."""
     async with group_of_ranks(native_ranks(job)) as pgs:
         whole = list(pgs)
@@ -173,7 +175,7 @@ async def test_overlapping_groups_share_links(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_rank_that_runs_ahead_overwrites_no_slot(job: str) -> None:
+async def test_native_rank_that_runs_ahead_overwrites_no_unread_slot(job: str) -> None:
     """Check a root that makes many broadcasts before the reader calls; the root waits for no rank."""
     async with group_of_ranks(native_ranks(job)) as (zero, one):
         sent = [bits("uint8", count, call) for call, count in enumerate([1, 32, 33, 4096, 4097] * 40)]
@@ -195,7 +197,7 @@ async def test_rank_that_runs_ahead_overwrites_no_slot(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_calls_before_links_exist_use_frames(job: str) -> None:
+async def test_native_calls_before_links_exist_use_frames(job: str) -> None:
     async with group_of_ranks(native_ranks(job), linked=False) as pgs:
         works = [pg.allreduce(np.full(3, 2.0 ** pg.rank())) for pg in pgs for _ in range(5)]
         assert not any(map(is_native, works))

@@ -211,7 +211,7 @@ def turn_of(call: Callable[[ProcessGroup, Arrays], Work[Any]], ranks: Ranks) -> 
 
 
 @pytest.mark.parametrize("name", NATIVE | PYTHON)
-async def test_calls_leave_no_references(name: str) -> None:
+async def test_native_calls_leave_no_references(name: str) -> None:
     call = (NATIVE | PYTHON)[name]
     async with group_of_ranks([True, True]) as pgs:
         ranks = [(pg, arrays()) for pg in pgs]
@@ -224,13 +224,13 @@ async def test_calls_leave_no_references(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_handed_over_and_refused_calls_leave_no_references(name: str) -> None:
+async def test_handed_over_and_refused_native_calls_leave_no_references(name: str) -> None:
     async with group_of_ranks([True, True]) as pgs:
         ranks = [(pg, arrays()) for pg in pgs]
         await check_no_growth(lambda: OTHERS[name](ranks), turns=100)
 
 
-async def test_groups_leave_no_references() -> None:
+async def test_closed_native_groups_leave_no_references() -> None:
     """Check groups with a wider limit: a group has thousands of references, and free lists keep a few of them."""
     made = arrays()["list"]
 

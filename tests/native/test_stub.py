@@ -65,18 +65,18 @@ def accepts_count(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def test_stub_has_all_names_of_the_module() -> None:
+def test_accelerator_type_stub_declares_all_names_of_the_module() -> None:
     assert names_of(STUB.body) == {name for name in vars(core) if not name.startswith("__")}
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_stub_has_all_attributes_of_a_class(name: str) -> None:
+def test_accelerator_type_stub_declares_all_attributes_of_a_class(name: str) -> None:
     has = {each for each in vars(getattr(core, name)) if not each.startswith("__") or each in SPECIAL}
     assert names_of(CLASSES[name].body) == has
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_stub_marks_final_classes(name: str) -> None:
+def test_accelerator_type_stub_marks_final_classes(name: str) -> None:
     is_final = [ast.unparse(each) for each in CLASSES[name].decorator_list] == ["final"]
     try:
         type("Derived", (getattr(core, name),), {})
@@ -87,7 +87,7 @@ def test_stub_marks_final_classes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_stub_arguments_match_the_docstring(name: str) -> None:
+def test_accelerator_type_stub_arguments_match_the_docstrings(name: str) -> None:
     arguments = FUNCTIONS[name].args
     named = [each.arg for each in (*arguments.posonlyargs, *arguments.args) if each.arg != "self"]
     shown = inspect.signature(object_named(name)).parameters.values()
@@ -97,7 +97,7 @@ def test_stub_arguments_match_the_docstring(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_number_of_arguments_matches_the_stub(name: str) -> None:
+def test_accepted_number_of_arguments_matches_the_type_stub(name: str) -> None:
     arguments = FUNCTIONS[name].args
     most = sum(each.arg != "self" for each in (*arguments.posonlyargs, *arguments.args))
     least = most - len(arguments.defaults)

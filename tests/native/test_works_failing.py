@@ -81,7 +81,9 @@ each_failure = pytest.mark.parametrize(("fail", "error", "text"), FAILURES, ids=
 
 
 @each_failure
-async def test_failure_is_raised_in_every_awaiter(kind: str, fail: Fail, error: type[Exception], text: str) -> None:
+async def test_failure_of_a_work_is_raised_in_every_awaiting_task(
+    kind: str, fail: Fail, error: type[Exception], text: str
+) -> None:
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
         called: list[Any] = []
         work = start_allreduce(kind, zero, np.ones(3))
@@ -133,7 +135,7 @@ async def test_group_is_revoked_by_the_first_failure(kind: str, fail: Fail, erro
 
 
 @each_failure
-async def test_unseen_failure_is_logged_with_the_line_of_the_call(
+async def test_unretrieved_failure_of_a_work_is_logged_with_the_line_of_the_call(
     kind: str, fail: Fail, error: type[Exception], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "aiocoll")
@@ -152,7 +154,9 @@ async def test_unseen_failure_is_logged_with_the_line_of_the_call(
 
 
 @pytest.mark.parametrize("when", ["in flight", "after the failure"])
-async def test_seen_failure_is_not_logged(kind: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_retrieved_failure_of_a_work_is_not_logged(
+    kind: str, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.ERROR, "aiocoll")
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
         work = start_allreduce(kind, zero, np.ones(3))
@@ -183,7 +187,7 @@ async def test_failed_works_leave_no_reference_cycles(kind: str) -> None:
             gc.enable()
 
 
-async def test_works_of_a_closed_loop_can_be_inspected(kind: str) -> None:
+async def test_failed_works_of_a_closed_loop_can_be_inspected(kind: str) -> None:
     kept: list[Work[Any]] = []
 
     async def program() -> None:
