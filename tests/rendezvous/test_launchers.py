@@ -88,7 +88,9 @@ def store_address(where: RendezvousParameters) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("name", "env", "place"), ROWS, ids=[name for name, _, _ in ROWS])
-def test_launcher_is_recognised_by_its_variables(name: str, env: dict[str, str], place: tuple[str, int | None]) -> None:
+def test_launcher_is_recognised_by_its_environment_variables(
+    name: str, env: dict[str, str], place: tuple[str, int | None]
+) -> None:
     launcher = recognise(env)
     assert launcher is not None
     assert launcher.name == name
@@ -135,7 +137,7 @@ def test_environment_without_a_launcher_is_not_recognised() -> None:
         assert parameters_of(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 1
 
 
-def test_singleton_variable_is_ignored_under_a_launcher() -> None:
+def test_aiocoll_singleton_variable_is_ignored_under_a_launcher() -> None:
     for _, env, _ in ROWS:
         assert parameters_of(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 3
 
@@ -169,7 +171,7 @@ def test_singleton_variable_is_ignored_under_a_launcher() -> None:
         ({name: text for name, text in SLURM.items() if name != "SLURM_JOB_ID"}, "SLURM_JOB_ID is missing"),
     ],
 )
-def test_missing_or_invalid_variable_is_named(env: dict[str, str], message: str) -> None:
+def test_error_names_a_missing_or_invalid_launcher_variable(env: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parameters_of(env)
 
@@ -199,7 +201,7 @@ def test_incomplete_variables_are_not_mixed_with_a_launcher() -> None:
         parameters_of({name: text for name, text in EXPLICIT.items() if name != "MASTER_ADDR"})
 
 
-def test_arguments_take_precedence_over_launchers() -> None:
+def test_rendezvous_arguments_take_precedence_over_launcher_variables() -> None:
     env = SLURM | {"MASTER_ADDR": "n07", "MASTER_PORT": "29500"}
     where = find_parameters(None, None, 2, 5, env, "")
     assert (where.rank, where.world_size, *store_address(where)) == (2, 5, "n07", 29500)
@@ -236,12 +238,14 @@ def test_url_query_sets_rank_and_world_size(scheme: str, query: str, rank: int |
         ("rank=1", None, None, "world_size is missing: give world_size="),
     ],
 )
-def test_invalid_numbers_in_a_url_are_named(query: str, rank: int | None, world_size: int | None, message: str) -> None:
+def test_error_names_invalid_numbers_in_a_url(
+    query: str, rank: int | None, world_size: int | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         find_parameters(f"tcp://n08:1?{query}", None, rank, world_size, {}, "")
 
 
-def test_other_query_is_part_of_the_file_name() -> None:
+def test_unknown_query_of_a_file_url_is_part_of_the_file_name() -> None:
     assert find_parameters("file:///there?rank#1", None, 0, 1, {}, "").url == "file:///there?rank#1"
 
 
@@ -275,7 +279,7 @@ def test_jobs_on_one_host_use_private_unix_sockets(tmp_path: Path) -> None:
     assert not parameters_of(slurm).several_hosts
 
 
-def test_jobs_on_several_hosts_have_different_ports() -> None:
+def test_slurm_jobs_on_several_hosts_use_different_ports() -> None:
     ports = [store_address(parameters_of(SLURM | {"SLURM_JOB_ID": str(job)}))[1] for job in range(200)]
     ports += [store_address(parameters_of(SLURM | {"SLURM_STEP_ID": str(step)}))[1] for step in range(3, 200)]
     # Of 397 jobs with 4,096 possible ports, about 19 share a port with another job.
@@ -286,7 +290,7 @@ def test_jobs_on_several_hosts_have_different_ports() -> None:
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI_5, KUBERNETES, SLURM], ids=["Open MPI", "Kubernetes", "Slurm"])
-def test_store_between_hosts_needs_a_key(env: dict[str, str]) -> None:
+def test_store_between_hosts_needs_a_job_key(env: dict[str, str]) -> None:
     launcher = recognise(env)
     assert launcher is not None
     with pytest.raises(AuthenticationError, match=f"^{launcher.name} started .* AIOCOLL_JOB_KEY_FILE.*mpi=pmi2"):
@@ -294,7 +298,7 @@ def test_store_between_hosts_needs_a_key(env: dict[str, str]) -> None:
     parameters_of(env).open(1.0, b"sixteen bytes or more", OPTIONS)
 
 
-def test_kubernetes_service_name_is_used() -> None:
+def test_master_address_can_be_a_kubernetes_service_name() -> None:
     assert store_address(parameters_of(KUBERNETES | {"AIOCOLL_SERVICE": "mesh"}))[0] == "train-it-0.mesh"
     assert (
         store_address(parameters_of(KUBERNETES | {"HOSTNAME": "train-it-1.mesh.default.svc"}))[0]
@@ -346,7 +350,7 @@ HOST = st.lists(PART, min_size=1, max_size=4)
 
 @settings(deadline=None)
 @given(st.lists(HOST, min_size=1, max_size=4))
-def test_first_host_of_any_slurm_list_is_found(hosts: list[list[tuple[str, str]]]) -> None:
+def test_first_host_of_any_generated_slurm_list_is_found(hosts: list[list[tuple[str, str]]]) -> None:
     nodes = ",".join("".join(text for _, text in host) for host in hosts)
     assert store_address(parameters_of(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == "".join(
         first for first, _ in hosts[0]
@@ -385,7 +389,7 @@ def test_local_numbers_are_read_from_launcher_variables(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("name", "env", "address"), ROWS, ids=[name for name, _, _ in ROWS])
-def test_single_copy_permits_only_the_launcher(
+def test_single_copy_permits_memory_reads_only_to_children_of_the_launcher(
     name: str, env: dict[str, str], address: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the launcher is permitted, and no process if `single_copy` is off."""

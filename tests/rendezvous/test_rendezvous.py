@@ -64,7 +64,7 @@ async def check_group(pg: ProcessGroup) -> str:
 # -- init methods
 
 
-async def test_caller_store_stays_open() -> None:
+async def test_store_passed_by_the_caller_is_not_closed() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -77,7 +77,7 @@ async def test_caller_store_stays_open() -> None:
     await store.aclose()
 
 
-async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
+async def test_ranks_meet_by_a_file_url(tmp_path: Path) -> None:
     async def rank(rank: int) -> None:
         async with new_group(init_method=f"file://{tmp_path}/meet?here#now", rank=rank, world_size=3) as pg:
             await check_group(pg)
@@ -87,7 +87,7 @@ async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp", "shm"])
-async def test_ranks_meet_over_tcp(transport: Any, port: int) -> None:
+async def test_ranks_meet_by_a_tcp_url(transport: Any, port: int) -> None:
     async def rank(rank: int) -> None:
         options = GroupOptions(transport=transport)
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, options=options) as pg:
@@ -118,7 +118,7 @@ async def test_rank_and_world_size_come_from_the_environment(environment: pytest
     await pg.shutdown()
 
 
-async def test_rank_0_may_start_last(port: int) -> None:
+async def test_rank_0_can_start_last(port: int) -> None:
     """Rank 0 hosts the store, so the other ranks wait for it."""
     started_ranks: list[int] = []
 
@@ -133,7 +133,7 @@ async def test_rank_0_may_start_last(port: int) -> None:
     assert started_ranks[-1] == 0
 
 
-async def test_consecutive_groups_may_use_one_address(port: int) -> None:
+async def test_consecutive_groups_can_use_the_same_address(port: int) -> None:
     async def rank(rank: int) -> list[ProcessGroup]:
         kept = []
         for _ in range(4):
@@ -176,7 +176,7 @@ async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> 
     assert len(connected) == len(set(connected)) <= 3
 
 
-async def test_closing_one_group_leaves_the_others() -> None:
+async def test_closing_a_group_does_not_affect_other_groups() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -206,7 +206,7 @@ async def test_another_world_size_for_the_same_job_is_refused() -> None:
 # -- failures
 
 
-async def test_missing_ranks_are_named() -> None:
+async def test_rendezvous_error_names_the_missing_ranks() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -218,14 +218,14 @@ async def test_missing_ranks_are_named() -> None:
     await store.aclose()
 
 
-async def test_missing_rank_0_is_explained() -> None:
+async def test_rendezvous_error_explains_a_missing_rank_0() -> None:
     store = HashStore()
     with pytest.raises(RendezvousError, match=r"rank 1 waited 0.1 s for rank\(s\) 0 of 2"):
         await new_group(store=store, rank=1, world_size=2, timeout=0.1)
     await store.aclose()
 
 
-async def test_missing_connection_is_named_on_both_sides(
+async def test_rendezvous_errors_of_both_ranks_name_a_missing_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The ranks have published their cards, but no connection succeeds. A warning reports it before the timeout."""
@@ -269,7 +269,7 @@ async def test_late_rank_is_reported_in_a_warning(caplog: pytest.LogCaptureFixtu
     await store.aclose()
 
 
-async def test_process_that_replaces_a_rank_is_advised_to_join() -> None:
+async def test_process_that_restarts_as_a_member_rank_is_advised_to_use_join() -> None:
     """The store assigns it a rank of a second rendezvous, in which no other rank takes part."""
     store = HashStore()
 
@@ -287,7 +287,7 @@ async def test_process_that_replaces_a_rank_is_advised_to_join() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4), (3, 4, 3), (4, 3, 3)])
 @pytest.mark.parametrize("backwards", [False, True])
-async def test_different_world_sizes_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
+async def test_different_world_sizes_are_reported_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
     """Every rank fails at once, without waiting for the timeout."""
     store = HashStore()
 
@@ -308,7 +308,7 @@ async def test_different_world_sizes_are_named_on_every_rank(sizes: tuple[int, .
     await store.aclose()
 
 
-async def test_taken_rank_is_refused() -> None:
+async def test_second_process_with_the_same_rank_is_refused() -> None:
     """Two stores on one server stand for two processes with the same rank."""
     store = HashStore()
     first = PrefixStore("job", store)
@@ -408,7 +408,7 @@ async def test_wildcard_master_address_means_this_host(
         ({"timeout": "soon"}, {}, TypeError, "timeout must be seconds"),
     ],
 )
-def test_invalid_arguments_are_named_at_the_call(
+def test_new_group_names_invalid_arguments_at_the_call(
     given: dict[str, Any],
     env: dict[str, str],
     error: type[Exception],
@@ -467,7 +467,7 @@ async def test_current_group_belongs_to_a_context() -> None:
     await store.aclose()
 
 
-async def test_context_manager_closes_its_group() -> None:
+async def test_context_manager_of_new_group_closes_the_group() -> None:
     store = HashStore()
     async with new_group(store=store, rank=0, world_size=1) as pg:
         assert (await pg.allreduce(np.ones(2)) == 1).all()

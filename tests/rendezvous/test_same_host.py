@@ -90,7 +90,7 @@ async def test_copies_of_one_machine_count_as_several_hosts(machines: str) -> No
 
 
 @pytest.mark.parametrize("transport", ["unix", "shm"])
-async def test_transport_of_one_host_is_refused_with_the_reason(transport: str) -> None:
+async def test_transport_for_one_host_is_refused_with_the_reason(transport: str) -> None:
     store, owners = HashStore(), {}
 
     async def rank(number: int) -> None:
@@ -135,7 +135,7 @@ def start_other_user(*arguments: str) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("key", [KEY, None])
-async def test_rank_of_another_user_needs_a_key(key: bytes | None, port: int) -> None:
+async def test_rank_of_another_user_needs_a_job_key(key: bytes | None, port: int) -> None:
     """A rootless container is an example. With the key the ranks use TCP; without a key both fail at once."""
     there = f"tcp://127.0.0.1:{port}"
     group = new_group(init_method=there, rank=0, world_size=2, timeout=30, options=GroupOptions(job_key=key))

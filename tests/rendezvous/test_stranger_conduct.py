@@ -205,7 +205,7 @@ async def run_job(endpoint: tuple[str, int], transport: str, world_size: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "world_size"), [("unix", 3), ("tcp", 2), ("tcp", 4), ("shm", 2), ("hosts", 3)])
 @pytest.mark.parametrize("conduct", [hold, repeat, flood, half_open])
-async def test_strangers_at_every_listener_do_not_disturb_a_job(
+async def test_unauthenticated_clients_at_every_listener_do_not_disturb_a_job(
     conduct: Conduct, transport: str, world_size: int
 ) -> None:
     """The listeners are those of ranks and stores, over unix sockets and TCP. "hosts" adds heartbeats."""

@@ -95,7 +95,7 @@ def medians(parts: list[list[float]]) -> list[float]:
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 @pytest.mark.parametrize("conduct", ["hold", "repeat"])
-async def test_holding_and_repeating_strangers_cost_little(
+async def test_unauthenticated_clients_that_hold_or_repeat_connections_cost_little_time(
     conduct: str, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_them, without = map(medians, await measured_times("work", conduct, transport))
@@ -110,7 +110,9 @@ async def test_holding_and_repeating_strangers_cost_little(
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
-async def test_flooding_strangers_delay_a_rendezvous_little(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_unauthenticated_clients_that_flood_listeners_delay_a_rendezvous_little(
+    transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with_them, without = map(list, map(chain.from_iterable, await measured_times("meet", "flood", transport)))
     with capsys.disabled():
         print(

@@ -157,13 +157,13 @@ async def assert_ranks_do_not_meet(transport: str, first: bytes | None, second: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_rank_outside_the_loopback_needs_a_key(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rank_on_a_non_loopback_address_needs_a_job_key(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOCOLL_JOB_KEY_FILE", raising=False)
     with pytest.raises(AuthenticationError, match=r"there is no job key: .*`aiocoll run`.*token_hex"):
         await new_group(init_method="tcp://192.0.2.1:29500", rank=rank, world_size=2, timeout=5)
 
 
-async def test_listener_for_other_machines_needs_a_key() -> None:
+async def test_listener_for_other_machines_needs_a_job_key() -> None:
     store = HashStore()
     options = GroupOptions(transport="tcp", bind="any")
     groups = [new_group(store=store, rank=rank, world_size=2, timeout=5, options=options) for rank in range(2)]
@@ -174,7 +174,7 @@ async def test_listener_for_other_machines_needs_a_key() -> None:
     await store.aclose()
 
 
-async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+async def test_child_processes_do_not_inherit_the_job_key(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr("aiocoll.rendezvous.new_group._keys", {})
     monkeypatch.setenv("AIOCOLL_JOB_KEY", KEY.decode())
     look = [sys.executable, "-c", "import os; print(*(name for name in os.environ if 'JOB_KEY' in name))"]
@@ -215,7 +215,7 @@ async def test_replayed_handshake_opens_no_link(flavour: str, kind: ConnKind) ->
 
 
 @pytest.mark.usefixtures("overheard")
-async def test_replayed_requests_do_not_change_a_store() -> None:
+async def test_replayed_store_requests_do_not_change_the_store() -> None:
     server = StoreServer(key=KEY)
     endpoint = server.start()
     async with Proxy.tcp(endpoint, None) as proxy:
@@ -232,7 +232,7 @@ async def test_replayed_requests_do_not_change_a_store() -> None:
 
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_reflected_challenge_is_refused(flavour: str, kind: ConnKind) -> None:
+async def test_reflected_handshake_challenge_is_refused(flavour: str, kind: ConnKind) -> None:
     """The attacker makes the challenging rank reply to its own challenge."""
     async with listening_rank(flavour, 1) as rank:
         with pytest.raises(HandshakeRefusedError, match="rank 1 and rank 1 of 2 cannot be peers"):
@@ -286,7 +286,7 @@ def process_of_nobody(code: str, *arguments: str) -> Iterator[subprocess.Popen[b
             process.kill()
 
 
-async def test_another_user_cannot_connect() -> None:
+async def test_process_of_another_user_cannot_connect_to_a_unix_socket() -> None:
     code = "sock.connect('\\0' + sys.argv[1][1:]); sock.send(bytes(72)); print(sock.recv(1))"
 
     async def attempt(name: str) -> None:
@@ -319,7 +319,7 @@ async def test_socket_of_another_user_is_refused() -> None:
 # -- lengths
 
 
-async def test_announced_length_uses_no_memory_in_a_store() -> None:
+async def test_announced_frame_length_allocates_no_memory_in_a_store() -> None:
     """Clients announce the longest permitted frame and send nothing of its body."""
     server = StoreServer(key=KEY)
     endpoint = server.start()
@@ -341,7 +341,7 @@ async def test_announced_length_uses_no_memory_in_a_store() -> None:
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_announced_length_uses_no_memory_in_a_link(flavour: str) -> None:
+async def test_announced_frame_length_allocates_no_memory_in_a_link(flavour: str) -> None:
     async with listening_rank(flavour) as rank:
         before = resident_bytes()
         for _ in range(8):
@@ -358,7 +358,7 @@ async def test_announced_length_uses_no_memory_in_a_link(flavour: str) -> None:
 # -- crowds
 
 
-async def test_peer_that_has_proven_the_key_is_not_dropped() -> None:
+async def test_authenticated_peer_is_not_disconnected_for_unauthenticated_clients() -> None:
     """The peer has a verdict, so a closed connection would count as its death."""
     async with listening_rank("unix") as rank:
         with await connected_socket(*socket_address(rank.card)) as sock:
@@ -388,7 +388,7 @@ def raised_descriptor_limit() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_1000_strangers_do_not_disturb_a_job(transport: str) -> None:
+async def test_1000_unauthenticated_clients_do_not_disturb_a_job(transport: str) -> None:
     """Silent clients and clients that send garbage connect to the store and to each rank during the whole job."""
     server = StoreServer(key=KEY)
     endpoint = server.start()
