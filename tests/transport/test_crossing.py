@@ -37,7 +37,7 @@ class Links:
 
 
 @pytest.mark.parametrize(("rank", "peer"), [(0, 1), (1, 0), (6, 3)])
-async def test_crossing_dials_follow_promises_and_confirmations(rank: int, peer: int) -> None:
+async def test_simultaneous_dials_are_decided_by_promises_and_confirmations(rank: int, peer: int) -> None:
     links = Links()
     crossing = Crossing(rank, 7, links)  # type: ignore[arg-type]
     key, other = (peer, ConnKind.DATA), (peer, ConnKind.CONTROL)
@@ -140,7 +140,7 @@ async def start_both_dials(ranks: list[Rank]) -> list[asyncio.Task[Any]]:
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
-async def test_crossing_dials_make_one_link_in_every_message_order(flavour: str) -> None:
+async def test_simultaneous_dials_make_one_link_in_every_message_order(flavour: str) -> None:
     for order in orders():
         async with gated_ranks(flavour) as (ranks, gate):
             dials = await start_both_dials(ranks)
@@ -154,7 +154,7 @@ async def test_crossing_dials_make_one_link_in_every_message_order(flavour: str)
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
 @pytest.mark.parametrize("held", [0, 1])
-async def test_crossing_dial_succeeds_while_the_other_is_stuck(held: int, flavour: str) -> None:
+async def test_dial_succeeds_while_a_simultaneous_dial_of_the_peer_is_stuck(held: int, flavour: str) -> None:
     """The other dial stops after any number of its messages. Its link wins only if it has been promised."""
     for before in range(MESSAGES):
         async with gated_ranks(flavour) as (ranks, gate):

@@ -66,7 +66,7 @@ def replace_reach(monkeypatch: pytest.MonkeyPatch, reach: Callable[[VirtualLoop]
         (99.0, 3.0, "Connection refused (tried for 3.0 s)"),
     ],
 )
-def test_shortened_attempt_does_not_replace_the_failure_reason(
+def test_shortened_dial_attempt_does_not_replace_the_reported_failure_reason(
     virtual_runner: asyncio.Runner,
     monkeypatch: pytest.MonkeyPatch,
     silent_from: float,
@@ -102,7 +102,7 @@ def test_blocked_loop_does_not_use_up_connect_timeout(
     assert sum(when > 9.0 for when in attempts) > 50
 
 
-def test_dial_gives_up_in_an_always_blocked_loop(
+def test_dial_in_a_constantly_blocked_loop_times_out(
     virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def program() -> float:
@@ -124,7 +124,7 @@ def test_dial_gives_up_in_an_always_blocked_loop(
     assert 5.0 < virtual_runner.run(program()) < 1000.0
 
 
-def test_blocked_loop_does_not_make_a_host_silent(
+def test_blocked_loop_does_not_make_a_peer_host_count_as_silent(
     virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After one network error the loop is blocked for longer than a host may be silent. The host is dialled again."""

@@ -21,7 +21,7 @@ def test_x86_needs_no_store_fence(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le", "riscv64", "s390x"])
-def test_other_machines_use_fences_of_libatomic(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_other_than_x86_use_fences_of_libatomic(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[int] = []
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, orders)})())
     known = fences(machine)
@@ -33,7 +33,7 @@ def test_other_machines_use_fences_of_libatomic(machine: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("machine", ["i386", "i686", "armv7l", "armv8l", "mips", "ppc", "riscv32", "unknown"])
-def test_machine_whose_words_may_tear_is_refused(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_atomic_64_bit_stores_is_refused(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, [])})())
     assert not has_atomic_stores(machine)
     assert fences(machine) is None
@@ -90,7 +90,7 @@ class Interrupted(BaseException):
     """An exception like KeyboardInterrupt."""
 
 
-def test_interrupted_fence_does_not_block_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_memory_fence_does_not_block_later_fences(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second Ctrl-C can be raised between any two instructions. The cleanup after it must not block."""
 
     class Lock:

@@ -104,7 +104,7 @@ def test_process_with_a_reused_pid_is_not_read() -> None:
             read(memory, child.text, 11)
 
 
-def test_changed_secret_word_is_detected_for_any_word() -> None:
+def test_change_of_the_secret_word_is_detected_for_any_value() -> None:
     """A word of zeros or ones is as valid as any other."""
     for word in (0, (1 << 64) - 1):
         held = ctypes.c_uint64(word)
@@ -115,7 +115,7 @@ def test_changed_secret_word_is_detected_for_any_word() -> None:
             read(memory, ctypes.addressof(held), 8)
 
 
-def test_unmapped_memory_raises_efault() -> None:
+def test_read_of_unmapped_process_memory_raises_efault() -> None:
     own = OwnMemory(os.urandom)
     memory = PeerMemory(os.getpid(), own.address, own.word)
     pages = mmap.mmap(-1, 2 * PAGE)
@@ -132,7 +132,7 @@ def test_unmapped_memory_raises_efault() -> None:
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-def test_address_of_an_array_is_its_first_element(readonly: bool) -> None:
+def test_address_of_an_array_is_the_address_of_its_first_element(readonly: bool) -> None:
     array = np.arange(10.0)
     view = memoryview(array).cast("B")
     expected = array.__array_interface__["data"][0]
@@ -219,7 +219,7 @@ def test_yama_allows_children_of_a_permitted_parent() -> None:
         assert read_by_other_process(permitting, DROP) == "what it has\n"
 
 
-def test_yama_permission_is_set_for_the_given_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yama_permission_to_read_is_set_for_the_given_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
         def __init__(self) -> None:
             self.calls: list[tuple[object, ...]] = []

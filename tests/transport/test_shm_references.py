@@ -95,7 +95,9 @@ def known_bytes(nbytes: int) -> bytes:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("placed", [False, True])
-async def test_reference_arrives_in_pieces_unless_it_is_routed(where: str, nbytes: int, placed: bool) -> None:
+async def test_payload_sent_by_reference_arrives_in_pieces_unless_routed_into_an_array(
+    where: str, nbytes: int, placed: bool
+) -> None:
     async with linked_ends(where) as both:
         found = bytearray(nbytes)
 
@@ -119,7 +121,7 @@ async def test_reference_arrives_in_pieces_unless_it_is_routed(where: str, nbyte
         assert {header[8] for header in both.got.headers} == {nbytes}
 
 
-async def test_offset_of_a_long_message_wraps(where: str) -> None:
+async def test_offset_of_a_long_message_wraps_around_at_32_bits(where: str) -> None:
     async with linked_ends(where) as both:
         array = await both.array(2 * SEGMENT)
         header = reference_header(1, array.nbytes, offset=(1 << 32) - SEGMENT)
@@ -143,7 +145,7 @@ async def test_frames_by_reference_keep_their_order(where: str) -> None:
         assert both.got.frames == list(enumerate(expected, 1))
 
 
-async def test_references_are_limited_to_two_unread_ones(where: str) -> None:
+async def test_writer_has_at_most_two_unread_references(where: str) -> None:
     """Later frames then wait a bounded time. The sink is notified when there is room again."""
     async with linked_ends(where) as both:
         array = await both.array(SEGMENT)
@@ -157,7 +159,9 @@ async def test_references_are_limited_to_two_unread_ones(where: str) -> None:
         await until(lambda: both.read == [1, 2])
 
 
-async def test_reference_read_at_once_rings_the_writer(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reader_that_reads_a_reference_at_once_wakes_the_writer(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The peer may read everything before the writer continues. The writer must have requested a wake-up before."""
     async with linked_ends(where) as both:
         array = await both.array(1000)
@@ -175,7 +179,7 @@ async def test_reference_read_at_once_rings_the_writer(where: str, monkeypatch: 
         assert doorbell in rung
 
 
-async def test_reference_waits_for_room_in_the_ring(where: str) -> None:
+async def test_reference_waits_for_space_in_the_frame_ring(where: str) -> None:
     async with linked_ends(where) as both:
         array = await both.array(1000)
         while both.near.write(*frame(0)):
@@ -187,7 +191,7 @@ async def test_reference_waits_for_room_in_the_ring(where: str) -> None:
         await until(lambda: both.read == [1])
 
 
-async def test_voided_reference_is_not_delivered(where: str) -> None:
+async def test_withdrawn_reference_is_not_delivered(where: str) -> None:
     """The owner may change the memory after the call, and the reader must not deliver the change."""
     async with linked_ends(where) as both:
         array, owner = await both.array(SEGMENT), object()
@@ -202,7 +206,7 @@ async def test_voided_reference_is_not_delivered(where: str) -> None:
 
 
 @pytest.mark.parametrize("placed", [False, True])
-async def test_reference_voided_during_its_read_is_not_delivered(where: str, placed: bool) -> None:
+async def test_reference_withdrawn_during_its_read_is_not_delivered(where: str, placed: bool) -> None:
     """The frame is voided in `route`, between the two checks around the read of a piece."""
     async with linked_ends(where) as both:
         array, owner = await both.array(3 * SEGMENT), object()
@@ -224,7 +228,7 @@ async def test_reference_voided_during_its_read_is_not_delivered(where: str, pla
         assert both.got.losses == []
 
 
-async def test_void_of_a_read_reference_does_not_affect_later_ones(where: str) -> None:
+async def test_withdrawal_of_a_read_reference_does_not_affect_later_references(where: str) -> None:
     async with linked_ends(where) as both:
         array, owner = await both.array(1000), object()
         assert both.write(array, 1, owner)
@@ -237,7 +241,7 @@ async def test_void_of_a_read_reference_does_not_affect_later_ones(where: str) -
         assert [op for op, _ in both.got.frames] == list(range(1, 600))
 
 
-async def test_callback_ends_within_a_frame_after_its_time_budget(where: str) -> None:
+async def test_readable_callback_stops_within_a_frame_at_its_time_limit(where: str) -> None:
     milliseconds = itertools.count()
     slow = Runtime(asyncio.get_running_loop(), lambda: next(milliseconds) / 1000)
     async with linked_ends(where, slow) as both:
@@ -267,7 +271,7 @@ async def test_writer_knows_whether_its_reference_is_being_read(where: str) -> N
         assert found == [True] * 6
 
 
-async def test_writer_does_not_wait_for_a_stopped_reader() -> None:
+async def test_writer_does_not_wait_forever_for_a_stopped_reader() -> None:
     now = 1.0
     runtime = Runtime(asyncio.get_running_loop(), lambda: now)
     async with linked_ends("segment", runtime) as both:
@@ -340,7 +344,7 @@ async def test_reference_to_an_ended_process_fails_the_link() -> None:
         assert both.got.frames == []
 
 
-async def test_unreadable_reference_may_be_void(where: str) -> None:
+async def test_unreadable_memory_of_a_withdrawn_reference_causes_no_failure(where: str) -> None:
     """Its memory was unmapped because its operation had failed."""
     async with linked_ends(where) as both:
         await both.array(1)
@@ -407,7 +411,9 @@ async def test_references_are_used_only_if_both_ends_want_them(single_copy: tupl
 
 
 @pytest.mark.skipif(can_read() is not None, reason="cannot read memory of processes")
-async def test_memory_unreadable_for_processes_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_that_other_processes_cannot_read_is_not_sent_by_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A device driver may map such memory into this process. It is copied instead."""
     async with linked_ends("process") as both:
         array = await both.array(1000)

@@ -66,7 +66,7 @@ class Ring:
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_frame_of_each_size_wraps_around_the_ring(ranks: int, number: int, nbytes: int) -> None:
+def test_frames_of_each_size_wrap_around_the_frame_ring(ranks: int, number: int, nbytes: int) -> None:
     ring = Ring(ranks, number)
     for _ in range(3 * ENTRIES if nbytes <= 4096 else 40):
         assert ring.put(nbytes, nothing=not nbytes)
@@ -75,7 +75,7 @@ def test_frame_of_each_size_wraps_around_the_ring(ranks: int, number: int, nbyte
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8])
-def test_full_ring_refuses_frames(nbytes: int) -> None:
+def test_full_frame_ring_refuses_frames(nbytes: int) -> None:
     ring = Ring(2)
     for _ in range(3):
         for _ in range(ENTRIES):
@@ -89,7 +89,7 @@ def test_full_ring_refuses_frames(nbytes: int) -> None:
 
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("nbytes", [9, 64, 65, 8192, SEGMENT // 3, SEGMENT - 1, SEGMENT])
-def test_full_data_area_refuses_frames(ranks: int, nbytes: int) -> None:
+def test_frame_ring_with_a_full_data_area_refuses_frames(ranks: int, nbytes: int) -> None:
     """The area takes every frame that fits. While a large one waits, small ones still pass."""
     ring = Ring(ranks)
     lines = -(-nbytes // LINE) * LINE
@@ -105,7 +105,7 @@ def test_full_data_area_refuses_frames(ranks: int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_data_area_wraps_around_at_every_offset(ranks: int) -> None:
+def test_data_area_of_a_frame_ring_wraps_around_at_every_offset(ranks: int) -> None:
     """The reader stays half an area behind, so that frames wrap around at every offset."""
     ring = Ring(ranks)
     chance = random.Random(ranks)

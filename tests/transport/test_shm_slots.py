@@ -167,7 +167,7 @@ def take(reader: SlotReader, slot: int, identity: int, group: int) -> float | No
 
 @pytest.mark.parametrize("slot", [0, SMALL_SLOTS - 1, SMALL_SLOTS, SLOTS - 1])
 @pytest.mark.parametrize("count", [1, 4, 5, 6, 16])
-def test_slot_is_reused_after_it_was_freed(slot: int, count: int, box: Box) -> None:
+def test_freed_slot_is_reused(slot: int, count: int, box: Box) -> None:
     for identity in range(1, 4):
         array = np.arange(count) + 0.5 * identity
         assert box.reader.look(slot, identity, NEW) == -1
@@ -223,7 +223,7 @@ def test_parts_of_the_memory_layouts_do_not_overlap(ranks: int) -> None:
     assert not words[0] & words[1]
 
 
-def test_words_of_a_lane_do_not_overlap(box: Box) -> None:
+def test_memory_words_of_a_lane_do_not_overlap(box: Box) -> None:
     """Write each kind of word once, and check that the others did not change."""
     lane, reader = box.host.lanes[1], box.outbox
     rows = [lane._named, lane.common_named]
@@ -241,7 +241,9 @@ def test_words_of_a_lane_do_not_overlap(box: Box) -> None:
 
 @pytest.mark.parametrize("order", [None, lambda: None])
 @pytest.mark.parametrize("step", range(10))
-def test_group_end_during_a_post_keeps_the_new_post(step: int, order: Any, make_box: Callable[..., Box]) -> None:
+def test_end_of_an_old_group_during_a_post_keeps_the_new_post(
+    step: int, order: Any, make_box: Callable[..., Box]
+) -> None:
     """The end frees the slots of the group, but not the slot of a post that is just being written."""
     box = make_box(Fences(order, lambda: None))
     assert box.post(5, 5, OLD, block_of(1))
@@ -257,7 +259,7 @@ def test_group_end_during_a_post_keeps_the_new_post(step: int, order: Any, make_
 
 
 @pytest.mark.parametrize("step", range(7))
-def test_post_during_a_group_end_is_kept(step: int, box: Box) -> None:
+def test_post_during_the_end_of_another_group_is_kept(step: int, box: Box) -> None:
     assert box.post(0, 5, OLD, block_of(1))
     assert take(box.reader, 0, 5, OLD) == 1
     steps = box.step_reader()
@@ -306,7 +308,7 @@ def test_unfinished_post_is_not_reported_as_the_previous_operation(step: int, bo
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_slot_read_during_its_write_is_consistent(step: int, box: Box) -> None:
+def test_slot_that_is_read_during_a_write_is_consistent(step: int, box: Box) -> None:
     got: list[float | None] = []
     steps = box.step_writer()
     steps.interrupt(step, lambda: got.append(take(box.reader, 5, 6, NEW)))
@@ -319,7 +321,7 @@ def test_slot_read_during_its_write_is_consistent(step: int, box: Box) -> None:
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_news_flag_is_not_lost_during_a_post(step: int, box: Box) -> None:
+def test_new_posts_flag_is_not_lost_if_it_is_read_during_a_post(step: int, box: Box) -> None:
     """A reader that sees the flag finds the post, or the flag is set again afterwards."""
     found: list[bool] = []
     steps = box.step_writer()
@@ -340,7 +342,7 @@ def test_post_for_a_finished_group_is_freed_when_its_slot_is_needed(box: Box) ->
     assert take(box.reader, 5, 69, NEW) == 2
 
 
-def test_post_for_a_finished_group_is_not_unread(box: Box) -> None:
+def test_post_for_a_finished_group_is_not_listed_as_unread(box: Box) -> None:
     box.outbox.purge(OLD)
     assert box.post(5, 5, OLD, block_of(1))
     assert box.post(6, 6, NEW, block_of(2))
@@ -376,7 +378,9 @@ def test_withdrawn_post_is_not_freed(make_host: Callable[..., Host]) -> None:
     assert reader._consumed[5] == 1
 
 
-def test_slot_without_memory_takes_what_fits_in_its_line(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_without_reserved_memory_accepts_contributions_that_fit_in_its_line(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert box.post(0, 1, NEW, block_of(1)), "the first post reserves the lines"
     monkeypatch.setattr(OwnRegion, "reserve", lambda region, start, end: False)
     for slot in (5, SMALL_SLOTS):
@@ -386,7 +390,7 @@ def test_slot_without_memory_takes_what_fits_in_its_line(box: Box, monkeypatch: 
         assert take(box.reader, slot, 5, NEW) == 1
 
 
-def test_lane_without_memory_for_its_lines_takes_nothing(
+def test_lane_without_reserved_memory_for_its_lines_accepts_no_post(
     make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lane = make_host().lanes[1]
@@ -410,7 +414,7 @@ class RecordedWords:
         self.words[index] = value
 
 
-def test_fence_separates_a_post_from_its_number(make_box: Callable[..., Box]) -> None:
+def test_memory_fence_separates_a_contribution_from_its_published_number(make_box: Callable[..., Box]) -> None:
     events: list[str] = []
     box = make_box(Fences(lambda: events.append("fence"), lambda: None), ranks=3)
     readers = 2 if box.is_common else 1
@@ -437,7 +441,7 @@ def test_fence_separates_a_post_from_its_number(make_box: Callable[..., Box]) ->
 # -- several readers
 
 
-def test_common_slot_is_free_when_all_its_readers_have_read_it(make_host: Callable[..., Host]) -> None:
+def test_slot_of_the_common_lane_is_free_when_all_its_readers_have_read(make_host: Callable[..., Host]) -> None:
     host = make_host(4)
     common, lanes = host.boxes[0].common, [host.lanes[rank] for rank in (1, 3)]
     assert common.post(5, 5, NEW, PRINT, block_of(1), 24, lanes)
@@ -468,7 +472,7 @@ def test_reader_without_a_link_blocks_no_slot(make_host: Callable[..., Host]) ->
 
 
 @pytest.mark.parametrize("step", range(12))
-def test_abandoned_reader_detects_overwritten_data(step: int, make_host: Callable[..., Host]) -> None:
+def test_reader_given_up_by_the_writer_detects_overwritten_data(step: int, make_host: Callable[..., Host]) -> None:
     """Its reader may stop at any instruction, and continue when the slot has other contents."""
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
@@ -503,7 +507,7 @@ def test_reader_that_has_left_the_group_blocks_no_slot(make_host: Callable[..., 
     assert take(host.readers[2].common, 6, 6, NEW) == 1
 
 
-def test_new_link_to_a_rank_sees_no_posts_of_the_old_link(make_host: Callable[..., Host]) -> None:
+def test_new_link_to_a_rank_finds_no_posts_of_the_old_link(make_host: Callable[..., Host]) -> None:
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
     for slot in range(3):
@@ -525,7 +529,7 @@ def test_new_link_to_a_rank_sees_no_posts_of_the_old_link(make_host: Callable[..
         assert take(again.common, slot, 133, NEW) == 4
 
 
-def test_link_opened_twice_at_once_keeps_its_posts(make_host: Callable[..., Host]) -> None:
+def test_posts_are_kept_if_a_link_is_opened_twice_at_once(make_host: Callable[..., Host]) -> None:
     """Both ranks may dial, or a peer may reconnect before its loss was noticed. Each link has its own lane."""
     host = make_host(2)
     old, box = host.lanes[1], host.boxes[0]
@@ -543,7 +547,7 @@ def test_link_opened_twice_at_once_keeps_its_posts(make_host: Callable[..., Host
     assert take(host.readers[1].lane, 5, 6, NEW) == 2
 
 
-def test_reader_of_an_ended_link_does_not_affect_the_next_one(make_host: Callable[..., Host]) -> None:
+def test_reader_of_a_closed_link_does_not_affect_the_next_link(make_host: Callable[..., Host]) -> None:
     """Its late reads and releases refer to the lane of the old link, in an outbox that is closed."""
     host = make_host(2)
     old = host.readers[1]
@@ -581,7 +585,7 @@ def test_closed_outbox_is_unmapped_while_its_lanes_are_referenced(make_host: Cal
     assert len(kept) == 4
 
 
-def test_lane_that_a_peer_does_not_have_is_refused(make_host: Callable[..., Host]) -> None:
+def test_lane_number_outside_of_the_peers_outbox_is_refused(make_host: Callable[..., Host]) -> None:
     host = make_host(2)
     memory = open_readable(os.dup(host.boxes[0].fd), host.layout.nbytes)
     with pytest.raises(ProtocolError, match="rank 0 offered lane 10 of an outbox of 10 lanes"):
@@ -613,7 +617,7 @@ def test_slot_with_an_invalid_consumed_number_is_not_free(value: int, box: Box) 
     assert not box.post(5, 133, NEW, block_of(1))
 
 
-def test_counters_of_a_lane_become_zero_after_their_largest_value(box: Box) -> None:
+def test_counters_of_a_lane_wrap_around_to_zero(box: Box) -> None:
     for lane in box.lanes:
         lane.words[POSTS] = lane.words[CHUNKED] = 2**64 - 1
         lane.count_chunked()
@@ -640,7 +644,7 @@ def take_chunk(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) ->
     return int(piece[0])
 
 
-def test_chunks_arrive_in_order_and_only_for_their_operation() -> None:
+def test_chunks_are_delivered_in_order_and_only_to_their_operation() -> None:
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     assert not writer.take(4, NEW)
@@ -655,7 +659,7 @@ def test_chunks_arrive_in_order_and_only_for_their_operation() -> None:
         assert take_chunk(reader) is None
 
 
-def test_reader_wakes_a_waiting_writer() -> None:
+def test_reader_of_a_chunk_queue_wakes_a_waiting_writer() -> None:
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     for number in range(CHUNKS):
@@ -669,7 +673,7 @@ def test_reader_wakes_a_waiting_writer() -> None:
 
 
 @pytest.mark.parametrize("step", range(8))
-def test_space_freed_while_the_writer_starts_waiting_is_noticed(step: int) -> None:
+def test_chunk_freed_while_the_writer_starts_waiting_is_detected(step: int) -> None:
     """The writer finds the space, or the reader notifies it."""
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
@@ -681,7 +685,7 @@ def test_space_freed_while_the_writer_starts_waiting_is_noticed(step: int) -> No
     assert put(writer, CHUNKS) or events in ([], [True])
 
 
-def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes() -> None:
+def test_chunk_of_a_released_group_is_freed_when_it_becomes_the_next_chunk() -> None:
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     assert put(writer, 1, OLD)
@@ -698,7 +702,7 @@ def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes()
     assert not reader._last_chunks
 
 
-def test_queue_of_a_failed_operation_waits_for_its_chunks() -> None:
+def test_chunk_queue_of_a_failed_operation_is_reused_only_after_its_chunks_are_read() -> None:
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     assert put(writer, 1, OLD)
@@ -714,7 +718,7 @@ def test_queue_of_a_failed_operation_waits_for_its_chunks() -> None:
     assert take_chunk(reader, NEW, 4) == 3
 
 
-def test_queue_with_unread_chunks_goes_only_to_the_next_ordered_operation_of_the_group() -> None:
+def test_chunk_queue_with_unread_chunks_is_given_only_to_the_next_ordered_operation() -> None:
     writer, _ = chunk_queue_ends()
     assert writer.take(3, NEW, ordered=True)
     assert put(writer, 1)
@@ -728,7 +732,7 @@ def test_queue_with_unread_chunks_goes_only_to_the_next_ordered_operation_of_the
     assert not writer.take(5, NEW, ordered=True)
 
 
-def test_queue_goes_to_any_operation_once_the_last_one_is_being_read() -> None:
+def test_chunk_queue_is_given_to_any_operation_once_the_last_operation_is_read() -> None:
     writer, reader = chunk_queue_ends()
     for identity in (3, 4):
         assert writer.take(identity, NEW, ordered=True)
