@@ -153,7 +153,7 @@ def calls() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.slow
-def test_definitions_lead_from_allreduce_to_the_link(server: Server) -> None:
+def test_go_to_definition_leads_from_allreduce_to_the_link(server: Server) -> None:
     """Follow each call to the definition; for a class with bases or an interface, the definition may be there."""
     missing, found = [], set()
     for module, caller, callee in calls():
