@@ -177,7 +177,8 @@ def redraw_lost(faults: Sequence[Mutant]) -> list[Mutant]:
         candidates = mutants(package, subject, files(package, subject))
         kept += draw(candidates, count - len(mine), f"{SEED} {subject}", kept)
     subjects = list(SUBJECTS)
-    # Faults by hand must be updated by hand. They stay in the list, and `test_fault_places_exist` reports them.
+    # Faults that were written by hand must be updated by hand. They stay in the list, and the test
+    # `test_code_places_of_all_recorded_faults_exist` reports them.
     lost = [mutant for mutant in faults if mutant.kind == BY_HAND and mutant not in kept]
     return sorted([*kept, *lost], key=lambda mutant: (mutant.kind != BY_HAND, subjects.index(mutant.subject)))
 
