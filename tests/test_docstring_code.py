@@ -237,6 +237,6 @@ async def test_docstring_code_runs(name: str) -> None:
     await RUN[name]()
 
 
-def test_docstring_code_is_tested_everywhere() -> None:
+def test_every_docstring_with_code_is_tested() -> None:
     """Exempt the first program, which `tests/test_readme.py` compares, and the same `probe` of blocking groups."""
     assert CODE.keys() == RUN.keys() | {"aiocoll", "aiocoll.BlockingGroup.probe"}

@@ -89,7 +89,7 @@ def test_docstring_sections_are_in_order(name: str) -> None:
 
 
 @every_call
-def test_docstring_documents_exactly_the_arguments(name: str) -> None:
+def test_docstring_documents_exactly_the_arguments_of_the_function(name: str) -> None:
     parameters = [each for each in inspect.signature(CALLS[name]).parameters if each not in ("self", "cls")]
     documented = re.findall(r"^    (\w+):", sections(CALLS[name]).get("Args", ""), re.MULTILINE)
     assert documented == parameters
@@ -110,7 +110,7 @@ OTHERS = dict(other_calls())
 
 
 @each("name", OTHERS)
-def test_other_docstrings_begin_with_one_line_and_document_all_arguments(name: str) -> None:
+def test_docstrings_of_other_functions_begin_with_one_line_and_document_all_arguments(name: str) -> None:
     first, *rest = (inspect.getdoc(OTHERS[name]) or "").splitlines()
     assert first.endswith(".")
     assert not rest or rest[0] == ""
@@ -120,7 +120,7 @@ def test_other_docstrings_begin_with_one_line_and_document_all_arguments(name: s
 
 
 @each("name", CALLS | OTHERS)
-def test_docstring_documents_units(name: str) -> None:
+def test_docstring_documents_units_of_numbers(name: str) -> None:
     text = sections((CALLS | OTHERS)[name]).get("Args", "")
     for line in re.findall(r"^    ((?:timeout|wait|seconds)\b.*)", text, re.MULTILINE):
         assert re.search("seconds|time to", line), line
@@ -133,7 +133,7 @@ SHAPE = re.compile(
 
 
 @each("name", [name for name in CALLS if name.startswith("ProcessGroup.")])
-def test_docstring_documents_shapes(name: str) -> None:
+def test_docstring_documents_array_shapes(name: str) -> None:
     text = sections(CALLS[name]).get("Args", "")
     for argument in re.findall(r"^    ((?:tensors?|outputs?|inputs?):.*(?:\n {8}.*)*)", text, re.MULTILINE):
         assert SHAPE.search(argument), argument
@@ -152,6 +152,6 @@ def test_docstring_documents_each_option() -> None:
     assert "Raises" in sections(GroupOptions)
 
 
-def test_call_help_needs_no_other_page() -> None:
+def test_help_text_of_a_call_refers_to_no_other_page() -> None:
     text = inspect.getdoc(ProcessGroup.shrink) or ""
     assert text.startswith("Make a new group of the ranks that are alive")

@@ -286,7 +286,7 @@ MISSING = {
 
 @pytest.mark.parametrize("carried_out", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_call_ends_wherever_its_store_stops(name: str, carried_out: bool) -> None:
+def test_call_ends_in_time_at_whichever_request_its_store_stops(name: str, carried_out: bool) -> None:
     *stopped, answered = at_each_request(SCENARIOS[name], carried_out)
     assert len(stopped) > 4
     if name == "elastic without newcomers":
@@ -373,7 +373,7 @@ async def _message(pg: ProcessGroup, receive: Call, obj: object = None) -> None:
 
 
 @pytest.mark.parametrize("name", GROUP_CALLS)
-def test_call_of_a_group_needs_no_store(name: str) -> None:
+def test_calls_of_a_group_work_while_its_store_is_stopped(name: str) -> None:
     async def main() -> None:
         store = StoppingStore()
 
@@ -431,7 +431,7 @@ class StoppingKeyValueStore(MinimalStore):
 
 @pytest.mark.parametrize("prefixed", [False, True])
 @pytest.mark.parametrize("call", WAITS)
-def test_call_ends_if_a_users_store_stops(call: str, prefixed: bool) -> None:
+def test_call_ends_in_time_if_a_users_store_stops(call: str, prefixed: bool) -> None:
     async def main(last: int) -> tuple[int, list[BaseException]]:
         store = StoppingKeyValueStore({})
         store.timeout = TIMEOUT
@@ -488,7 +488,7 @@ def stopped_server(monkeypatch: pytest.MonkeyPatch) -> StoppedServer:
 
 
 @pytest.mark.parametrize("call", WAITS)
-async def test_call_ends_if_a_tcp_store_stops(call: str, stopped_server: StoppedServer) -> None:
+async def test_call_ends_in_time_if_a_tcp_store_stops(call: str, stopped_server: StoppedServer) -> None:
     """Stop the server before the client has connected, or at its request."""
 
     async def store_stops(last: int, opened: bool) -> None:
@@ -512,7 +512,7 @@ async def aclosing_store(store: Any) -> AsyncIterator[Any]:
     await Timed(0.0)(store.aclose())
 
 
-async def test_tcp_store_that_stops_ends_the_opening_in_time(stopped_server: StoppedServer) -> None:
+async def test_opening_a_tcp_store_ends_in_time_if_its_server_stops(stopped_server: StoppedServer) -> None:
     async with TCPStore("127.0.0.1", 0, is_master=True) as master:
         stopped_server.left[master.port] = 0
         timed = Timed(SHORT)
@@ -521,7 +521,7 @@ async def test_tcp_store_that_stops_ends_the_opening_in_time(stopped_server: Sto
         stopped_server.left[master.port] = inf
 
 
-async def test_ranks_of_a_stopped_meeting_end_in_time(stopped_server: StoppedServer) -> None:
+async def test_ranks_end_in_time_if_the_store_of_their_meeting_stops(stopped_server: StoppedServer) -> None:
     """Stop the store at many of its requests, with two ranks and a newcomer."""
 
     async def meeting_stops(last: int) -> None:
@@ -555,7 +555,7 @@ def locked_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("call", WAITS)
-async def test_call_ends_if_the_lock_of_a_file_store_is_held(
+async def test_call_ends_in_time_if_the_lock_of_a_file_store_is_held(
     call: str, tmp_path: Path, locked_files: dict[str, float]
 ) -> None:
     path = str(tmp_path / "store")
@@ -568,7 +568,9 @@ async def test_call_ends_if_the_lock_of_a_file_store_is_held(
     await Timed(0.0)(store.aclose())
 
 
-async def test_rendezvous_ends_if_the_lock_of_its_file_is_held(tmp_path: Path, locked_files: dict[str, float]) -> None:
+async def test_rendezvous_ends_in_time_if_the_lock_of_its_file_is_held(
+    tmp_path: Path, locked_files: dict[str, float]
+) -> None:
     """Let another process hold the lock after any number of calls."""
 
     async def lock_is_held(last: int) -> list[BaseException]:
@@ -589,7 +591,7 @@ async def test_rendezvous_ends_if_the_lock_of_its_file_is_held(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("call", WAITS)
-async def test_call_ends_if_a_redis_store_never_answers(call: str) -> None:
+async def test_call_ends_in_time_if_a_redis_server_never_answers(call: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}", timeout=SHORT)
         timed = Timed(SHORT)
@@ -599,7 +601,7 @@ async def test_call_ends_if_a_redis_store_never_answers(call: str) -> None:
 
 
 @pytest.mark.parametrize("last", [0, 3])
-def test_blocking_group_ends_if_its_store_stops(last: int) -> None:
+def test_blocking_call_ends_in_time_if_its_store_stops(last: int) -> None:
     store = StoppingStore()
     store.stop_at(last)
     with pytest.raises(RendezvousError, match="StoppingStore does not answer"):
@@ -641,7 +643,7 @@ def _with_timeout() -> Iterator[str]:
             yield name if line[0] != "(" else f"({name}"
 
 
-def test_every_public_call_with_a_timeout_is_exercised() -> None:
+def test_stopped_store_tests_cover_every_public_call_with_a_timeout() -> None:
     found = [*_with_timeout()]
     assert len(found) > 100
     for name in found:
@@ -653,7 +655,7 @@ def test_every_public_call_with_a_timeout_is_exercised() -> None:
 
 
 @pytest.mark.parametrize("last", [0, 4])
-def test_run_ranks_ends_if_its_store_stops(last: int) -> None:
+def test_run_ranks_ends_in_time_if_its_store_stops(last: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
 

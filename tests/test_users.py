@@ -78,7 +78,7 @@ def share_user_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[.
 
 
 @linux_only
-def test_own_files_and_sockets_are_accepted(tmp_path: Path) -> None:
+def test_files_and_sockets_of_the_own_user_are_accepted(tmp_path: Path) -> None:
     near, far = socket.socketpair(socket.AF_UNIX)
     fd = os.open(tmp_path, os.O_RDONLY)
     with near, far:
@@ -87,7 +87,7 @@ def test_own_files_and_sockets_are_accepted(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_another_user_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_of_another_user_id_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Refuse root too, since root would not accept a process of this user."""
     own = os.geteuid()
     for other in (0, 1, 65534, own + 1):
@@ -111,7 +111,7 @@ def test_another_user_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @linux_only
 @pytest.mark.parametrize("uid_map", ["", "0 1000 1\n", "0 1000 1\n1 100000 65535\n", None])
 @pytest.mark.parametrize("failing", [None, errno.EPERM, errno.EACCES, errno.ENOPROTOOPT, errno.ESRCH, errno.EMFILE])
-def test_shared_user_id_needs_a_permission_check(
+def test_file_owner_with_a_shared_user_id_is_verified_by_a_permission_check(
     uid_map: str | None,
     failing: int | None,
     share_user_id: Callable[..., None],
@@ -162,7 +162,7 @@ def test_shared_user_id_needs_a_permission_check(
         ("", None),
     ],
 )
-def test_unique_user_id_needs_no_permission_check(
+def test_file_owner_with_a_unique_user_id_needs_no_permission_check(
     uid_map: str, overflow: str | None, share_user_id: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share_user_id(uid_map, overflow)
@@ -185,7 +185,7 @@ def python(program: str, *args: object) -> list[str]:
 @linux_only
 @root_only
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in another namespace"])
-def test_users_without_an_id_are_distinguished(inside: bool, tmp_path: Path) -> None:
+def test_users_without_an_id_in_the_namespace_are_distinguished(inside: bool, tmp_path: Path) -> None:
     """Let the observer see 65534 for its own id, those of the files, and those of both peers."""
     if not may_unshare():
         pytest.skip("needs permission to make user namespaces")
