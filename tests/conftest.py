@@ -89,13 +89,13 @@ def _loop_factories(chosen: str) -> Mapping[str, Callable[[], asyncio.AbstractEv
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """Return a function that changes limits by their names in `LIMITS`, such as ``limits(device_parting=0.05)``."""
+    """Return a function that changes internal limits by name, such as ``limits(device_parting=0.05)``."""
     return partial(set_limits, monkeypatch)
 
 
 @pytest.fixture
 def transport(request: pytest.FixtureRequest) -> str:
-    """Return the transport of a test marked with `ranks`: its parameter, or memory."""
+    """Return the transport of a test marked with `ranks`: its parameter, or "memory"."""
     return getattr(request, "param", "memory")
 
 
@@ -106,7 +106,7 @@ def port() -> int:
 
 
 def pytest_configure() -> None:
-    """Show frames of aiocoll in reports, since the tests may fail there."""
+    """Show aiocoll's frames in failure reports, since these tests may fail inside aiocoll."""
     keep_all_frames()
 
 
@@ -122,7 +122,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _marks(path: Path) -> set[str]:
-    """Return the marks that all tests of a file have because of their folder."""
+    """Return the pytest marks that all tests of a file get because of their folder."""
     file = path.relative_to(_HERE)
     top = file.parts[0]
     return {
@@ -133,7 +133,7 @@ def _marks(path: Path) -> set[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set the transport of marked tests, and add the marks for processes and slow tests."""
+    """Set the transport parameter of marked tests, and add the marks for processes and slow tests."""
     # Long files first: a long file at the end would leave all other workers idle.
     items.sort(key=lambda item: item.path.name not in _PAGES)
     first: dict[tuple[Path, str], str] = {}
@@ -165,7 +165,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_older_objects() -> None:
-    """Exempt old objects from garbage collection: the tests themselves are tens of thousands of objects."""
+    """Exempt existing objects from garbage collection: the tests themselves are tens of thousands of objects."""
     gc.collect()
     gc.freeze()
 
@@ -197,7 +197,7 @@ def _slow_tests_without_debug_mode(request: pytest.FixtureRequest, monkeypatch: 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a thread or an open file; it surrounds the loop and the patches of the test."""
+    """Fail a test that leaves a thread or an open file; the check runs outside the loop and the patches of the test."""
     # CUDA and NCCL never close some files of a process.
     keeps = request.node.get_closest_marker("gpu") is not None
     threads, files = set(threading.enumerate()), None if keeps else _open_files()
@@ -220,14 +220,14 @@ def _leaks(threads: set[threading.Thread], files: Mapping[str, str] | None) -> l
 
 @pytest.fixture(autouse=True)
 def _no_task_left_behind(_nothing_left_behind: None, request: pytest.FixtureRequest) -> None:
-    """Fail a coroutine test that leaves a task; `_finished_tasks` does it, since that needs a loop."""
+    """Fail a coroutine test that leaves a task; the check itself is in `_finished_tasks`, which needs a loop."""
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("_finished_tasks")
 
 
 @pytest.fixture
 async def _finished_tasks() -> AsyncIterator[None]:
-    """Check for tasks after the test; as the first fixture, it is torn down after all others."""
+    """Check for unfinished tasks after the test; as the first fixture, it is torn down after all other fixtures."""
     yield
     # One loop iteration ends the tasks that the test cancelled or closed last.
     await asyncio.sleep(0)

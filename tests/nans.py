@@ -1,4 +1,4 @@
-"""Arrays in which NaNs of all kinds meet, and the check of the reduced arrays."""
+"""Arrays that combine NaNs of all kinds, and the check of the reduced arrays."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def _values(dtype: np.dtype[Any], rng: np.random.Generator, count: int) -> NDArr
 
 
 def inputs(dtype: str, count: int, size: int, seed: int = 0) -> list[NDArray[Any]]:
-    """Return the array of each rank, which is the same in every process."""
+    """Return the input array of each rank, equal in every process."""
     rng = np.random.default_rng([seed, count, size, *dtype.encode()])
     return [_values(numpy_dtype(dtype), rng, count) for _ in range(size)]
 
 
 def is_right(op: str, arrays: list[NDArray[Any]], result: NDArray[Any]) -> bool:
-    """Return whether NaNs are exactly where an input has one, or infinities of both signs meet.
+    """Return whether NaNs are exactly where an input has a NaN, or infinities of both signs meet.
 
     It checks only operations and dtypes that produce no other NaNs.
     """

@@ -66,7 +66,7 @@ def _of_module(module: ModuleType) -> Iterator[str]:
 
 
 def _home(found: type) -> str | None:
-    """Return the name under which a class is recorded: that of the first module that exports it."""
+    """Return the name under which a class is recorded: its name in the first module that exports it."""
     for module in map(importlib.import_module, MODULES):
         for name in module.__all__:
             if getattr(module, name) is found:
@@ -102,7 +102,7 @@ def _parameters(found: Any, *, method: bool = False) -> str:
 
 
 def _has_constructor(cls: type) -> bool:
-    """Return whether a class has a constructor of the package: those of the standard library differ between Pythons."""
+    """Return whether a class defines its constructor in the package; constructors of the standard library vary."""
     return not issubclass(cls, Enum) and any(
         {"__init__", "__new__"} & vars(base).keys() for base in cls.__mro__ if _is_of_package(base)
     )

@@ -49,7 +49,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def larger(a: Array, b: Array, out: Array) -> None:
-    """Write the larger elements to `out`; the function is commutative."""
+    """Write the larger elements to `out`; the op is commutative."""
     np.maximum(a, b, out=out)
 
 
@@ -73,7 +73,7 @@ def reduce_op(name: str, rank: int) -> ReduceOp:
 
 
 def factor(rank: int) -> float:
-    """Return the factor of a rank; multiplication by it is exact."""
+    """Return the factor of a rank for PREMUL_SUM, by which multiplication is exact."""
     return 0.5 if rank % 2 else 2.0
 
 
@@ -140,7 +140,7 @@ def reduced(op: str, dtype: str, inputs: list[Array], world_size: int, first_ran
 
 
 def equal(a: Array, b: Array) -> bool:
-    """Return whether dtype, length and all values are equal; zeros of both signs are equal."""
+    """Return whether dtype, length and all values are equal; zeros of both signs count as equal."""
     if a.dtype != b.dtype:
         return False
     narrow = a.dtype.name in HALVES + NARROW

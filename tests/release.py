@@ -1,4 +1,4 @@
-"""The checks of `make release-check` with one Python: each installable archive of dist/ works in a clean environment.
+"""The checks of `make release-check` with one Python version: each installable archive of dist/ works.
 
 It needs only the standard library, and never imports the tree around it.
 """
@@ -42,7 +42,7 @@ LIMIT = 600
 
 
 def installable(folder: Path) -> Iterator[Path]:
-    """Yield the archives in a folder that this Python can install: source, pure wheel, native wheel."""
+    """Yield the archives in a folder that this Python version can install: source, pure wheel, native wheel."""
     machine = f"_{platform.machine()}.whl"
     for path in sorted(folder.iterdir()):
         is_native = "-abi3-" in path.name and path.name.endswith(machine)
@@ -51,7 +51,7 @@ def installable(folder: Path) -> Iterator[Path]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return environment variables that do not lead back to the tree."""
+    """Return environment variables that do not refer to the source tree."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AIOCOLL", "VIRTUAL"))}
     return kept | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
 

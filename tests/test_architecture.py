@@ -72,7 +72,7 @@ class Profiler:
             self._open.pop()
 
     def lines_of(self, work: Work[Any]) -> list[str]:
-        """Return the lines of the trees that involve a work or its completion."""
+        """Return the lines of the call trees that involve a work or its completion."""
         mine = {id(work), id(completion_of(work))}
         return [line for tree in self.trees if mine & set(map(id, tree.objects)) for line in tree.lines]
 
@@ -151,7 +151,7 @@ CONTRIBUTORS = {"architecture.md", *re.findall(r"^\| `docs/([\w-]+\.md)` \|", PA
 
 
 def test_file_paths_named_on_the_pages_exist() -> None:
-    """Look below the root, and for contributors' pages also in the package."""
+    """Search paths below the root, and for contributors' pages also in the package."""
     named = {
         (page, path)
         for page, text in PROSE.items()

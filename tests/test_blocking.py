@@ -258,7 +258,7 @@ async def test_blocking_ranks_work_together_with_asyncio_ranks() -> None:
 
 
 class Exiting:
-    """A hook that ends the program."""
+    """A hook that raises SystemExit to end the program."""
 
     def on_end(self, info: object) -> None:
         raise SystemExit("for a test")

@@ -84,7 +84,7 @@ def test_generated_table_of_reference_tests_is_current() -> None:
 
 @pytest.mark.slow
 def test_hang_page_shows_the_output_of_its_programs(tmp_path: Path) -> None:
-    """Compare the output except numbers: the first rank and the durations depend on the machine."""
+    """Compare the output without numbers, since the first rank and the durations depend on the machine."""
     write(files(HANGS), tmp_path)
     output = "".join(shell(script, tmp_path) for script in commands(HANGS)).replace(f"{tmp_path}/", "")
     compared = ("A rank does not come", "Timeouts", "Calls that differ", "After the fact")
@@ -125,7 +125,7 @@ def test_each_code_block_of_the_pages_is_run_or_excused(page: str) -> None:
 
 @pytest.mark.parametrize("page", pages())
 def test_check_of_the_pages_finds_every_code_block(page: str) -> None:
-    """Find blocks that are indented or have no language, and excuses that are not directly before their block."""
+    """Count code fences, to find blocks that are indented or have no language, and misplaced excuses."""
     text, fence = (ROOT / page).read_text(), re.compile("^[ >]*(?:```|~~~)", re.MULTILINE)
     inside = sum(len(fence.findall(block.code)) for block in blocks(page))
     assert len(fence.findall(text)) == 2 * len(blocks(page)) + inside
@@ -180,7 +180,7 @@ def value_of(node: ast.expr, names: Mapping[str, Any], where: str) -> Any:
 
 
 def errors_in(block: Block) -> Iterator[str]:
-    """Check a block that cannot be run: yield syntax errors, and names that do not exist."""
+    """Check a block that cannot be run: yield its syntax errors, and names that do not exist."""
     if block.language == "python":
         compile(block.code, block.page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         return

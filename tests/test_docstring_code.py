@@ -1,4 +1,4 @@
-"""The code in docstrings, which the site shows too, run with the names and peers that it needs."""
+"""The code in docstrings, also shown on the site, run with the names and peers that it needs."""
 
 from __future__ import annotations
 
@@ -238,5 +238,5 @@ async def test_docstring_code_runs(name: str) -> None:
 
 
 def test_every_docstring_with_code_is_tested() -> None:
-    """Exempt the first program, which `tests/test_readme.py` compares, and the same `probe` of blocking groups."""
+    """Exempt the first program, which `tests/test_readme.py` compares, and the equal `probe` of blocking groups."""
     assert CODE.keys() == RUN.keys() | {"aiocoll", "aiocoll.BlockingGroup.probe"}

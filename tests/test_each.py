@@ -1,4 +1,4 @@
-"""Loops of cases: every case runs, and an error names the one that failed."""
+"""Loops over cases: every case runs, and an error names the case that failed."""
 
 import pytest
 

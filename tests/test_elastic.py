@@ -57,7 +57,7 @@ class Program:
         self._processes: list[asyncio.Task[dict[str, Any] | None]] = []
 
     async def run(self) -> list[dict[str, Any]]:
-        """Start the processes; return the states of those that finish all steps."""
+        """Start the processes; return the final states of processes that finish all steps."""
         for rank in range(self._meeting.world_size):
             self._start(self._meeting.ticket(rank))
         ended: list[dict[str, Any] | None] = []
@@ -115,7 +115,7 @@ async def test_newcomer_replaces_a_lost_rank_of_an_elastic_run(victim: int) -> N
 
 
 async def test_elastic_run_survives_consecutive_losses() -> None:
-    """Let each process leave two steps after it has joined, except the last ones."""
+    """Let each process, except the last ones, leave two steps after it has joined."""
     async with Meeting(3) as meeting:
         program = Program(meeting, lambda number, step: number < 5 and step == 2 * number)
         ended = await program.run()
@@ -153,7 +153,7 @@ async def test_elastic_run_continues_with_the_remaining_ranks() -> None:
 
 
 async def test_elastic_ranks_make_one_agreement_per_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the agreements, also of a group that no newcomer has joined."""
+    """Count the agreements, including those of a group that no newcomer has joined."""
     allgather_object = ProcessGroup.allgather_object
     agreed: list[str] = []
 
@@ -225,7 +225,7 @@ async def test_elastic_run_continues_without_its_store(caplog: pytest.LogCapture
 
 
 async def test_late_newcomers_join_a_later_group_of_an_elastic_run() -> None:
-    """Let the first rank continue alone: each newcomer leads to the next group."""
+    """Let the first rank continue alone; each newcomer leads to the next group."""
     sizes: dict[int, list[int]] = {0: [], 1: []}
 
     async def rank(number: int, ticket: Ticket) -> None:
@@ -255,7 +255,7 @@ async def test_late_newcomers_join_a_later_group_of_an_elastic_run() -> None:
 
 
 async def test_loss_of_the_state_sender_leaves_one_consistent_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the sender in the middle: the other ranks must not mix its state with their own."""
+    """Let the sender of the state fail midway; the other ranks must not mix its state with their own."""
     broadcast = ProcessGroup.broadcast
     sent: list[str] = []
 
@@ -312,7 +312,7 @@ async def test_newcomer_of_an_elastic_run_stops_waiting_at_its_timeout() -> None
 
 
 async def test_elastic_run_does_not_wait_for_newcomers_after_its_end() -> None:
-    """Use a store that stays, in which the first group could also look for newcomers."""
+    """Use a store that stays open, in which the first group could still look for newcomers."""
     store = HashStore()
 
     async def rank(number: int) -> list[int]:

@@ -110,7 +110,7 @@ def test_job_key_is_removed_from_the_launcher_and_not_passed_to_rank_environment
 
 
 def test_removal_overwrites_only_environment_entries_of_the_given_name() -> None:
-    """Use two entries of one name, and names with the same end: the kernel passes all of them on."""
+    """Use two entries with the same name, and names with the same end; the kernel passes all entries on."""
     program = """
 import os
 from aiocoll.environment import take

@@ -1,4 +1,4 @@
-"""The programs that new users try first: the README's program, the demo, other examples, and the notebook."""
+"""Programs that new users try first: the README's program, the demo, other examples, and the notebook."""
 
 from __future__ import annotations
 

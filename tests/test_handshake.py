@@ -1,4 +1,4 @@
-"""The handshake: both ends prove the job key, and no end reveals anything before the proof."""
+"""The handshake: both ends prove the job key, and neither end reveals anything before the proof."""
 
 import itertools
 import os
@@ -56,7 +56,7 @@ def refuse_unproven(peer: Peer) -> Status:
 
 
 def exchange(c, s, decide=accept, change=lambda name, message: message) -> Peer:
-    """Exchange all five messages, each changed by `change`; return the client's identity from the server."""
+    """Exchange all five handshake messages, changed by `change`; return the client identity that the server got."""
     challenge = change("challenge", s.challenge(change("hello", c.hello())))
     verdict = change("verdict", s.verdict(change("proof", c.prove(challenge)), decide))
     return s.accept(change("confirm", c.confirm(verdict)))
@@ -91,7 +91,7 @@ def test_ends_with_different_keys_refuse_each_other(client_key, server_key):
 
 
 def test_ends_that_see_different_certificates_refuse_each_other():
-    """Use different certificates, as with a man in the middle that forwards all messages."""
+    """Use different certificates at the two ends, as with a man in the middle that forwards all messages."""
     for seen_by_client, seen_by_server in ((b"1" * 32, b"2" * 32), (b"", b"2" * 32), (b"1" * 32, b"")):
         c = ClientHandshake(CLIENT, KEY, os.urandom, seen_by_client)
         s = ServerHandshake(SERVER, KEY, os.urandom, seen_by_server)
@@ -107,7 +107,7 @@ def test_ends_that_see_different_certificates_refuse_each_other():
 
 
 def test_server_reveals_nothing_to_a_client_without_the_job_key():
-    """Check that the server sends a nonce, then zeros, whatever the proof and its identity."""
+    """Check that the server sends a nonce, then zeros, for any client proof and any server identity."""
     verdicts = set()
     for identity in (SERVER, Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)):
         for proof in (bytes(PROOF_SIZE), os.urandom(PROOF_SIZE), b""):
@@ -128,7 +128,7 @@ def test_handshake_messages_before_the_proof_contain_only_nonces():
 
 
 def test_handshake_proof_sent_back_to_its_sender_is_refused():
-    """Send a proof or a verdict back to its sender, as in a connection between two ranks that dial each other."""
+    """Send a proof or a verdict back to its sender, as between two ranks that dial each other."""
     c, s = client(), server()
     proof = c.prove(s.challenge(c.hello()))
     with pytest.raises(UnprovenError):

@@ -1,4 +1,4 @@
-"""Hooks: every start has one end, whatever the outcome, and a failing hook affects no operation."""
+"""Hooks: every reported start has one reported end, and a failing hook affects no operation."""
 
 from __future__ import annotations
 

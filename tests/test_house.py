@@ -83,7 +83,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def without_types(name: str) -> Iterator[ast.AST]:
-    """Yield the nodes of a module, except those for type checkers only."""
+    """Yield the syntax nodes of a module, except code for type checkers only."""
     left: list[ast.AST] = [tree(name)]
     while left:
         yield (node := left.pop())
@@ -110,7 +110,7 @@ def folder(name: str) -> str:
 
 
 def inner_folder(name: str) -> str:
-    """Return the folder of a module; a module at the top of the package stands for itself."""
+    """Return the folder of a module, or the module's own name at the top of the package."""
     return name if MODULES[name].name == "__init__.py" or "." not in name else name.rpartition(".")[0]
 
 
@@ -160,7 +160,7 @@ NAMES_OF_THE_EDGE = {
 
 
 def edge_imports(name: str) -> set[str]:
-    """Return the modules of the edge that a module imports, including imports in functions and for type checkers."""
+    """Return the edge modules that a module imports, including imports in functions and for type checkers."""
     return {each for each in imports(name) if folder(each) in HOUSES["edge"]}
 
 
@@ -276,7 +276,7 @@ def test_modules_have_no_import_cycles() -> None:
 
 
 def test_folders_do_not_import_each_other() -> None:
-    """Check modules and folders in the same folder: imports between them go one way."""
+    """Check that imports between modules and folders of the same folder go one way."""
     graphs: dict[str, dict[str, set[str]]] = {}
     for name in MODULES:
         for other in imports(name, types=False):
@@ -291,7 +291,7 @@ def test_folders_do_not_import_each_other() -> None:
 
 
 def test_engine_imports_no_concrete_transport() -> None:
-    """Allow the interfaces in `transport`: concrete transports are in its folders and in `memory`."""
+    """Allow only the interfaces in `transport`; concrete transports are in its subfolders and in `memory`."""
     engine = {i for name in MODULES if folder(name) == "engine" for i in imports(name) if folder(i) == "transport"}
     assert engine
     assert not {i for i in engine if i.count(".") > 1 or i == "transport.memory"}
@@ -510,7 +510,7 @@ def foreign_private_names(module: ast.AST) -> set[str]:
 
 
 def private_uses_of_works(module: ast.AST) -> set[str]:
-    """Return the private attributes of `Work` and `Completion` that a module uses on other objects than `self`."""
+    """Return the private attributes of `Work` and `Completion` that a module uses on objects other than `self`."""
     names = {
         name for each in ("work", "completion") for name in own_private_names(tree(each)) if re.match("_[^_]", name)
     }
@@ -553,7 +553,7 @@ def test_house_rule_check_finds_private_attributes_of_works() -> None:
 
 
 def test_public_functions_create_no_completion_directly() -> None:
-    """Check the stack depth: `Completion.__init__` looks for the user's call above the caller of its caller."""
+    """Check the stack depth, since `Completion.__init__` expects the user's call above the caller of its caller."""
     users = {getattr(aiocoll, name) for name in aiocoll.__all__} | {
         getattr(aiocoll.distributed, name) for name in aiocoll.distributed.__all__
     }

@@ -1,4 +1,4 @@
-"""Records of the library's log, which have the group and the rank."""
+"""Records of the library's log, which contain the group and the rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 @each("path", sorted(PACKAGE.rglob("*.py")))
 def test_modules_log_through_one_logger(path: Path) -> None:
-    """Use `aiocoll.log.logger` everywhere, which adds missing fields."""
+    """Check that all modules use `aiocoll.log.logger`, which adds missing fields."""
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     used = [ast.unparse(func) for func in calls if isinstance(func, ast.Attribute)]
     if path.name != "log.py":
@@ -55,7 +55,7 @@ async def test_log_record_of_a_group_contains_group_and_rank(caplog: pytest.LogC
 
 
 def logged_times(repeats: RepeatLimiter, kind: object, times: range) -> dict[int, str]:
-    """Return at which of `times` a repeated warning is logged, with the end of its text."""
+    """Return the `times` at which a repeated warning is logged, with the end of each text."""
     ends = {now: repeats.admit(kind, float(now)) for now in times}
     return {now: end for now, end in ends.items() if end is not None}
 

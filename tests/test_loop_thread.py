@@ -1,4 +1,4 @@
-"""A thread with an event loop, and calls that other threads start on it."""
+"""The loop thread: a thread with an event loop, and calls that other threads start on it."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_unfinished_calls_fail_when_the_loop_thread_is_closed(thread: LoopThread
 
 
 def test_call_during_the_end_of_the_loop_thread_is_refused(thread: LoopThread) -> None:
-    """Start a call when the loop no longer runs scheduled callbacks, but is not closed yet."""
+    """Start a call when the event loop no longer runs scheduled callbacks, but is not closed yet."""
     made: list[Started[None]] = []
     ending, call_made = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Timeouts of handshakes, which depend on seconds, loop iterations, and messages that wait to be read."""
+"""Loop timeouts, which depend on seconds, loop iterations, and messages that wait to be read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_on_virtual_clock(program: Callable[[], Coroutine[Any, Any, Any]]) -> Any
 
 
 async def expiry(seconds: float, arrived: Callable[[], bool] = lambda: False) -> tuple[float, LoopTimeout]:
-    """Return the time at which a timeout of `seconds` expires, and the timeout."""
+    """Return the time at which a loop timeout of `seconds` expires, and the timeout."""
     loop = asyncio.get_running_loop()
     expired = loop.create_future()
     timeout = LoopTimeout(Runtime.of(loop), seconds, lambda: expired.set_result(None), arrived)
@@ -47,7 +47,7 @@ def test_blocked_loop_counts_as_one_iteration_of_a_loop_timeout() -> None:
 
 @pytest.mark.parametrize(("messages", "extra"), [(0, 0.0), (1, 0.1), (3, 0.3), (100, 0.3)])
 def test_arrived_message_extends_a_loop_timeout(messages: int, extra: float) -> None:
-    """Extend the timeout three times at most, so that a peer cannot extend it forever byte by byte."""
+    """Check that the timeout is extended at most three times, so that a peer cannot extend it byte by byte."""
     left = iter(range(messages))
     when, _ = run_on_virtual_clock(lambda: expiry(4.5, lambda: next(left, None) is not None))
     assert when == pytest.approx(4.5 + extra)

@@ -15,7 +15,7 @@ ROOT_PID = 100
 
 
 class Machine:
-    """The files of a machine, with counters given in seconds."""
+    """Simulated /proc and /sys files of a machine, with counters given in seconds."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -41,7 +41,7 @@ class Machine:
         self.write(self.proc / "stat", "\n".join([*lines, "intr 1 2 3"]))
 
     def process(self, pid: int, parent: int, own: float = 0.0, reaped: float = 0.0, name: str = "python") -> None:
-        """Write the times of a process, half of each as user time and half as system time."""
+        """Write the CPU time of a process, half of it as user time and half as system time."""
         halves = " ".join(str(round(seconds * TICKS / 2)) for seconds in (own, own, reaped, reaped))
         self.write(self.proc / str(pid) / "stat", f"{pid} ({name}) S {parent} 1 1 0 -1 0 0 0 0 0 {halves} 20 0 1 0 55")
 

@@ -1,4 +1,4 @@
-"""Error messages on the pages about failures, compared with the real ones that ranks of one process can cause."""
+"""Error messages on the pages about failures, compared with real errors of ranks in one process."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ for _ in range(2):
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder, with the package in it."""
+    """Run Python in a folder that contains the package."""
     left = ("AIOCOLL_NATIVE", "CC", "CFLAGS", "PYTHONPATH")
     env = {name: value for name, value in os.environ.items() if name not in left}
     return subprocess.run(
@@ -76,7 +76,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hook() -> dict[str, Any]:
-    """Return the namespace of the build hook."""
+    """Return the global names of the build hook's module."""
     pytest.importorskip("hatchling")
     return runpy.run_path(str(ROOT / "hatch_build.py"))
 

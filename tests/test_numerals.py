@@ -1,4 +1,4 @@
-"""Parsing of numbers: accepted texts, for all variables and arguments."""
+"""Parsing of numbers: accepted texts for all environment variables and arguments."""
 
 from __future__ import annotations
 

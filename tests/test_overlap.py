@@ -45,7 +45,7 @@ async def test_overlap_trains_equal_weights_from_different_data(pg: ProcessGroup
     from aiocoll.torch import Overlap
 
     class Optimizer:
-        """A gradient descent optimizer; the import of torch's takes seconds."""
+        """A gradient descent optimizer, used since the import of torch's optimizers takes seconds."""
 
         def __init__(self, model: Any) -> None:
             self.model = model

@@ -42,7 +42,7 @@ def address(port: int) -> dict[str, str]:
 
 
 async def test_all_rendezvous_examples_of_the_guide_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace other ranks and hosts: there is one rank, on this host."""
+    """Run with one rank on this host, replacing other ranks and hosts in the examples."""
     for name, value in address(free_port()).items():
         monkeypatch.setenv(name, value)
     ways = code("docs/guide.md", "Groups").replace("world_size=4", "world_size=1").replace("/shared", str(tmp_path))
@@ -161,7 +161,7 @@ async def test_grid_and_plan_examples_of_the_guide_work(pg: ProcessGroup) -> Non
 
 
 async def test_hook_example_of_the_guide_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    """Call the hook with an operation of more than a second."""
+    """Call the hook with an operation that took more than a second."""
 
     class Info:
         op, group, seconds, nbytes, transport = "ALLREDUCE", "world:0", 1.5, 8, "memory"
@@ -261,7 +261,7 @@ async def test_store_example_of_the_reliability_page_outlives_every_rank(
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 async def test_openssl_certificates_of_the_security_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let four ranks meet with the page's certificates, in a store on host 0."""
+    """Let four ranks meet with the page's certificates, at a store on host 0."""
     monkeypatch.chdir(tmp_path)
     shell(code("docs/security.md", "Making certificates", language="sh"), tmp_path)
     assert [os.stat(name).st_mode & 0o777 for name in ("ca.key", "host0.key", "host1.key")] == [0o600] * 3

@@ -1,4 +1,4 @@
-"""Observation of other processes: proofs of an end, and errors of the observer, which prove nothing."""
+"""Observation of other processes: proofs of an end, and observer errors, which prove nothing."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def ended_process() -> Iterator[tuple[ProcessId, PidFd]]:
 
 @contextmanager
 def failing_calls(number: int, *names: str) -> Iterator[None]:
-    """Let functions that `aiocoll.process` calls, such as "open" or "os.kill", fail with an errno."""
+    """Make functions that `aiocoll.process` calls, such as "open" or "os.kill", fail with an errno."""
     with ExitStack() as stack:
         for name in names:
             fault = mock.Mock(side_effect=OSError(number, os.strerror(number)))
@@ -178,7 +178,7 @@ def test_state_of_a_process_in_another_pid_namespace_is_unknown() -> None:
 
 @pytest.mark.parametrize("pid", [-1, 0, 1 << 40, -(1 << 70)])
 def test_state_of_an_unused_pid_is_unknown(pid: int) -> None:
-    """Use pids as from a peer's card; `kill` would take some of them for process groups."""
+    """Check pids as in a peer's card, some of which `kill` would take for process groups."""
     assert state(this_process()._replace(pid=pid)) == UNKNOWN
 
 
@@ -195,7 +195,7 @@ def test_pidfd_shows_that_a_zombie_process_has_ended() -> None:
 
 
 def test_end_of_a_process_is_detected_without_pidfd_send_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a Python that was built with headers of an older kernel."""
+    """Simulate a Python that was built with headers of an older kernel."""
     with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
@@ -208,7 +208,7 @@ def test_end_of_a_process_is_detected_without_pidfd_send_signal(monkeypatch: pyt
 
 
 def test_another_file_with_the_number_of_a_pidfd_does_not_prove_the_end_of_a_process() -> None:
-    """Open another file at the descriptor number, as a program may that closes all descriptors."""
+    """Open another file with the descriptor number, as in a program that closes all descriptors."""
     with child_process() as (_, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None

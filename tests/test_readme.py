@@ -22,7 +22,7 @@ MAP = next(
 
 
 def rows() -> list[tuple[Path, list[str]]]:
-    """Return folder and names of each line of the map; indented lines belong to the last folder at the margin."""
+    """Return folder and names of each line of the package map; indented lines belong to the last folder."""
     found: list[tuple[Path, list[str]]] = []
     folder = ROOT
     for line in MAP.splitlines():
@@ -35,7 +35,7 @@ def rows() -> list[tuple[Path, list[str]]]:
 
 
 def mapped_paths() -> list[Path]:
-    """Return the paths on the left side of the map."""
+    """Return the paths on the left side of the package map."""
     return [folder / name for folder, names in rows() for name in names]
 
 
@@ -46,7 +46,7 @@ def test_paths_in_the_package_map_exist_and_are_unique() -> None:
 
 
 def test_package_map_lists_all_top_level_modules_in_layer_order() -> None:
-    """Check that the modules of a row are of one layer, and import only from rows below."""
+    """Check that the modules of each line belong to one layer, and import only from lines below."""
     package = ROOT / "aiocoll"
     layers = [{module(name) for name in names} for folder, names in rows() if folder == package]
     assert {name for names in layers for name in names} == set().union(*LAYERS)
@@ -74,7 +74,7 @@ def test_paths_named_in_the_readme_exist() -> None:
 
 
 def test_readme_contains_no_relative_links() -> None:
-    """Check that no link is relative: a package index shows the README without the other files."""
+    """Check that no link is relative, since a package index shows the README without the other files."""
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"] == "README.md"
     assert [target for target in re.findall(r"\]\(([^)]*)\)", README) if not re.match("https://|#", target)] == []
 

@@ -27,7 +27,7 @@ def registry() -> Registry[object]:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder on the path with a distribution that has two entry points, one of which fails."""
+    """Return a folder on the import path with a distribution that has two entry points, one of which fails."""
     monkeypatch.syspath_prepend(str(tmp_path))
     info = tmp_path / "gadgets-1.0.dist-info"
     info.mkdir()

@@ -84,7 +84,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def described_names(tree: Path) -> set[tuple[str, str]]:
-    """Return the ends of all names in the site's reference: class and attribute, or module and name."""
+    """Return the last parts of all names in the site's reference: class and attribute, or module and name."""
     data = zlib.decompress((tree / "build" / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     entries = [line.split(" ")[:2] for line in data.splitlines()]
     return {last_two(name) for name, kind in entries if kind.startswith("py:")}
@@ -217,7 +217,7 @@ def test_reference_to_a_missing_name_fails_the_site_build(tree: Path) -> None:
 
 
 def test_site_pages_contain_only_tested_code() -> None:
-    """Check that pages of the site have only code that other tests run: code of pages and docstrings."""
+    """Check that site pages contain only code that other tests run: code of pages and docstrings."""
     known = {
         "autoclass",
         "autoexception",

@@ -149,7 +149,7 @@ def test_connection_that_sends_in_bursts_does_not_use_bbr() -> None:
 
 
 def test_paced_connection_has_an_unreachable_rate_limit() -> None:
-    """Check the lower 32 bits too: older kernels use only these, and take all ones for no limit."""
+    """Check the lower 32 bits too, since older kernels use only these and take all ones for no limit."""
     with socket.socket() as sock:
         assert pacing_rate(sock) == UNLIMITED
         send_evenly(sock)
@@ -169,7 +169,7 @@ def test_send_window_is_limited_by_the_buffer(pair: tuple[socket.socket, socket.
 
 
 def test_congestion_window_is_read_from_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Expect 10 packets at first (RFC 6928), of at least the size that every network carries."""
+    """Expect an initial window of 10 packets (RFC 6928), of at least the size that every network carries."""
     before = window(pair[0])
     assert 10 * 536 <= before <= 10 * (1 << 16)
     here, there = socket.socketpair()

@@ -72,7 +72,7 @@ class StoppingStore(HashStore):
         self._carried_out = carried_out
 
     def stop_at(self, number: float) -> None:
-        """Stop after `number` more requests."""
+        """Stop the store after `number` more requests."""
         self.requests = 0
         self._last = number
 
@@ -101,7 +101,7 @@ class Timed:
         self._limit = limit
 
     async def __call__(self, call: Awaitable[Any]) -> Any:
-        """Return the result of `call`; None if it fails with an error of aiocoll."""
+        """Return the result of `call`, or None if it fails with an aiocoll error."""
         time = asyncio.get_running_loop().time
         began = time()
         try:
@@ -146,7 +146,7 @@ async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
 
 
 async def close_group(group: ProcessGroup | None) -> None:
-    """Close a group, which takes no time even with a stopped store."""
+    """Close a group, which must take no time even with a stopped store."""
     if group is not None:
         await Timed(0.0)(group.shutdown())
 
@@ -409,7 +409,7 @@ async def fill(store: Store) -> None:
 
 
 class StoppingKeyValueStore(MinimalStore):
-    """A user's store whose server stops at one of its requests."""
+    """A store of a user whose server stops at one of its requests."""
 
     def __init__(self, entries: dict[str, bytes]) -> None:
         super().__init__(entries)
@@ -454,7 +454,7 @@ def test_call_ends_in_time_if_a_users_store_stops(call: str, prefixed: bool) -> 
 
 
 class StoppedServer:
-    """Servers that stop: open sessions answer no request, and new ones no handshake."""
+    """A store server that stops: open sessions answer no request, and new ones no handshake."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: dict[int, float] = {}
@@ -542,7 +542,7 @@ async def test_ranks_end_in_time_if_the_store_of_their_meeting_stops(stopped_ser
 
 @pytest.fixture
 def locked_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Return a dictionary of limits by path: how often a file can be locked before another process holds the lock."""
+    """Return a dictionary that limits, by path, how often a file can be locked before another process holds it."""
     left: dict[str, float] = {}
     try_lock = LogFile.try_lock
 

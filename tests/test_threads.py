@@ -176,7 +176,7 @@ async def test_expired_wait_of_a_thread_leaves_no_callback(pg: ProcessGroup) -> 
 @pytest.mark.filterwarnings("ignore:group 'world.0' was not shut down:ResourceWarning")
 @pytest.mark.parametrize("tidy", [False, True])
 def test_closing_the_event_loop_ends_the_waits_of_threads(tidy: bool) -> None:
-    """End the wait by the end of the group, or of the loop if it does not close the group."""
+    """End the threads' waits by the end of the group, or of the event loop without a closed group."""
     error = GroupClosedError if tidy else RuntimeError
     text = "was closed by this rank" if tidy else "has not ended, and its event loop was closed"
     with Loop(tidy=tidy) as elsewhere:
@@ -239,7 +239,7 @@ def test_wait_for_a_work_in_a_forked_child_is_refused() -> None:
 
 
 def test_keyboard_interrupt_ends_only_the_wait_for_a_work() -> None:
-    """Interrupt the main thread, which alone receives signals."""
+    """Interrupt the main thread, which is the only thread that receives signals."""
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         work = elsewhere.run(make_call(groups[0].allreduce, 1))
@@ -347,7 +347,7 @@ def test_remedy_in_the_error_for_an_await_in_another_loop_works() -> None:
 
 
 def _by_hand(main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    """Run a coroutine without asyncio, as another library does."""
+    """Run a coroutine without asyncio, as another async library does."""
     main().send(None)
 
 

@@ -159,7 +159,7 @@ async def test_old_tls_version_is_refused() -> None:
 
 
 async def test_man_in_the_middle_of_a_store_connection_is_detected() -> None:
-    """Forward all messages between client and server, with a certificate of a third process."""
+    """Forward all messages between client and server, using a certificate of a third process."""
     between = another_process()
     pumps: set[asyncio.Task[None]] = set()
     async with TCPStore("127.0.0.1", 0, is_master=True, key=KEY, encryption="tls") as store:
@@ -227,7 +227,7 @@ async def test_ranks_encrypt_connections_between_hosts(encryption: tuple[str, st
 
 @pytest.mark.parametrize(("encryption", "expected"), [("auto", TlsStream), ("none", PlainStream)])
 async def test_ranks_claiming_one_host_encrypt_non_loopback_connections(encryption: Any, expected: type) -> None:
-    """Use one host id, as copies of a machine do: only the loopback proves that ranks are on one host."""
+    """Use one host id, as copies of a machine have; only the loopback proves that ranks are on one host."""
     store = HashStore()
     options = GroupOptions(transport="tcp", job_key=KEY, encryption=encryption, bind="any")
 

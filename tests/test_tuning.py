@@ -220,7 +220,7 @@ async def group(store: HashStore, rank: int, world_size: int, **options: Any) ->
 
 @pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
 async def test_tuning_of_rank_0_is_used_by_all_ranks(path: Path, transport: Any) -> None:
-    """Give rank 1 another file, with which it would choose another algorithm and wait forever."""
+    """Give rank 1 a different tuning file, with which it would choose another algorithm and wait forever."""
     other = write(path.with_name("other.json"), media={"tcp": CHEAP._asdict(), "unix": CHEAP._asdict()})
     own = write(path)
     assert choose("allreduce", LARGE, 2) != choose("allreduce", LARGE, 2, tuning=Tuning(tcp=DEAR))

@@ -56,7 +56,7 @@ def test_tutorial_workers_train_with_a_parameter_server(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [None, "work", "serve"])
 def test_tutorial_workers_can_join_a_running_parameter_server(tmp_path: Path, port: int, victim: str | None) -> None:
-    """Kill a process after 50 gradients: the server, or a worker in addition to the two that the page starts."""
+    """Kill a process after 50 gradients: the server, or a worker beyond the two that the page starts."""
     script = commands(SERVER)[2]
     program = files(SERVER)["joining.py"].replace("29500", str(port))
     place = "    x = random.normal"
@@ -82,7 +82,7 @@ def test_tutorial_workers_can_join_a_running_parameter_server(tmp_path: Path, po
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_tutorial_processes_continue_after_a_server_or_worker_is_killed(tmp_path: Path, victim: int) -> None:
-    """Kill the process during its first steps; the launcher starts another one in its place."""
+    """Kill a process during its first steps; the launcher starts another one in its place."""
     programs = files(SERVER)
     file, line = ("lasting.py", "            state[") if victim == 0 else ("server.py", "        x = random")
     before, after = programs[file].split(line, 1)
@@ -97,7 +97,7 @@ def test_tutorial_processes_continue_after_a_server_or_worker_is_killed(tmp_path
 
 @pytest.mark.ranks(3)
 async def test_tutorial_workers_exchange_parts_with_several_servers(pg: ProcessGroup) -> None:
-    """Let ranks 0 and 1 serve: each returns its part, doubled."""
+    """Let ranks 0 and 1 be servers, each of which returns its part, doubled."""
     names = await execute(code(SERVER, "Several servers"), aiocoll=aiocoll, np=np, WEIGHTS=1)
     if pg.rank() == 2:
         weights = np.zeros(5)

@@ -53,7 +53,7 @@ async def forget_at_the_end(pg: ProcessGroup) -> None:
 
 
 async def forget_before_distributed_barrier(pg: ProcessGroup) -> None:
-    """Run a barrier, which waits for earlier collectives, but too late for values that the program has read."""
+    """Run a barrier, which waits for earlier collectives, but too late for values that the program has already read."""
     forget(pg)
     await dist.barrier()
 
@@ -138,7 +138,7 @@ def test_failed_unawaited_work_is_only_logged(caplog: pytest.LogCaptureFixture) 
 
 
 async def wait_for(pg: ProcessGroup, how: str) -> None:
-    """Wait for an allreduce in one way."""
+    """Wait for an allreduce in the given way."""
     if how in WAYS:
         work = pg.allreduce(np.ones(3))
         await WAYS[how](work)

@@ -1,4 +1,4 @@
-"""Slots for connections that have not proven the job key."""
+"""Limited places for connections that have not proven the job key."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ async def test_unretrieved_failure_is_logged_once_with_its_call(
 
 
 async def retrieve(work: Work[Any], how: str) -> None:
-    """Retrieve the failure in one way."""
+    """Retrieve a failure in the given way."""
     match how:
         case "await":
             with pytest.raises(CollectiveTimeoutError):

@@ -134,7 +134,7 @@ def test_certificate_files_of_a_user_ca_are_read(authority: Authority) -> None:
 
 
 def test_certificates_and_key_may_be_in_one_file_with_other_text(authority: Authority) -> None:
-    """Write certificates and key to one file, so that one rename replaces all of them."""
+    """Write certificates and key to the same file, so that one rename replaces all of them."""
     files = authority.make(ANY)
     key = Path(files.key)
     key.write_bytes("Rang für alle\n".encode() + key.read_bytes() + Path(files.certificate).read_bytes())
@@ -329,7 +329,7 @@ async def connected_streams(dialled: Tls, dialling: Tls) -> AsyncIterator[tuple[
 
 
 class RefusedError(Exception):
-    """The errors of both ends; that of the dialling end is first."""
+    """The errors of both ends of a connection, the dialling end first."""
 
 
 async def error_of(stream: TlsStream | BaseException) -> BaseException:
@@ -346,7 +346,7 @@ async def error_of(stream: TlsStream | BaseException) -> BaseException:
 
 
 async def errors_at_both_ends(dialled: Tls, dialling: Tls) -> list[str]:
-    """Return the error texts of both ends; that of the dialling end is first."""
+    """Return the error texts of both ends of a connection, the dialling end first."""
     with pytest.raises(RefusedError) as caught:
         async with connected_streams(dialled, dialling):
             pass
@@ -528,7 +528,7 @@ async def test_ranks_with_user_certificates_meet(authority: Authority, world_siz
 async def test_auto_encryption_between_hosts_uses_the_certificate_files(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fail if a certificate is made, for which `cryptography` would be needed."""
+    """Make the test fail if a certificate is created, which would need `cryptography`."""
     replaced(monkeypatch, certificate_made=lambda: pytest.fail("made a certificate"))
     each = [options(authority.make(ANY), encryption="auto", host_id=host) for host in "ab"]
     assert await meet(each) == [3.0, 3.0]
@@ -561,7 +561,7 @@ async def test_rank_with_unusable_certificate_files_is_reported_to_all_ranks(aut
 
 
 def skip_own_check(files: TlsFiles, job: str, name: str) -> Tls:
-    """Read the files without checking the names, as a malicious rank does."""
+    """Read certificate files without checking their names, as a malicious rank does."""
     return read(files)._replace(job=job)
 
 
@@ -569,7 +569,7 @@ def skip_own_check(files: TlsFiles, job: str, name: str) -> Tls:
 async def test_certificate_without_the_rank_is_refused_at_both_ends(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, names: list[str]
 ) -> None:
-    """Let rank 1 use such a certificate, and dial rank 0."""
+    """Let rank 1 use a certificate without its rank, and dial rank 0."""
     good, bad = authority.make(ANY), authority.make(*names, file="bad")
 
     replaced(monkeypatch, rank_secured=skip_own_check)
@@ -586,7 +586,7 @@ async def test_certificate_without_the_rank_is_refused_at_both_ends(
 async def test_dial_of_a_rank_with_a_foreign_certificate_ends_soon(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    """Let rank 0 use the certificate, which is dialled by rank 1."""
+    """Let rank 1 dial rank 0, which uses the foreign certificate."""
     files = [authority.make(rank_name("train", 7), file="bad"), authority.make(ANY)]
 
     replaced(monkeypatch, rank_secured=skip_own_check)
@@ -711,7 +711,7 @@ async def test_store_and_clients_present_user_certificates(authority: Authority)
 
 
 async def refused_by_store(server: dict[str, Any], client: dict[str, Any]) -> str:
-    """Return the error of a client, or the trouble that it reports while it retries."""
+    """Return the error of a store client, or the trouble that it reports while it retries."""
     running = StoreServer("127.0.0.1", 0, **server)
     running.start()
     store = TCPStore("127.0.0.1", running.port, timeout=20, **client)
@@ -774,7 +774,7 @@ async def test_store_refuses_clients_with_invalid_certificates(
     logged: str,
     told: str | None,
 ) -> None:
-    """Let the client skip its own checks, as a malicious one or one with another clock does."""
+    """Let the client skip its own checks, as a malicious client or one with another clock does."""
     good = stores(authority.make(STORE, file="store"))
     bad = unchecked_tls(authority.make(*names, days=days), monkeypatch)
     replaced(monkeypatch, client_secured=lambda *_: bad)

@@ -55,7 +55,7 @@ def function_raising(error: type[BaseException]) -> Callable[..., Any]:
 async def test_exception_in_a_reduce_function_fails_its_operation_on_every_rank(
     world_size: int, transport: str, error: type[BaseException]
 ) -> None:
-    """Run the reduction in every executor."""
+    """Run the failing reduction in every executor."""
 
     async def rank(pg: ProcessGroup, kind: str, count: int) -> None:
         op = ReduceOp.custom(function_raising(error), name="f")
@@ -71,7 +71,7 @@ async def test_exception_in_a_reduce_function_fails_its_operation_on_every_rank(
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_exception_in_a_reduce_function_fails_its_operation_at_once(culprit: int) -> None:
-    """Use a virtual clock, which shows that the failure does not wait for the timeout."""
+    """Use a virtual clock, to show that the failure does not wait for the timeout."""
 
     async def rank(pg: ProcessGroup) -> float:
         op = ReduceOp.custom(function_raising(asyncio.CancelledError) if pg.rank() == culprit else np.add, name="f")
@@ -177,7 +177,7 @@ def allreduce_with_hook(pg: ProcessGroup, when: str, error: type[BaseException])
 def test_system_exit_in_user_code_ends_the_loop_and_fails_the_operation(
     place: str, transport: str, fatal: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Check that the exception leaves the loop once, after the cancelled tasks have closed their groups."""
+    """Check that the exception leaves the event loop once, after the cancelled tasks have closed their groups."""
     works: list[Any] = []
     store = HashStore()
 

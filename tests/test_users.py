@@ -65,7 +65,7 @@ peer.recv(1)
 
 @pytest.fixture
 def share_user_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Return a function that makes this user the overflow user of a namespace with some ids."""
+    """Return a function that makes the current user the overflow user of a user namespace with some ids."""
 
     def make(uid_map: str | None = "", overflow: str | None = f"{os.geteuid()}\n") -> None:
         for name, content in (("_UID_MAP", uid_map), ("_OVERFLOW_UID", overflow)):
@@ -88,7 +88,7 @@ def test_files_and_sockets_of_the_own_user_are_accepted(tmp_path: Path) -> None:
 
 
 def test_files_of_another_user_id_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Refuse root too, since root would not accept a process of this user."""
+    """Check that files of root are refused too, since root would not accept a process of this user."""
     own = os.geteuid()
     for other in (0, 1, 65534, own + 1):
         if other == own:
@@ -186,7 +186,7 @@ def python(program: str, *args: object) -> list[str]:
 @root_only
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in another namespace"])
 def test_users_without_an_id_in_the_namespace_are_distinguished(inside: bool, tmp_path: Path) -> None:
-    """Let the observer see 65534 for its own id, those of the files, and those of both peers."""
+    """Run an observer that reads 65534 for its own id, the ids of the files, and the ids of both peers."""
     if not may_unshare():
         pytest.skip("needs permission to make user namespaces")
     tmp_path.chmod(0o755)

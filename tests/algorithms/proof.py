@@ -1,4 +1,4 @@
-"""A proof that the programs of all ranks fit together, in any order of execution.
+"""A proof that the schedules of all ranks match and are free of races, in any order of execution.
 
 Every receive has a send of the same length, and no actions wait in a cycle. If two actions of a rank access the same
 elements and one of them writes, they have the order of the program. This order comes from `after` (all of one action
@@ -14,7 +14,7 @@ RECEIVES = (ActionKind.RECV, ActionKind.COMBINE)
 
 
 class Proof:
-    """The proof, checked on construction. `steps` is the number of messages on the longest dependent path."""
+    """A proof about the schedules of all ranks; `steps` is the number of messages on the longest dependent path."""
 
     def __init__(self, programs: list[Program]) -> None:
         self.programs = programs

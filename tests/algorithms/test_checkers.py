@@ -1,4 +1,4 @@
-"""The checkers of programs, and the faults that they must find."""
+"""The checkers of schedules, and the faults that they must find."""
 
 import pytest
 

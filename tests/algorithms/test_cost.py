@@ -1,4 +1,4 @@
-"""Costs of algorithms, compared with their programs, and predicted times."""
+"""Cost formulas of algorithms, compared with their schedules, and predicted times."""
 
 import math
 
@@ -96,7 +96,7 @@ def test_predicted_time_equals_the_sum_of_message_and_byte_costs(
 @each("medium", ["tcp", "shm"])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
 def test_predicted_times_approximate_the_simulated_times(kind: str, algorithm: str, medium: Medium) -> None:
-    """Predictions are within a quarter of the simulated times, with two exceptions.
+    """Check that predicted times are within 25 % of the simulated times, with two exceptions.
 
     They are higher if a processor reduces while its link is busy, and lower for monitored barriers.
     """

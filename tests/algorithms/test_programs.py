@@ -1,4 +1,4 @@
-"""Programs of all algorithms: results for all world sizes and orders of events, and properties of their actions."""
+"""Schedules of all algorithms: results for all world sizes and orders of events, and properties of their actions."""
 
 import pytest
 

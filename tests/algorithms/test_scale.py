@@ -1,4 +1,4 @@
-"""Scaled programs: each input is scaled once before its use, and inputs that are no outputs never change."""
+"""Schedules that scale: each input is scaled once before its use, and inputs that are not outputs never change."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The choice of algorithms: complete, valid for each op, and fast by prediction."""
+"""The selection of algorithms: defined for every call, valid for each op, and fast by prediction."""
 
 from math import inf
 
@@ -89,7 +89,7 @@ AVOIDED = {("reduce", "pairwise"), ("reduce_scatter", "pairwise"), ("allreduce",
 
 
 def usable(kind: str, world_size: int, ordered: bool, portable: bool) -> list[str]:
-    """Return the algorithms that are valid for a call."""
+    """Return the algorithms that are valid for a call, given the op's needs."""
     return [
         name
         for of_kind, name in ALGORITHMS
@@ -120,7 +120,7 @@ def test_selected_algorithm_has_nearly_the_best_predicted_time(kind: str, machin
 
 @each("kind", RULES)
 def test_size_limits_of_algorithms_grow_with_the_speed_of_the_machine(kind: str) -> None:
-    """On a machine with the same latency and four times the speed, all limits are four times as large."""
+    """Check that with equal latency and four times the speed, all size limits are four times as large."""
     slow = Machine(40e-6, 10e-6, 1 / 1e9, 0.1e-9)
     fast = Machine(40e-6, 10e-6, 1 / 4e9, 0.025e-9)
     for nbytes in SIZES:

@@ -1,4 +1,4 @@
-"""The table of collectives, compared with the programs and with independent lists, and unknown kinds."""
+"""The table of collectives, compared with the schedules and with independent lists, and unknown kinds."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ def sizes(case: Case, rank: int) -> tuple[Any, ...]:
 
 
 def touched(program: Program, buffers: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Return the elements of the caller's buffers that a program reads before any write, and those that it writes."""
+    """Return the elements of the caller's buffers that a schedule reads before any write, and those that it writes."""
     read: set[tuple[int, int]] = set()
     written: set[tuple[int, int]] = set()
 

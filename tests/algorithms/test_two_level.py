@@ -39,14 +39,14 @@ EVEN = [(number, per_host) for number, per_host in EVEN if per_host > 1]
 
 
 def splits(world_size: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to put the ranks on hosts."""
+    """Yield every split of the ranks over hosts."""
     for names in product(*(range(rank + 1) for rank in range(world_size))):
         if host_numbers(names) == names and two_level.has_two_levels(names):
             yield names
 
 
 def random_split(world_size: int, random: Random) -> tuple[int, ...]:
-    """Return a split with several hosts, and several ranks on one of them."""
+    """Return a random split over several hosts, one of which has several ranks."""
     while True:
         names = [random.randrange(random.randint(2, world_size)) for _ in range(world_size)]
         if two_level.has_two_levels(names):
@@ -68,7 +68,7 @@ def check_case(case: Case, seed: int) -> None:
 
 
 def crossing(case: Case) -> list[int]:
-    """Return the number of elements of each message between hosts."""
+    """Return the number of elements of each message that crosses hosts."""
     return [
         action.region.count
         for rank, program in enumerate(case.programs())
@@ -78,7 +78,7 @@ def crossing(case: Case) -> list[int]:
 
 
 def works_without_buffering(case: Case) -> bool:
-    """Return whether a case works without buffering. The exchange of leaders needs eager messages."""
+    """Return whether a case works without buffered messages. The exchange of leaders needs eager messages."""
     return (case.kind, case.algorithm) != ("allreduce", "leaders")
 
 
@@ -136,7 +136,7 @@ def test_number_of_bytes_between_hosts_depends_only_on_the_number_of_hosts(
 
 
 def test_allreduce_traffic_between_hosts_matches_the_formula_and_is_equal_per_lane() -> None:
-    """Every host sends 2n(h-1)/h elements, in equal parts by its ranks."""
+    """Check that every host sends 2n(h-1)/h elements, in equal parts per rank."""
     number, per_host, count = 4, 3, 4 * 3 * 10
     hosts = tuple(rank % number for rank in range(number * per_host))
     for algorithm in ("lanes", "lines"):
@@ -197,7 +197,7 @@ def test_cost_of_an_empty_call_is_zero() -> None:
 @each("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2, 2)])
 @each("kind", sorted({kind for kind, _ in ALL}))
 def test_predicted_times_approximate_the_simulated_times(kind: str, hosts: tuple[int, ...]) -> None:
-    """Predictions are within a factor of about two of the simulated times."""
+    """Check that predicted times are within a factor of about two of the simulated times."""
     for nbytes in (0,) if kind == "barrier" else (64, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB):
         algorithm = two_level.choose(kind, nbytes, hosts, ordered=False, portable=True, machine=TCP)
         if algorithm is not None:
@@ -266,13 +266,13 @@ def test_size_limit_of_the_leaders_algorithm_falls_with_the_number_of_hosts() ->
 
 @each("kind", ["reduce_scatter", "monitored_barrier", "gather", "scatter", "alltoall", "scan"])
 def test_flat_algorithm_is_selected_where_two_levels_save_no_time(kind: str) -> None:
-    """For a reduce_scatter, two levels save no latency of small calls."""
+    """Check a reduce_scatter, for which two levels save no latency of small calls."""
     for nbytes in (0, 4, 4 * KIB) if kind == "reduce_scatter" else (0, 4 * KIB, 16 * MIB):
         assert choose(kind, nbytes, 4, hosts=(0, 0, 1, 1)) == choose(kind, nbytes, 4)
 
 
 def test_size_limits_of_two_level_algorithms_scale_with_the_network_latency() -> None:
-    """Limits are ten times as large with ten times the latency of TCP, and do not depend on shared memory."""
+    """Check that size limits grow tenfold with ten times the latency of TCP, and ignore the speed of shared memory."""
     tuning = Tuning(tcp=Machine(TCP.alpha * 10, TCP.overhead, TCP.beta, TCP.gamma), medium="shm")
     assert choose("allreduce", 2560 * KIB, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "leaders"
     assert choose("allreduce", 2560 * KIB + 4, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "lanes"

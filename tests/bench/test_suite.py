@@ -43,7 +43,7 @@ SMALL, LARGE = Case("allreduce", 64), Case("allreduce", 16 << 20)
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
-    """Yield the modules of bench/, which is a folder of programs and no package."""
+    """Yield the modules of bench/, a folder of programs that is not a package."""
     before = set(sys.modules)
     sys.path.insert(0, str(FOLDER))
     try:
@@ -67,7 +67,7 @@ def make_launch(
 
 
 def make_results(bench: Any, case: Case, *times: Mapping[str, float]) -> Any:
-    """Return results from rounds with these microseconds, by system."""
+    """Return benchmark results from rounds with the given microseconds, by system."""
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking", "mpich blocking", "open mpi blocking"])
     results.rounds += [{name: make_launch(bench, case, value) for name, value in each.items()} for each in times]
     return results
@@ -207,7 +207,7 @@ def test_table_rows_are_marked_if_the_machine_was_loaded_during_a_launch(bench: 
 
 
 class Meter:
-    """A meter whose measured laps have the given loads; laps between launches have a high load."""
+    """A load meter whose measured intervals have the given loads; intervals between launches have a high load."""
 
     def __init__(self, *loads: float) -> None:
         self.loads = [load(each) for each in loads]
@@ -303,7 +303,7 @@ def test_busy_processes_of_a_benchmark_run_only_during_the_measurement(bench: An
 
 
 async def test_busy_process_ends_with_its_parent() -> None:
-    """Wait for the end of the standard output, which the busy process shares with its parent."""
+    """Wait for the end of standard output, which the busy process shares with its parent."""
     program = "import busy, os\nwith busy.busy(1): os.kill(os.getpid(), 9)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=FOLDER, stdout=subprocess.PIPE)
     async with asyncio.timeout(20):
@@ -374,7 +374,7 @@ def test_only_libraries_with_awaitable_calls_run_concurrent_calls(bench: Any) ->
 
 
 class Request:
-    """An MPI request that is complete after some number of tests."""
+    """An MPI request that is complete after a given number of tests."""
 
     def __init__(self, tests: int) -> None:
         self.left = tests

@@ -57,7 +57,7 @@ def value(rank: int, step: int) -> float:
 
 
 def total(pg: ProcessGroup, step: int) -> float:
-    """Return the sum of the values of all ranks."""
+    """Return the expected sum of the values of all ranks."""
     return pg.size() * (pg.size() + 1) / 2 + pg.size() * step
 
 
@@ -67,7 +67,7 @@ def own_array(pg: ProcessGroup, count: int, step: int) -> Array:
 
 
 def check(array: Array, expected: float) -> None:
-    """Raise an error unless all elements have this value; then overwrite them."""
+    """Raise an error unless all elements have the given value; then overwrite them."""
     if not (array == expected).all():
         wrong = array[array != expected]
         raise AssertionError(f"{wrong.size} of {array.size} elements are wrong, such as {wrong[0]}, not {expected}")
@@ -75,7 +75,7 @@ def check(array: Array, expected: float) -> None:
 
 
 def blocks_of(pg: ProcessGroup, array: Array) -> Sequence[Array]:
-    """Return the parts of all ranks."""
+    """Return one array per rank from the parts of a call."""
     return np.split(array, pg.size())
 
 
@@ -194,7 +194,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, report: Report)
 
 
 async def abort(waiting: Awaitable[None], pg: ProcessGroup) -> None:
-    """Abort the group during a call, whose arrays are freed as soon as it has failed."""
+    """Abort the group during a call; free the call's arrays as soon as it has failed."""
     task = asyncio.ensure_future(waiting)
     await asyncio.sleep(0)
     pg.abort("for the test")

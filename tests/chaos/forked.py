@@ -32,7 +32,7 @@ Reports = list[dict[str, Any]]
 
 
 def run_scenarios(module: str, chosen: Sequence[int], temporary: Path) -> tuple[list[dict[str, Any]], str]:
-    """Run scenarios in their own process; return the result of each, and the log.
+    """Run scenarios in a separate process; return the result of each, and the log.
 
     Args:
         module: the program, which takes the numbers of scenarios, and prints a line of JSON for each.

@@ -1,4 +1,4 @@
-"""Ranks that are killed during calls: the errors of the survivors, and the times until they are raised.
+"""Ranks that are killed during calls: the errors of the survivors, and the seconds until they are raised.
 
 The program reads scenarios and runs each on its own processes. The victim reports the time just before it kills itself
 during a call.
@@ -110,7 +110,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, report: Report)
 
 
 async def wait_for_control_link(pg: ProcessGroup) -> None:
-    """Wait until this rank has a control link, to the next hub if the victim was the hub."""
+    """Wait until this rank has a control link to the hub, or to the next hub if the victim was the hub."""
     async with asyncio.timeout(LIMIT / 6):
         while not comm_of(pg).endpoint.control.links:  # noqa: ASYNC110
             await asyncio.sleep(0)

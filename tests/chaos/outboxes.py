@@ -37,7 +37,7 @@ TIMEOUT = 30
 
 
 def scenarios() -> list[dict[str, Any]]:
-    """Return every victim in groups of each size, with everything that may happen to it, early and late."""
+    """Return scenarios: every victim in groups of each size, with every event that can hit it, early and late."""
     every = itertools.product(WHAT, WORLD_SIZES, range(max(WORLD_SIZES)), (2, 11, 40))
     return [
         {"what": what, "world": world, "victim": victim, "call": call, "seed": number}
@@ -65,7 +65,7 @@ def slots_used(pg: ProcessGroup) -> int:
 
 
 class Rank:
-    """The calls of one rank in all of its groups, and how they ended."""
+    """The calls of one rank in all its groups, with their outcomes."""
 
     def __init__(self, number: int, scenario: dict[str, Any], report: Report) -> None:
         self.number = number
@@ -79,7 +79,7 @@ class Rank:
         self.found: dict[str, list[Any]] = {}
 
     async def run(self, world: ProcessGroup) -> None:
-        """Make all calls, in an order that differs from rank to rank."""
+        """Make all calls, in a different order on each rank."""
         victim = self.scenario["victim"]
         self.groups["all"] = world
         for name, ranks in members(world.size(), victim).items():
@@ -125,7 +125,7 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
 
     async def _end(self) -> None:
-        """Wait for all calls, and first for those of the group without the victim."""
+        """Wait for all calls, first for the calls of the group without the victim."""
         for name in reversed(self.started):
             for array, expected, work in self.started[name]:
                 try:
@@ -161,7 +161,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, report: Report)
 
 
 def resume_victim(scenario: dict[str, Any], pids: Sequence[int], reports: Reports) -> None:
-    """Resume a stopped victim once all others have ended their calls in the group without it, or all calls."""
+    """Resume a stopped victim after the other ranks have ended their calls in the group without it, or all calls."""
     if scenario["what"] not in ("stop", "long"):
         return
     victim = pids[scenario["victim"]]

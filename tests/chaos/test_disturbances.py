@@ -17,7 +17,7 @@ RAISED = {"kill": "PeerLostError", "abort": "GroupError"}
 
 
 def check_run(run: dict[str, Any]) -> None:
-    """Check how each rank ended; a wrong result ends a rank with exit code 1."""
+    """Check how each rank ended; a rank with a wrong result ends with exit code 1."""
     what, world, victim = run["what"], run["world"], run["victim"]
     assert run["ends"] == [-9 if what == "kill" and rank == victim else 0 for rank in range(world)], run
     reports = {each["rank"]: each for each in run["reports"] if "raised" in each}

@@ -18,14 +18,14 @@ FEW = 20
 
 
 def results_of(chosen: list[int], temporary: Path) -> list[dict[str, Any]]:
-    """Run these scenarios; return their results."""
+    """Run the given scenarios; return their results."""
     runs, log = run_scenarios("tests.chaos.killing", chosen, temporary)
     assert log == ""
     return runs
 
 
 def detection_times(runs: list[dict[str, Any]]) -> np.ndarray:
-    """Check the errors of the survivors; return the seconds until each was raised."""
+    """Check the errors of the surviving ranks; return the seconds until each error was raised."""
     taken = []
     for run in runs:
         victim = run["victim"]
@@ -41,7 +41,7 @@ def detection_times(runs: list[dict[str, Any]]) -> np.ndarray:
 
 
 def few_numbers() -> list[int]:
-    """Return some scenarios, with every kind of call, every victim, every transport and both sizes at least once."""
+    """Return the numbers of some scenarios that cover every kind of call, victim, transport and size."""
     every = scenarios()
     step = len(every) / FEW
     chosen = [int(number * step) + number % 4 for number in range(FEW)]

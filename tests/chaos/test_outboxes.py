@@ -21,7 +21,7 @@ FOUND = {
 
 
 def check_run(run: dict[str, Any]) -> None:
-    """Check how the calls of each rank in each group ended."""
+    """Check the outcome of the calls of each rank in each group."""
     what, world, victim = run["what"], run["world"], run["victim"]
     assert run["ends"] == [-9 if what == "kill" and rank == victim else 0 for rank in range(world)], run
     (acted,) = [report["acts"] for report in run["reports"] if "acts" in report]
@@ -44,7 +44,7 @@ def check_run(run: dict[str, Any]) -> None:
 
 
 def few_numbers(what: str) -> list[int]:
-    """Return some scenarios: one of each world size."""
+    """Return the numbers of some scenarios: one for each world size."""
     every = list(enumerate(scenarios()))
     return [
         next(

@@ -1,4 +1,4 @@
-"""Many small sums between processes that pause between data and flags: right results, and no hang."""
+"""Many small sums between processes that pause between data and flags: correct results, and no hang."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_randomly_paused_processes_compute_correct_sums(world_size: int, m
 async def test_randomly_paused_processes_compute_a_million_correct_sums(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Use a new seed in each run, and print it."""
+    """Use a new random seed in each run, and print the seed."""
     seed = time.time_ns()
     print(f"seed {seed}")
     await run(world_size, MANY[world_size], seed, monkeypatch)

@@ -27,7 +27,7 @@ SHORT = 0.3
 
 @contextmanager
 def descriptor_limit(more: int) -> Iterator[None]:
-    """Let this process open only `more` further files."""
+    """Let this process open at most `more` additional files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -45,7 +45,7 @@ def descriptor_limit(more: int) -> Iterator[None]:
 
 
 async def meet(transport: str, timeout: float) -> list[Any]:
-    """Let two ranks meet at their own store, reduce and leave; return how each ended."""
+    """Let two ranks meet at their own store, reduce and leave; return the outcome of each."""
     master = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, key=KEY)
     stores: list[TCPStore] = [master]
 
@@ -67,7 +67,7 @@ async def meet(transport: str, timeout: float) -> list[Any]:
 
 
 async def run_with_few_descriptors(transports: tuple[str, ...]) -> None:
-    """Allow one more descriptor each time: the ranks fail later each time, and finally succeed."""
+    """Allow one more descriptor in each attempt, until the ranks succeed; each attempt fails at a later step."""
     for more in range(40):
         transport = transports[more % len(transports)]
         with descriptor_limit(more):
@@ -136,7 +136,7 @@ def mounted_disk(path: Path, nbytes: int) -> Iterator[Path]:
 
 
 async def test_write_to_a_file_store_on_a_full_disk_is_refused(tmp_path: Path) -> None:
-    """Check that others still read the older records, and that writes succeed once there is space again."""
+    """Check that other ranks still read the older records, and that writes succeed once there is space again."""
     with mounted_disk(tmp_path, 256 * 1024) as path:
         (path / "hoard").write_bytes(bytes(64 * 1024))
         async with FileStore(path / "store") as store, FileStore(path / "store") as other:
@@ -162,7 +162,7 @@ async def test_write_to_a_file_store_on_a_full_disk_is_refused(tmp_path: Path) -
 
 
 async def test_write_to_a_file_store_beyond_the_file_size_limit_is_refused(tmp_path: Path) -> None:
-    """Limit the file size: the kernel writes up to the limit, which leaves a torn record."""
+    """Limit the file size: the kernel writes up to the limit, which leaves an incomplete record."""
     path = tmp_path / "store"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     async with FileStore(path) as store, FileStore(path) as other:

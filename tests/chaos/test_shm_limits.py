@@ -37,7 +37,7 @@ asyncio.run(main())
 
 
 def carriers_and_log(limit: str, value: int) -> tuple[str, list[str]]:
-    """Run the program with a limit; return the media of both ranks' links, and the lines of the log."""
+    """Run the program with a resource limit; return the media of both ranks' links, and the lines of the log."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, limit, str(value)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)

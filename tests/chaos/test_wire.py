@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("overheard")
 
 @pytest.fixture(autouse=True)
 def _shorten_deadlines(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
-    """Shorten the deadlines, because ranks with stalled links wait for them."""
+    """Shorten the deadlines that ranks with stalled links wait for."""
     shorter = (*StreamOptions.__init__.__defaults__[:5], 1.0, *StreamOptions.__init__.__defaults__[6:])
     monkeypatch.setattr(StreamOptions.__init__, "__defaults__", shorter)
     limits(store_handshake=1.0, control_parting=0.3, linger=0.3)
@@ -96,7 +96,7 @@ async def run_with_store_proxy(fault: Fault | None) -> tuple[list[Any], Proxy]:
 
 
 def header_bytes(data: bytes, start: int) -> set[int]:
-    """Return the offsets of the header bytes of the frames from `start` on, as far as `data` has them."""
+    """Return the offsets of all frame header bytes in `data` from `start` on."""
     found: set[int] = set()
     while start + HEADER_SIZE <= len(data):
         found.update(range(start, start + HEADER_SIZE))
@@ -105,7 +105,7 @@ def header_bytes(data: bytes, start: int) -> set[int]:
 
 
 async def offsets(kind: ConnKind, upstream: bool) -> tuple[set[int], set[int]]:
-    """Return the offsets for cuts and stalls, and those for garbling."""
+    """Return the byte offsets for cuts and stalls, and the byte offsets for garbled bytes."""
     if kind is STORE:
         results, proxy = await run_with_store_proxy(None)
         data = proxy.said[kind, upstream]
@@ -121,7 +121,7 @@ async def offsets(kind: ConnKind, upstream: bool) -> tuple[set[int], set[int]]:
 
 
 async def faults(whats: Iterable[str], kinds: Iterable[ConnKind], step: int) -> list[Fault]:
-    """Return faults at every `step`-th offset, with another start for each kind of connection and fault.
+    """Return faults at every `step`-th offset, with a different first offset for each connection and fault kind.
 
     With step 1, all bytes are garbled in all ways.
     """

@@ -41,7 +41,7 @@ class Job:
 
 
 class Launch:
-    """A callable that runs `aiocoll run` with a script in the directory `path`."""
+    """A callable that starts `aiocoll run` with a script in the directory `path`."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path

@@ -98,7 +98,7 @@ async def test_measurement_ends_at_its_time_limit_or_its_maximum_number_of_calls
 
 
 async def test_measurement_ends_soon_if_calls_become_slow() -> None:
-    """Predict the length of a block from earlier calls, and at most double it."""
+    """Check that the number of calls in a block follows from earlier calls, and at most doubles."""
     blocks: list[int] = []
 
     async def times(rounds: int) -> list[int]:
@@ -106,7 +106,7 @@ async def test_measurement_ends_soon_if_calls_become_slow() -> None:
         return [1_000 if len(blocks) <= 3 else 1_000_000_000] * rounds
 
     async def combine(*_: object) -> None:
-        """Combine nothing: there is one rank."""
+        """Do nothing: a single rank combines no values."""
 
     timing = await measure(Workload(Case("barrier", 0), 0, 2), times, combine, Effort(0.5, 5, 1000))
     # One call on fresh arrays, the warm-up, the least number of calls, twice that number, one call on fresh arrays.

@@ -43,7 +43,7 @@ BARRIER = "await pg.barrier()"
 
 
 def blocks(err: str) -> list[list[str]]:
-    """Return the parts of standard error that begin with a line of the launcher."""
+    """Return the sections of standard error that begin with a line of the launcher."""
     found: list[list[str]] = []
     for line in err.splitlines():
         if line.startswith("aiocoll run:") or not found:
@@ -172,7 +172,7 @@ def test_error_of_a_script_that_cannot_be_loaded_looks_as_printed_by_python(laun
 
 @pytest.mark.slow
 def test_launcher_prints_the_first_reporting_rank_last_if_no_rank_failed_by_itself(launch: Launch) -> None:
-    """Let rank 1 exit with code 0 while the others need it."""
+    """Let rank 1 exit with code 0 while the other ranks wait for it."""
     done = launch("-n", 3, script=SCRIPT.format(fault="os._exit(0)", other=BARRIER)).finish()
     assert done.returncode == 1
     *others, last = blocks(done.stderr)
@@ -374,7 +374,7 @@ def test_launcher_prints_an_equal_error_of_all_ranks_once(
 
 @pytest.mark.slow
 def test_tracebacks_that_ranks_print_are_not_interleaved(launch: Launch) -> None:
-    """Let the ranks take turns at each line of their tracebacks."""
+    """Let the ranks print their tracebacks line by line in turn."""
     script = """
         import os, sys, traceback
         rank, turns = int(os.environ['RANK']), sys.argv[1:]

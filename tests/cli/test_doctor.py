@@ -55,7 +55,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def report(*arguments: str, **env: str) -> tuple[int, dict[str, Any], dict[str, CheckResult]]:
-    """Return the exit code, the pairs by their ranks, and the findings by their names."""
+    """Run doctor as JSON; return the exit code, the pairs by their ranks, and the findings by their names."""
     done = run("--json", *arguments, **env)
     assert done.stderr == ""
     output = json.loads(done.stdout)
@@ -67,13 +67,13 @@ def report(*arguments: str, **env: str) -> tuple[int, dict[str, Any], dict[str, 
 
 
 def finding_of(name: str, ranks: int = 1) -> CheckResult:
-    """Check this host; return the only finding of that name."""
+    """Check this host; return the only finding with the given name."""
     (finding,) = [finding for finding in look(ranks) if finding.name == name]
     return finding
 
 
 def failing_call(code: int) -> Callable[..., Any]:
-    """Return a system call that fails with an errno."""
+    """Return a stand-in for a system call that fails with an errno."""
 
     def call(*_: object, **__: object) -> Any:
         raise OSError(code, os.strerror(code))

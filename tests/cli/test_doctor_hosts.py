@@ -69,7 +69,7 @@ async def store_server(port: int) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def doctor_store(port: int) -> AsyncIterator[PrefixStore]:
-    """Open the store as another program does."""
+    """Open the store as a program other than doctor does."""
     store = TCPStore("127.0.0.1", port, timeout=LIMIT, wait_for_workers=False, key=KEY, job="this test")
     async with store:
         yield PrefixStore("doctor", store)
@@ -108,7 +108,7 @@ async def test_doctor_reports_no_connections_for_a_single_host(meet: Meet) -> No
 
 
 async def test_doctor_reports_different_encryption_options_of_hosts(meet: Meet) -> None:
-    """Use the loopback, whose store is not encrypted by default, so that both hosts can open it."""
+    """Use the loopback, where the store is not encrypted by default, so that both hosts can open it."""
     first, second = await asyncio.gather(meet(0, 2), meet(1, 2, encryption="none"))
     assert first == second
     assert advice(first)["encryption"].startswith(
@@ -164,7 +164,7 @@ async def test_doctor_reports_another_program_at_the_store_port(meet: Meet, port
 
 
 async def test_doctor_reports_a_store_that_another_program_hosts(meet: Meet, limits: Limits, port: int) -> None:
-    """Use the store as of a running job, in which no host 0 of `aiocoll doctor` takes part."""
+    """Use the store of a running job, in which no host 0 of `aiocoll doctor` takes part."""
     limits(doctor_slack=0.1)
     async with store_server(port):
         with pytest.raises(
@@ -271,7 +271,7 @@ async def test_doctor_reports_another_program_at_a_host_port(meet: Meet, limits:
 async def test_doctor_reports_a_connection_without_an_answer(
     meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let connections open, but send no byte back."""
+    """Accept connections, but send no byte back."""
     limits(doctor_ping=0.1)
 
     async def close_at_once(stream: ByteStream) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of the only job in a folder."""
+    """Return the log files of the only job in a folder."""
     (job,) = folder.iterdir()
     return {str(file.relative_to(job)): file.read_bytes() for file in job.rglob("*") if file.is_file()}
 
@@ -112,7 +112,7 @@ def test_error_explains_a_log_directory_that_cannot_be_created(
 
 
 def test_job_continues_if_a_log_file_cannot_be_written(launch: Launch, tmp_path: Path) -> None:
-    """Limit the files of the launcher to 1 KiB. Its standard output is a pipe and has no limit."""
+    """Limit the launcher's files to 1 KiB; its standard output is a pipe and has no limit."""
     script = "for _ in range(200): print('x' * 99)"
     limited = ["bash", "-c", 'ulimit -f 1; exec "$0" "$@"']
     done = launch("-n", 2, "--log-dir", tmp_path / "logs", script=script, before=limited).finish()

@@ -1,4 +1,4 @@
-"""Output of the commands: complete on every kind of descriptor, or reported as lost by standard error and exit code."""
+"""Output of the commands: complete on every kind of descriptor, or reported as lost on standard error."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def small_pipe() -> tuple[int, int]:
 
 
 def small_socket() -> tuple[int, int]:
-    """Return the ends of a socket pair: Node gives its children sockets in place of pipes."""
+    """Return a socket pair with small buffers: Node gives its children sockets in place of pipes."""
     reading, writing = socket.socketpair()
     writing.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return reading.detach(), writing.detach()
@@ -112,7 +112,7 @@ def test_output_blocks_of_threads_are_not_interleaved_on_non_blocking_descriptor
 def test_write_error_is_reported_once_and_lost_bytes_are_counted(
     number: int, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let the write fail after any number of bytes."""
+    """Let a write fail after each possible number of bytes."""
     written = []
 
     def write(fd: int, data: memoryview) -> int:
@@ -220,7 +220,7 @@ def test_streams_without_a_file_descriptor_are_not_replaced(monkeypatch: pytest.
 
 @needs_full
 async def test_benchmark_stops_if_its_table_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one rank, since rank 0 prints the table."""
+    """Run one rank, since rank 0 prints the table."""
     full = os.open(FULL, os.O_WRONLY)
     try:
         replace_streams(monkeypatch, full, None)
@@ -245,7 +245,7 @@ async def test_benchmark_without_a_reader_measures_to_its_end(monkeypatch: pytes
 
 
 def test_new_pipes_do_not_take_the_numbers_of_closed_standard_streams(tmp_path: Path) -> None:
-    """Check the numbers of new pipes: a child process would use a pipe with number 1 as its standard output."""
+    """Check the descriptor numbers of new pipes: a child process would use pipe number 1 as its standard output."""
     program = f"""if True:
         import os
         from aiocoll.cli.sink import CommandOutput
@@ -274,7 +274,7 @@ COMMANDS = [
 
 @pytest.fixture
 def run_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., EndedCommand]:
-    """Return a function that runs a command on descriptors (None: a closed one), with fake measurements and checks."""
+    """Return a function that runs a command with given descriptors (None: closed) and fake measurements."""
 
     async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
         print("\n".join(["a row"] * 1000))  # rank 0 prints a table like this one, larger than a pipe here
@@ -371,7 +371,7 @@ def test_wrong_command_line_ends_with_2_even_if_its_error_is_lost(
 def run_launcher(
     folder: Path, program: str, redirect: str, *, ranks: int = 2, stdout: int | IO[bytes] = -1
 ) -> EndedCommand:
-    """Run a program of ranks with redirections of a shell, such as ``>&-``."""
+    """Run a program of ranks under the launcher, with shell redirections such as ``>&-``."""
     script = folder / "script.py"
     script.write_text(program)
     argv = [sys.executable, "-m", "aiocoll", "run", "-n", str(ranks), str(script)]
@@ -388,7 +388,7 @@ def run_launcher(
 
 
 def finished_ranks(folder: Path) -> list[str]:
-    """Return the ranks that have reached their end."""
+    """Return the ranks whose programs have reached their last line."""
     return sorted(each.name for each in folder.iterdir() if each.name.isdigit())
 
 
@@ -457,7 +457,7 @@ def test_last_line_without_a_reader_is_reported_as_a_failure(tmp_path: Path) -> 
 
 
 def bytes_in_pipe(reading: int) -> int:
-    """Return the number of bytes in a pipe."""
+    """Return the number of unread bytes in a pipe."""
     return int.from_bytes(fcntl.ioctl(reading, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
@@ -469,7 +469,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_drain_waits_for_a_slow_reader_but_not_for_an_open_pipe() -> None:
-    """Drain the full pipe of a finished rank, while a process that the rank has left behind keeps the pipe open."""
+    """Drain the full pipe of a finished rank while a process left behind by the rank keeps the pipe open."""
     text = b"x" * 99 + b"\n"
     rank_reads, rank_writes = os.pipe()
     os.write(rank_writes, text * 600)
@@ -525,7 +525,7 @@ def test_drain_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytes
 def test_time_limit_applies_to_output_waits_that_have_already_started(
     has_error: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Limit the waits as SIGTERM does. A thread that writes the other stream to the same pipe also continues."""
+    """Limit the waits as after SIGTERM; a thread that writes the other stream to the same pipe also continues."""
     reading, writing = small_pipe()
     other = os.dup(writing)
     try:

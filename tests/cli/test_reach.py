@@ -19,7 +19,7 @@ def host(number: int, encryption: str = "auto", ports: str = "") -> HostFacts:
 
 
 def hosts_met(failing: Collection[tuple[int, int]] = (), size: int = 3, trouble: str = SILENT) -> HostsMet:
-    """Return the facts about hosts that all reach each other, except for the pairs `failing`."""
+    """Return the facts about hosts that all reach each other, except for the pairs in `failing`."""
     rows = {
         source: {
             target: Attempt(0.0, trouble.format(target)) if (source, target) in failing else Attempt(0.00021)
@@ -62,7 +62,7 @@ def test_connection_table_has_one_row_per_host() -> None:
 
 
 def test_verdict_is_correct_for_every_set_of_failed_connections() -> None:
-    """Check all sets of failures among three hosts. Hosts 1 and 2 must reach host 0, and one of them the other."""
+    """Check all sets of failed connections among three hosts; hosts 1 and 2 must reach host 0, and one the other."""
     for count in range(len(PAIRS) + 1):
         for failing in itertools.combinations(PAIRS, count):
             met = hosts_met(failing)

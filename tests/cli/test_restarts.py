@@ -67,7 +67,7 @@ def test_launcher_starts_newcomers_for_lost_ranks_of_an_elastic_group(
 
 
 def test_elastic_group_survives_the_consecutive_loss_of_all_initial_ranks(launch: Launch, tmp_path: Path) -> None:
-    """Kill one rank after the other, and one newcomer."""
+    """Kill each initial rank, one after the other, and one newcomer."""
     job = launch("-n", SIZE, "--max-restarts", 4, script=ELASTIC, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 3", SIZE)
@@ -281,7 +281,7 @@ def test_program_that_cannot_start_is_restarted_up_to_the_limit(launch: Launch) 
 
 
 def test_failure_without_restarts_ends_the_job(launch: Launch, tmp_path: Path) -> None:
-    """Use a group that could repair itself."""
+    """Use a group that could repair itself if restarts were allowed."""
     job = launch("-n", 2, script=MENDS, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 2", 2)
@@ -365,7 +365,7 @@ def test_signal_to_the_launcher_ends_the_job_without_a_restart(
 
 @pytest.mark.parametrize("moment", ["started again", "start"])
 def test_ctrl_c_during_a_restart_ends_the_job(launch: Launch, moment: str) -> None:
-    """Send the signal when the launcher has reported a restart, or when a rank has started."""
+    """Send Ctrl-C when the launcher has reported a restart, or when a restarted rank runs."""
     script = 'import os\nprint("start", os.getpid(), flush=True)\nraise SystemExit(os.environ["RANK"] == "0")'
     job = launch("-n", 2, "--max-restarts", 1000, script=script)
     pipe = job.process.stderr if moment == "started again" else job.process.stdout
@@ -430,7 +430,7 @@ def test_children_of_a_failed_rank_are_killed(launch: Launch, elastic: bool) -> 
 
 
 def test_report_of_an_elastic_group_is_accepted_only_from_the_rank_itself(launch: Launch) -> None:
-    """Report it in vain in a forked child, in a spawned child, and without a launcher."""
+    """Report an elastic group in a forked child, in a spawned child, and without a launcher: all are ignored."""
     script = """
         import multiprocessing, os, sys
         from aiocoll.launcher import report_elastic

@@ -97,7 +97,7 @@ def test_restart_limit_counts_the_restarts_of_all_hosts(start: Start) -> None:
 
 
 def test_restart_includes_a_host_whose_ranks_have_already_ended(start: Start, tmp_path: Path) -> None:
-    """Use no group: the launchers notify each other."""
+    """Use a program without a group, so that only the launchers can notify each other."""
     script = f"""
         import os, sys
         from pathlib import Path
@@ -117,7 +117,7 @@ def test_restart_includes_a_host_whose_ranks_have_already_ended(start: Start, tm
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_restart_stops_waiting_ranks_on_other_hosts(start: Start, tmp_path: Path, rank: int) -> None:
-    """Use no group that could notify the ranks."""
+    """Use a program without a group, so that no group can notify the ranks."""
     script = f"""
         import os, signal, sys
         if os.environ["AIOCOLL_RESTART_COUNT"] == "0":

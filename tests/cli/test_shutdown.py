@@ -100,7 +100,7 @@ def test_rank_keeps_the_full_time_limit_when_another_rank_ends_at_once(
 
 
 class StoppedElsewhere(TwoHosts):
-    """Restarts of a job on two hosts: when this host stops, the other one has already ended by the same signal."""
+    """Restarts of a job on two hosts; when this host stops, the other host has already ended by the same signal."""
 
     def report(self, state: HostState) -> None:
         if state.phase == Phase.QUITS:
@@ -124,7 +124,7 @@ def test_rank_keeps_the_full_time_limit_when_another_host_ends_at_once(
 def test_stuck_rank_is_named_with_its_line_while_the_launcher_waits(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Handle SIGTERM in the loops of the ranks, as servers do, while the loop of rank 1 is blocked."""
+    """Handle SIGTERM in the event loops of the ranks, as servers do, while the loop of rank 1 is blocked."""
     limits(run_report_after=2)
     script = launch.write("""
         import asyncio, os, signal, time

@@ -1,4 +1,4 @@
-"""Signals to the launcher, whatever its main thread executes."""
+"""Signals to the launcher while its main thread runs any kind of code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 10.0
 
 @pytest.fixture
 def _rare_thread_switches() -> Iterator[None]:
-    """Let threads run one at a time: each runs until it waits."""
+    """Make thread switches rare, so that each thread runs until it waits."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(2 * LIMIT)
     yield
@@ -43,7 +43,7 @@ def signal_handler(number: signal.Signals, handler: Any) -> Iterator[None]:
 @pytest.mark.usefixtures("_rare_thread_switches")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
 def test_launcher_receives_a_signal_that_arrives_just_before_its_main_thread_waits(number: signal.Signals) -> None:
-    """Send the signal to another thread while the main thread waits, so that it does not interrupt the main thread."""
+    """Send the signal to another thread while the main thread waits, so that no system call is interrupted."""
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     main_waits = threading.Lock()
     main_waits.acquire()
@@ -61,7 +61,7 @@ def test_launcher_receives_a_signal_that_arrives_just_before_its_main_thread_wai
 
 
 def test_launcher_forwards_a_signal_once_that_arrives_twice_at_once(limits: Limits) -> None:
-    """Send it twice, as `timeout` does: to the launcher and to its process group."""
+    """Send the signal twice, as `timeout` does: to the launcher and to its process group."""
     limits(run_signal_twice=LIMIT)
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     with (

@@ -24,7 +24,7 @@ SLEEPS = "import signal; signal.pause()"
 
 
 class Group:
-    """A group of this process, as viewers see it."""
+    """A stand-in for a group of this process, as `aiocoll top` reports groups."""
 
     def __init__(self, blocked: tuple[float, str] | None) -> None:
         self.blocked = blocked

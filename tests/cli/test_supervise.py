@@ -23,7 +23,7 @@ if "AIOCOLL_JOIN" not in os.environ:
 
 
 class TwoHosts:
-    """Restarts of a job on two hosts, whose other host reports nothing new."""
+    """Restarts of a job on two hosts whose other host reports no changes."""
 
     allowed = 2
 

@@ -61,7 +61,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which only the jobs of this test are found."""
+    """Return an environment in which `aiocoll top` finds only the jobs of this test."""
     (tmp_path / "runtime").mkdir(mode=0o700)
     return {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
 
@@ -89,7 +89,7 @@ def watch(running_job: tuple[Job, dict[int, int]], env: Mapping[str, str]) -> It
 
 
 def group_when(watch: Watch, condition: Callable[[GroupView], bool]) -> GroupView:
-    """Return the group as soon as `condition` holds for it."""
+    """Return the reported group as soon as `condition` holds for it."""
     end = time.monotonic() + 30
     while True:
         groups = watch.sample()
@@ -179,7 +179,7 @@ def test_top_shows_a_rank_that_has_not_entered_a_call_as_late(running_job: Any, 
 def test_top_shows_a_stopped_rank_as_ok_after_it_continues(
     running_job: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str]
 ) -> None:
-    """Look with a viewer that the rank has answered before, and with a new one."""
+    """Use a viewer that the rank has answered before, and a new viewer."""
     _, pids = running_job
     group_when(watch, lambda group: states(group)[3] == "ok")
     os.kill(pids[3], signal.SIGSTOP)
@@ -417,7 +417,7 @@ async def test_top_web_page_limits_its_open_connections() -> None:
 def test_top_web_page_in_a_browser_shows_and_updates_the_ranks(
     running_job: tuple[Job, dict[int, int]], env: Mapping[str, str], launch: Launch, tmp_path: Path
 ) -> None:
-    """Use two widths: the page shows the ranks, updates them, loads nothing else, and fits the window."""
+    """Check two window widths: the page shows and updates the ranks, loads nothing else, and fits the window."""
     command = [sys.executable, "-m", "aiocoll", "top", "--web"]
     path = {"PYTHONPATH": str(Path(__file__).parents[2])}
     served = subprocess.Popen(command, env={**os.environ, **path, **env}, stdout=subprocess.PIPE, text=True)

@@ -90,7 +90,7 @@ def test_ranks_are_sorted_by_how_long_other_ranks_wait_for_them() -> None:
 
 
 def test_long_wait_is_counted_once_and_while_it_lasts() -> None:
-    """Count 10 s of a wait in 10 seconds: a rank reports a wait at its end, which must not be 1000 % of that second."""
+    """Check a wait of 10 s: a rank reports a wait at its end, which must not show as 1000 % of one second."""
     job = Job()
     job.views(0.0, *(answer_of(rank, 0.0, 2) for rank in range(2)))
     shares = []
@@ -207,7 +207,7 @@ def test_oldest_pending_operations_are_shown_with_all_their_ranks() -> None:
 
 
 def wide_group(size: int = 8) -> GroupView:
-    """Return a group with the widest numbers in every column."""
+    """Return a group with the widest possible numbers in every column."""
     job = Job()
     job.views(0.0, *(answer_of(rank, 0.0, size) for rank in range(size)))
     answers = [
@@ -266,7 +266,7 @@ def test_live_table_leaves_lines_for_the_verdict() -> None:
 
 
 def measured_group(*waited_for: float, load: HostLoad | None = None, **more: Any) -> GroupView:
-    """Return a group whose ranks have each been waited for during these shares of a second."""
+    """Return a group in which other ranks have waited for each rank during the given shares of a second."""
     job = Job()
     size = len(waited_for)
     job.views(0.0, *(answer_of(rank, 0.0, size) for rank in range(size)))
@@ -282,7 +282,7 @@ def measured_group(*waited_for: float, load: HostLoad | None = None, **more: Any
 
 
 def test_verdict_of_a_healthy_job_blames_no_rank() -> None:
-    """Use shares of 46 % and 32 %, which were measured in a healthy job on as many cores as ranks."""
+    """Use waiting shares of 46 % and 32 %, as measured in a healthy job on as many cores as ranks."""
     group = measured_group(0.46, 0.32, 0.1)
     assert (group.verdict, group.culprits) == ("healthy: no rank is late", ())
 

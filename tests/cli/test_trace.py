@@ -26,7 +26,7 @@ HERE = recorded.__file__
 
 
 def trace(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Run the command; return its exit code and output."""
+    """Run `aiocoll trace`; return its exit code and output."""
     code = main(["trace", *map(str, arguments)])
     output = capsys.readouterr()
     assert (output.err == "") == (code != 2)
@@ -137,7 +137,7 @@ def test_trace_of_a_healthy_group_names_the_rank_that_is_last_on_average(
 def test_trace_names_a_missing_rank_of_an_open_group(
     keyed: bool, debug: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Use a broadcast too, whose root has completed it long ago."""
+    """Check a broadcast too, whose root has completed its call long ago."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -172,7 +172,7 @@ def test_trace_does_not_report_a_rank_as_missing_that_enters_the_call_soon(
 def test_trace_reports_the_first_of_several_mismatches(
     field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Compare calls before data moves, which leaves the group usable after a mismatch."""
+    """Use call comparison, so that the group remains usable after a mismatch."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.allreduce(1.0)
@@ -200,7 +200,7 @@ def test_trace_reports_the_first_of_several_mismatches(
 def test_trace_does_not_report_a_rank_with_a_shorter_history_as_missing(
     late: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Let one rank remember an earlier collective than the other, both ahead of it and behind it."""
+    """Let one rank's history begin with an earlier collective than its peer's, ahead of the peer and behind it."""
 
     async def rank(pg: ProcessGroup) -> None:
         for number in range(HISTORY // 2 + 5):
@@ -405,7 +405,7 @@ def test_trace_picture_without_matplotlib_is_refused_with_a_remedy(monkeypatch: 
 
 @pytest.fixture(scope="module")
 def _first_drawing(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Draw one picture first: matplotlib keeps the files of its fonts open from then on."""
+    """Draw one picture in advance: matplotlib keeps the files of its fonts open from then on."""
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("matplotlib")
     (path / "one").write_text(json.dumps(valid_dump()))

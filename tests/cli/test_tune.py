@@ -29,7 +29,7 @@ TUNING = Tuning(tcp=QUIET, unix=QUIET, single_copy=SingleCopy(1 << 20, 1 << 18, 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """Replace the measurements of the command; return the fake ones."""
+    """Replace the command's measurements by fake measurements, and return them."""
     launches = {"tcp": [BUSY, QUIET, BUSY], "unix": [QUIET]}
 
     async def measure(*_: object) -> dict:
@@ -143,7 +143,7 @@ def test_tune_reports_an_unwritable_file(launches: dict, tuning_path: Path, caps
 def test_two_hosts_can_write_the_tuning_file_at_once(
     launches: dict, tuning_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Write to a shared directory, with the same pid on both hosts."""
+    """Write to a shared directory from two hosts, with the same pid on both."""
     replace, written = Path.replace, []
 
     def write_meanwhile(fresh: Path, target: Path) -> Path:

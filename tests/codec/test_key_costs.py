@@ -56,7 +56,7 @@ KINDS: dict[str, Callable[[int, int], Hashable | None]] = {
 
 
 def long_decimal(n: int, size: int) -> Decimal:
-    """Return a decimal with `size` digits, and further digits that give it the hash `CODE`."""
+    """Return a decimal number of `size` digits, padded with digits that give it the hash `CODE`."""
     digits = "1" * size
     rest = (CODE - hash(Decimal(digits + "0" * 45))) % P
     return Decimal(f"{digits}{rest + n * P:045d}")
@@ -68,7 +68,7 @@ def keys(kind: str, count: int, size: int) -> list[Any]:
 
 
 def packed(keys: Sequence[Any]) -> bytes:
-    """Return the bytes of a dict with these keys, which `dumps` would refuse."""
+    """Return the encoded bytes of a dict with keys that `dumps` would refuse."""
     with pytest.MonkeyPatch.context() as uncounted:
         uncounted.setattr("aiocoll.codec.encode.check_keys", lambda keys, hashes: None)
         pairs = b"".join(dumps({key: 0})[1:] for key in keys)
@@ -98,7 +98,7 @@ def check_time(keys: Sequence[Any]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dict_keys_of_two_types_with_equal_hashes_are_limited(kind: str) -> None:
-    """Either kind may come first."""
+    """Check both orders of the two key types."""
     for other in KINDS:
         for some, others, size in MIXES:
             mixed = [*keys(kind, some, size), *keys(other, others, size)][:255]
@@ -113,7 +113,7 @@ def test_numbers_with_equal_hashes_inside_dict_keys_are_limited(wrapped: Callabl
 
 
 def test_numbers_of_two_types_with_equal_hashes_in_two_frozensets_are_limited() -> None:
-    """Both sets have elements of the same types, but the elements with the same hash differ in type."""
+    """Use two sets with elements of the same types, whose elements with equal hashes differ in type."""
     large, other = CODE + (P << 1_600_000), CODE + 2 + (P << 1_600_000)
     pair = [frozenset({Decimal(CODE), other}), frozenset({large, Decimal(CODE + 2)})]
     assert hash(pair[0]) == hash(pair[1])
@@ -124,7 +124,7 @@ def test_numbers_of_two_types_with_equal_hashes_in_two_frozensets_are_limited() 
 
 @pytest.mark.parametrize(("depth", "count"), [(1, 100), (2, 4)])
 def test_frozenset_keys_of_elements_with_equal_hashes_are_limited(depth: int, count: int) -> None:
-    """A comparison of two frozensets takes 128 comparisons per element, at each level of nesting."""
+    """Check frozensets, whose comparison takes 128 comparisons per element at each level of nesting."""
 
     def frozensets(depth: int, count: int) -> list[Any]:
         if depth == 0:
@@ -198,7 +198,7 @@ def test_large_numbers_of_two_types_are_refused_by_both_ends() -> None:
 
 
 def test_floats_count_toward_the_limit_of_slow_keys() -> None:
-    """Floats are plain values, but count together with keys of another kind that have the same hash."""
+    """Check that floats count together with slow keys of another type that have the same hash."""
     mixed = [*keys("float", 7, 0), *keys("Decimal", 2, 0)]
     assert dumps(set(mixed[:8]))
     with pytest.raises(SerializationError, match="more than 8 keys with the same hash"):

@@ -112,7 +112,7 @@ KEYS = {
 
 @each("kind", KEYS)
 def test_dict_keys_with_equal_hashes_are_limited(kind: str) -> None:
-    """Each key would be compared with all earlier ones, in quadratic time."""
+    """Check keys that would be compared with all earlier keys, in quadratic time."""
     few, many = KEYS[kind](128), KEYS[kind](129)
     assert len(set(map(hash, many))) == 1
     for make in (dict.fromkeys, set, frozenset):
@@ -144,7 +144,7 @@ def test_repeated_value_does_not_count_toward_the_key_limit() -> None:
 
 
 def test_plain_keys_with_equal_hashes_are_rare() -> None:
-    """Rare keys need not be counted."""
+    """Check that plain keys with equal hashes are too rare to be counted."""
     floats = [2.0**n for n in range(-1074, 1024)]
     ints = [n * sys.hash_info.modulus for n in range(-4, 9)]
     assert max(map([hash(key) for key in {*floats, *ints}].count, map(hash, floats))) <= 35

@@ -1,4 +1,4 @@
-"""Round trips: objects come back equal and with exactly the same types."""
+"""Encoding and decoding: decoded objects are equal to the originals and have exactly the same types."""
 
 from __future__ import annotations
 

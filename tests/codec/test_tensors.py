@@ -37,7 +37,7 @@ def torch() -> Any:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 256, 257, 1000])
 def test_ordered_dict_survives_encoding_and_decoding_unchanged(count: int) -> None:
-    """Use dicts that are sent in pieces, nested dicts, and values whose type msgpack does not preserve."""
+    """Use dicts that are encoded in pieces, nested dicts, and values whose type msgpack does not preserve."""
     given = collections.OrderedDict((str(each), (each,)) for each in range(count))
     if count:
         given.move_to_end("0")

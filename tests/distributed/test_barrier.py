@@ -114,7 +114,7 @@ async def test_barrier_of_an_idle_group_makes_a_process_group_barrier(pg: Proces
 
 @pytest.mark.ranks(2)
 async def test_process_group_barrier_does_not_wait_for_collectives(pg: ProcessGroup) -> None:
-    """`ProcessGroup.barrier` waits for the ranks only."""
+    """Check that `ProcessGroup.barrier` waits for the ranks but not for earlier collectives."""
     slow = pg.allreduce(np.ones(8 * LARGE))
     await pg.barrier()
     done = slow.done()

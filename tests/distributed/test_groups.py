@@ -51,7 +51,7 @@ async def test_subgroups_work_over_every_transport(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(5)
 async def test_global_ranks_are_roots_and_peers_of_a_group(pg: ProcessGroup) -> None:
-    """In the group of the global ranks 1, 2 and 4, global rank 4 is group rank 2."""
+    """Use the group of the global ranks 1, 2 and 4, where global rank 4 has group rank 2."""
     r = pg.rank()
     group = await dist.new_group([1, 2, 4])
     if r in (0, 3):

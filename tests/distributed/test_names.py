@@ -62,7 +62,7 @@ async def all_reduce_coalesced(r: int, p: int) -> None:
 
 @case
 async def coalesced(r: int, p: int) -> None:
-    """Make calls with their own kind of result, which join a block like other calls."""
+    """Make calls that return a converted result, inside a coalescing block."""
     async with dist.coalescing_manager():
         works = [dist.all_reduce(r), dist.all_gather_object(objects := [None] * p, r)]
         assert await dist.broadcast_object_list(first := [r]) == [0]
@@ -291,7 +291,7 @@ async def test_distributed_functions_return_the_closed_form_results_over_every_t
 
 
 def test_functions_that_move_data_are_not_coroutine_functions() -> None:
-    """They start at the call, so they cannot be coroutines. Only functions that make or end a world are."""
+    """Check that only functions which create or end a default group are coroutine functions."""
     coroutines = {name for name in dist.__all__ if inspect.iscoroutinefunction(getattr(dist, name))}
     assert coroutines == {"init_process_group", "destroy_process_group", "shrink_group"}
 
@@ -383,7 +383,7 @@ async def test_tensor_lists_are_checked_before_the_gather(pg: ProcessGroup) -> N
 
 
 async def dry_run(r: int, p: int) -> None:
-    """Make every call. A dry run leaves arrays and lists unchanged."""
+    """Make every call in a dry run, which leaves arrays and lists unchanged."""
     await dist.all_reduce(tensor := filled(r))
     assert_equal_arrays(tensor, filled(r))
     other = (r + 1) % p

@@ -1,4 +1,4 @@
-"""`aiocoll.distributed`: the default group of a context or a loop, and queries about groups."""
+"""The default group of a context or an event loop in `aiocoll.distributed`, and queries about groups."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_default_group_of_an_ended_loop_is_released() -> None:
 
 
 def call_in_thread(call: Callable[[], Any]) -> Any:
-    """Call a function in a thread without a context and an event loop."""
+    """Call a function in a new thread that has no context and no event loop."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result(10)
 

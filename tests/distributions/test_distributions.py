@@ -90,7 +90,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def unregister_all() -> None:
-    """Unregister everything that the distributions provide."""
+    """Unregister all plugins that the distributions provide."""
     for registry in (stores, transports, commands, adapters, devices):
         for name in NAMES:
             registry.unregister(name)
@@ -228,7 +228,7 @@ async def test_group_over_a_plugin_transport_can_be_split(tmp_path: Path) -> Non
 
 
 async def sum_until_killed(pg: ProcessGroup) -> list[int]:
-    """Start two sums, of which rank 1 makes only the first; return the ranks that the error names."""
+    """Start two allreduces, of which rank 1 makes only the first; return the ranks that the error names."""
     first, *second = [pg.allreduce(np.ones(100_000), timeout=20) for _ in range(1 if pg.rank() == 1 else 2)]
     with contextlib.suppress(PeerLostError):  # rank 1 may end before the others receive its part
         assert (await first == pg.size()).all()

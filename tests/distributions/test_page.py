@@ -1,4 +1,4 @@
-"""The page about plugins: it shows the tested packages, and its commands run."""
+"""The page about plugins, which shows the tested packages and runnable commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of flight recorders."""
+"""Dump files of flight recorders."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ async def test_signal_summary_of_many_operations_is_truncated(default: None, cap
 
 
 def test_garbage_collected_signal_listener_is_not_called(default: None) -> None:
-    """Check that a handler that the program installs later runs after the handler of aiocoll."""
+    """Check a later signal handler of the program, which calls aiocoll's handler without the deleted listener."""
     received: list[object] = []
 
     class Listener:

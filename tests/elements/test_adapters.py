@@ -56,7 +56,7 @@ class GridAdapter(ArrayAdapter):
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo all registrations of a test."""
+    """Undo all adapter registrations of a test."""
     for name in ("_targets", "_has_read"):
         monkeypatch.setattr(adapters, name, getattr(adapters, name).copy())
     monkeypatch.setattr(adapters, "attributes", adapters.attributes)

@@ -332,7 +332,7 @@ def test_buffer_keeps_the_callers_array_alive() -> None:
 
 
 def windows(array: np.ndarray, length: int, step: int = 1) -> np.ndarray:
-    """Return the windows of an array, which overlap if `step` is less than `length`."""
+    """Return the sliding windows of an array, which overlap if `step` is less than `length`."""
     count = (len(array) - length) // step + 1
     return as_strided(array, (count, length), (step * array.itemsize, array.itemsize))
 

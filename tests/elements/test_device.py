@@ -42,7 +42,7 @@ def address(host: np.ndarray) -> int:
 
 
 class Interface:
-    """An array of another library with a valid `__cuda_array_interface__`, changed by `changes`."""
+    """An array of another library with a valid `__cuda_array_interface__`, which `changes` modify."""
 
     def __init__(self, host: np.ndarray, device: int | None = 0, **changes: Any) -> None:
         self.host = host

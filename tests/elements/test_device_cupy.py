@@ -1,4 +1,4 @@
-"""Real CuPy arrays over host memory that poses as device memory, for tests without a device."""
+"""Real CuPy arrays over host memory that stands for device memory, for tests without a device."""
 
 from __future__ import annotations
 

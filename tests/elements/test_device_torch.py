@@ -22,7 +22,7 @@ NAMES = [by_code(code).name for code in range(1, 20)]
 
 @pytest.fixture
 def streams() -> list[int]:
-    """Return a list that gets the stream of each copy to the device."""
+    """Return a list to which the stream of each copy to the device is appended."""
     return []
 
 

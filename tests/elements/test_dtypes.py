@@ -178,7 +178,7 @@ def test_downcast_reverses_the_upcast_of_every_narrow_float(name: str) -> None:
 
 
 def rounding_cases(name: str) -> dict[str, np.ndarray]:
-    """Return float32 values near all rounding limits of `name`, and many random ones."""
+    """Return float32 values near all rounding boundaries of `name`, and many random values."""
     rng = np.random.default_rng(2)
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
     points = np.sort(np.unique(upcast(name, codes)[np.isfinite(upcast(name, codes))]))

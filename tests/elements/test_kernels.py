@@ -1,4 +1,4 @@
-"""Reductions of every op and dtype against closed forms, with a new output and with each input as the output."""
+"""Reductions of every op and dtype, compared with closed-form results, for a new output and in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAIRS = [
 
 
 def encode(dtype: DType, values: Sequence[object] | np.ndarray) -> np.ndarray:
-    """Return `values` in the storage of `dtype`, which must represent them exactly."""
+    """Return `values` in the storage dtype of `dtype`, which must represent them exactly."""
     if dtype.kind != "half":
         return np.array(values, dtype=dtype.storage)
     out = np.empty(len(values), dtype.storage)
@@ -49,7 +49,7 @@ def decode(dtype: DType, stored: np.ndarray) -> np.ndarray:
 
 
 def inputs_of_ranks(dtype: DType, world_size: int, count: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return an input r + 1 + (i % 2) for each rank r, and the pattern i % 2. Results of few ranks are exact."""
+    """Return an input r + 1 + (i % 2) for each rank r, and the pattern i % 2; results of few ranks are exact."""
     pattern = np.arange(count) % 2
     return [encode(dtype, pattern + rank + 1) for rank in range(world_size)], pattern
 
@@ -234,7 +234,7 @@ def test_nan_propagates_through_min_and_max(name: str, dtype_name: str) -> None:
 @each("name", ["MIN", "MAX"])
 @each("dtype_name", [*FLOATS, *HALF])
 def test_comparison_of_signed_zeros_does_not_depend_on_the_position_in_the_array(name: str, dtype_name: str) -> None:
-    """Several ranks may compute the same element at different places of a vector."""
+    """Check that the result does not depend on the position: several ranks may compute the same element."""
     dtype = by_name(dtype_name)
     made = kernel(getattr(ReduceOp, name), dtype, 2)
     seen = set()
@@ -290,7 +290,7 @@ def test_float16_sum_equals_the_float32_sum_in_rank_order(dtype_name: str) -> No
 
 
 def subtract_from_twice(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Write 2a - b to `out`: not commutative, and wrong if `out` is also an input."""
+    """Write 2a - b to `out`: not commutative, and wrong if `out` is the same array as an input."""
     out[:] = a
     out += a
     out -= b

@@ -1,4 +1,4 @@
-"""16-bit floats: every code against float32 arithmetic, and arrays at any address."""
+"""Reductions of 16-bit floats: every bit pattern compared with float32 arithmetic, at any address."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ CASES = [(name, operand) for name, operands in OPERANDS.items() for operand in o
 
 
 def expand(name: str, codes: np.ndarray) -> np.ndarray:
-    """Return the float32 values of codes."""
+    """Return the float32 values of 16-bit codes."""
     if name == "float16":
         return codes.view(np.float16).astype(np.float32)
     return (codes.astype(np.uint32) << 16).view(np.float32)
 
 
 def round_to(name: str, values: np.ndarray) -> np.ndarray:
-    """Return the codes of rounded float32 values, by another algorithm than that of the library."""
+    """Return the 16-bit codes of rounded float32 values, by another algorithm than the library's."""
     with np.errstate(all="ignore"):
         if name == "float16":
             return values.astype(np.float16).view(np.uint16)
@@ -57,7 +57,7 @@ def as_stored(name: str, codes: np.ndarray) -> np.ndarray:
 
 
 def check_codes(name: str, got: np.ndarray, want: np.ndarray) -> None:
-    """Check codes against rounded float32 values. Any NaN equals any other NaN."""
+    """Compare 16-bit codes with rounded float32 values; all NaNs count as equal."""
     codes, nan = got.view(np.uint16), np.isnan(want)
     assert np.isnan(expand(name, codes[nan])).all()
     assert np.array_equal(codes[~nan], round_to(name, want)[~nan])
@@ -150,7 +150,7 @@ def test_float16_sums_are_computed_in_rank_order(name: str, world_size: int) -> 
 @each("divisor", [1, 2, 3, 5, 7, 8, 1000, 4095, 4096, 4097])
 @each("name", BOTH)
 def test_float16_average_is_correct_for_every_bit_pattern(name: str, divisor: int) -> None:
-    """Sums are divided in float32 and rounded once, also if the quotient is subnormal."""
+    """Check that sums are divided in float32 and rounded once, even if the quotient is subnormal."""
     left, right = finite_codes(name), finite_codes(name)[::-1].copy() & 0x83FF
     out = np.empty(len(left), by_name(name).storage)
     made = kernel(ReduceOp.AVG, by_name(name), divisor)
@@ -173,7 +173,7 @@ def test_float16_premul_sum_is_correct_for_every_bit_pattern(name: str, factor: 
 
 
 def no_conversions(_: DType) -> None:
-    """Return no conversion, so that its use fails."""
+    """Return None in place of a conversion, so that its use fails."""
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -193,7 +193,7 @@ def test_finite_float16_values_are_reduced_without_conversion_to_float32(
 @each("place", [0, 1, 70_000, 99_999])
 @each("name", BOTH)
 def test_float16_infinities_and_nans_among_numbers_are_kept(name: str, place: int, value: float) -> None:
-    """In packed arithmetic, float16 infinities would cancel and NaNs would become numbers."""
+    """Check values that packed arithmetic would get wrong: infinities would cancel, and NaNs become numbers."""
     codes = np.full((3, 100_001), round_to(name, np.array([1.0], np.float32))[0], np.uint16)
     for row, special in ((1, value), (2, -value)):
         codes[row, place] = round_to(name, np.array([special], np.float32))[0]
@@ -238,7 +238,7 @@ def test_float16_folds_emit_no_overflow_warning(name: str, count: int) -> None:
 @each("count", [1, 2, 3, 4095, 4096, 4097, 65_535, 65_536, 65_537, 131_073])
 @each("name", BOTH)
 def test_float16_kernels_work_at_any_memory_alignment(name: str, count: int) -> None:
-    """Inputs and outputs start at a word, in the middle of a word, or in the middle of a code."""
+    """Check inputs and outputs that start at a word, in the middle of a word, or in the middle of a code."""
     dtype = by_name(name)
     memory = np.zeros((4, 2 * count + 8), np.uint8)
     ones, twos = (round_to(name, np.array([value], np.float32))[0] for value in (1.0, 2.0))

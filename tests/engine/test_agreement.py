@@ -1,4 +1,4 @@
-"""The messages of one rank in the agreement about a failed group, as coordinator and as voter."""
+"""Messages of one rank in the agreement on a successor of a failed group, as coordinator and as voter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Messages = list[tuple[int, dict[str, Any]]]
 
 
 class LoneEndpoint:
-    """A stand-in for a rank's endpoint. It records sent messages, and the test moves its clock."""
+    """A stand-in for a rank's endpoint, which records sent messages and has a clock that the test moves."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -49,13 +49,13 @@ class LoneEndpoint:
         self.sent.append((rank, note))
 
     def flood(self, note: dict[str, Any], ranks: Sequence[int]) -> None:
-        """Drop a message for several ranks."""
+        """Ignore a message for several ranks."""
 
     def probe(self, rank: int) -> None:
-        """Do nothing: no rank is unreachable."""
+        """Do nothing, since no rank is unreachable."""
 
     def look(self, rank: int) -> None:
-        """Do nothing: every process runs."""
+        """Do nothing, since every process runs."""
 
     def call_later(self, delay: float, callback: Any, *args: Any) -> asyncio.TimerHandle:
         handle = self.loop.call_later(1000, callback, *args)
@@ -100,7 +100,7 @@ async def test_shrink_coordinator_requests_all_votes_after_the_first_vote() -> N
 
 
 async def test_coordinator_counts_its_own_promise_before_its_program_calls_shrink() -> None:
-    """The promises of ranks 0 and 1 are a quorum of three ranks, so rank 1 does not wait for rank 2."""
+    """Check that rank 1 does not wait for rank 2, since the promises of ranks 0 and 1 are a quorum of three ranks."""
     alone = LoneEndpoint(0, 3)
     sent = alone.vote(1, 0, exclude=[0, 2])
     assert [each for each in sent if each[1] == "propose"] == [(1, "propose", 0), (2, "propose", 0), (1, "propose", 0)]

@@ -1,4 +1,4 @@
-"""The place of a blocked thread: its innermost frame, and the user's lines that led there."""
+"""The reported place of a blocked thread: its innermost frame, and the user's lines that led there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_report_of_a_blocked_thread_shows_the_users_lines() -> None:
 
 
 def test_report_of_a_blocked_import_names_the_importing_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five frames of importlib lie between the module and the importing line, and are left out."""
+    """Check that five importlib frames between the module and the importing line are omitted."""
     module = "import sys\nfrom aiocoll.engine.failure.blocked import place\nfound = place(sys._getframe(0))\n"
     (tmp_path / "slow_to_load.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
@@ -84,7 +84,7 @@ def test_blocked_thread_without_a_frame_is_reported_at_an_unknown_line() -> None
 
 
 async def test_blocked_loop_warning_names_the_users_line(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    """The blocking call is three frames deep in the standard library."""
+    """Block in a call that is three frames deep in the standard library."""
     limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     watch.start()

@@ -1,4 +1,4 @@
-"""Bounds of early messages: a flood is refused, and peers that obey the windows never reach the bounds."""
+"""Limits on early messages: a flood is refused, and peers that obey the windows never reach the limits."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ async def test_flood_of_messages_for_an_unknown_group_takes_little_memory(pg: Pr
 
 @pytest.fixture
 def _narrow(limits: Limits) -> None:
-    """Narrow the windows to some tens of frames, so that they often fill and reopen."""
+    """Narrow the windows to a few dozen frames, so that they often fill and reopen."""
     limits(link_window=40 * LEAST, ask_window=60 * LEAST, window_lot=10 * LEAST)
 
 
@@ -179,7 +179,7 @@ def _narrow(limits: Limits) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("transport", LINKS)
 async def test_ranks_that_obey_the_windows_never_reach_the_limits_of_early_messages(transport: str, seed: int) -> None:
-    """Calls run far ahead of the windows in order, and as far as the windows allow in another order."""
+    """Let calls run far ahead of the windows in order, and as far as the windows allow in another order."""
     chance = random.Random(seed)
     sizes = [chance.choice([0, 0, 1, 100, 1000, 9000]) for _ in range(300)]
     others = list(range(50))
@@ -260,7 +260,7 @@ async def test_small_message_is_sent_eagerly_if_its_size_fits_the_window(transpo
 async def test_number_of_agreement_messages_for_unknown_groups_is_limited_per_peer(
     limits: Limits,
 ) -> None:
-    """A message about the agreement of a group counts like a message about the group."""
+    """Check that a message about the agreement of a group counts like a message about the group."""
     limits(unmade_groups=FEW)
 
     def accept_message(identity: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Cancelled awaits at every step: collectives continue, receives are withdrawn, and no message is lost."""
+"""Awaits cancelled at every step: collectives continue, receives are withdrawn, and no message is lost."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def cancel_after(waiting: asyncio.Task[Any], steps: int, seconds: float) -
 
 
 async def cancel_at_every_step(pg: ProcessGroup, call: Call, n: int, seconds: float) -> None:
-    """Repeat a call, and cancel its await one step later each time, on one rank or on all ranks."""
+    """Repeat a call, cancelling its await one step later each time, on one rank or on all ranks."""
     for steps in count():
         assert steps < MOST
         early = []
@@ -237,7 +237,7 @@ def test_cancelled_object_and_batch_receives_are_withdrawn(run: Runner) -> None:
 @pytest.mark.parametrize("steps", range(8))
 @RUNNERS
 def test_cancelled_incoming_iterator_loses_no_message(run: Runner, steps: int) -> None:
-    """A task receives a thousand messages of two lengths, and is repeatedly cancelled and restarted."""
+    """Let a task that is repeatedly cancelled and restarted receive a thousand messages of two lengths."""
 
     async def rank(pg: ProcessGroup, seconds: float) -> None:
         if pg.rank() == 0:

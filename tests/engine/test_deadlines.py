@@ -23,7 +23,7 @@ def now() -> float:
 
 
 def test_mismatch_is_reported_within_a_second_after_the_last_call() -> None:
-    """Each rank waits for the broadcast of the other rank, so no data reveals the mismatch."""
+    """Let each rank wait for the broadcast of the other rank, so that no data reveals the mismatch."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(40 * pg.rank())
@@ -88,7 +88,7 @@ def test_missing_rank_is_logged_before_the_timeout(caplog: pytest.LogCaptureFixt
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_results_do_not_depend_on_the_latency(seed: int) -> None:
-    """Each seed makes the frames of different links overtake each other in another order."""
+    """Use seeds that each make the frames of different links overtake each other in another order."""
 
     async def rank(pg: ProcessGroup) -> list[bytes]:
         chance = random.Random(seed)
@@ -123,7 +123,7 @@ def test_results_do_not_depend_on_the_latency(seed: int) -> None:
 
 @pytest.mark.ranks(2)
 async def test_timeout_below_a_millisecond_expires(pg: ProcessGroup) -> None:
-    """For such delays, uvloop returns a handle without the method `when`."""
+    """Check short delays, for which uvloop returns a handle without the method `when`."""
     works = [pg.recv(np.zeros(1), 1 - pg.rank(), timeout=1e-4) for _ in range(2)]
     for work in works:
         with pytest.raises(CollectiveTimeoutError):

@@ -1,4 +1,4 @@
-"""Mismatched blocks: every rank reports them within a second and names the members, and no array changes."""
+"""Mismatched coalescing blocks: every rank reports the differing calls within a second, and no array changes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Record, Record, str]] = {
 
 
 async def block_mismatch(pg: ProcessGroup, most: Record, one: Record, odd: int, text: str) -> str:
-    """Record other calls on rank `odd`; return the text of the mismatch error."""
+    """Let rank `odd` record other calls; return the text of the mismatch error."""
     loop = asyncio.get_running_loop()
     await pg.barrier()
     start = loop.time()
@@ -188,7 +188,7 @@ def member(count: int, op: str = "ALLREDUCE") -> Signature:
 
 
 def test_mismatch_error_of_a_long_block_lists_a_limited_number_of_calls() -> None:
-    """Beyond the limit, the report has only the fact that members differ."""
+    """Check that a report beyond the limit states only that the calls of the blocks differ."""
     first = [member(number) for number in range(5000)]
     second = [*first[:-1], member(3)]
     one, two = coalesced_call(0, *first), coalesced_call(1, *second)

@@ -1,4 +1,4 @@
-"""Goodbyes of ranks that leave: data sent before a goodbye arrives, even if the goodbye arrives first."""
+"""Goodbyes of ranks that leave: data sent before a goodbye arrives, even if the goodbye arrives earlier."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_data_sent_before_a_goodbye_arrives(ends: bool, world_size: int, count: 
 
 
 def test_group_created_after_the_end_of_its_peer_receives_the_data_sent_before() -> None:
-    """The notice that a rank has ended may arrive on the control link long before its last data frames."""
+    """Let the notice that a rank has ended arrive on the control link long before its last data frames."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
@@ -70,7 +70,7 @@ def test_group_created_after_the_end_of_its_peer_receives_the_data_sent_before()
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_rank_can_leave_the_group_as_soon_as_it_has_its_result(world_size: int) -> None:
-    """A rank may finish a collective while its last messages are still on their way."""
+    """Let a rank finish a collective while its last messages are still on their way."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
@@ -92,7 +92,7 @@ def test_rank_can_leave_the_group_as_soon_as_it_has_its_result(world_size: int) 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
 def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, world_size: int) -> None:
-    """The last rank sends one message and leaves: the first receive gets it, the second one fails."""
+    """Let the last rank send one message and leave; the first receive gets the message, the second one fails."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
@@ -115,7 +115,7 @@ def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, worl
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_closing_the_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notice that the rank ends replaces the goodbye."""
+    """Check that the notice of a rank's end replaces the goodbye."""
     sent: list[str] = []
     spied(monkeypatch, control_said=lambda _, message: sent.append(message["t"]))
 
@@ -138,7 +138,7 @@ def test_closing_the_last_group_of_a_rank_sends_no_goodbye(world_size: int, monk
 
 @pytest.mark.ranks(2)
 async def test_background_task_runs_until_its_endpoint_stops(pg: ProcessGroup) -> None:
-    """The event loop keeps only weak references to tasks."""
+    """Check that a background task is referenced, since the event loop keeps only weak references to tasks."""
     context = Context(comm_of(pg).runtime, comm_of(pg).endpoint.context.transport, 0, 1)
     ended = []
 

@@ -26,7 +26,7 @@ CALM = 10.0
 
 
 class Trial:
-    """A job whose ranks split off groups, use some of them at the same time, and close them in any order.
+    """A job whose ranks split off groups, use some of them concurrently, and close them in any order.
 
     Args:
         seed: seed of all random choices.
@@ -79,7 +79,7 @@ class Trial:
         ]
 
     async def _use(self, me: int, group: ProcessGroup, number: int, pause: float) -> None:
-        """Exchange values that no other group exchanges, and close the group after `pause` seconds."""
+        """Exchange values that are unique to this group, and close the group after `pause` seconds."""
         try:
             for times in range(2):
                 found = await group.allgather_object([number, times, me])
@@ -127,7 +127,7 @@ def test_collisions_of_16_bit_group_ids_are_detected_on_all_ranks(limits: Limits
 
 
 async def _split(pg: ProcessGroup, count: int) -> None:
-    """Split off `count` groups, use some, and close all."""
+    """Split off `count` groups, use some of them, and close all."""
     everyone = list(range(pg.size()))
     for _ in range(0, count, BATCH):
         groups = [await pg.split_group(everyone) for _ in range(BATCH)]
@@ -137,7 +137,7 @@ async def _split(pg: ProcessGroup, count: int) -> None:
 
 @pytest.mark.soak
 async def test_a_million_splits_do_not_increase_memory_use() -> None:
-    """A split takes 1.3 ms of CPU time on both ranks together."""
+    """Split a million times: a split takes 1.3 ms of CPU time on both ranks together."""
 
     async def rank(pg: ProcessGroup) -> tuple[int, int]:
         await _split(pg, WARM)

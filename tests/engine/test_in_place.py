@@ -1,4 +1,4 @@
-"""Collectives that read large messages in place: fallbacks, failures and mismatches."""
+"""Collectives whose ranks read large messages in place: fallbacks, failures and mismatches."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ CALLS: dict[str, Call] = {
 
 
 def prefer_reading_in_place(pg: ProcessGroup, way: str = "in place") -> None:
-    """Make this rank read large arrays in place; for `way="through queues"`, keep the accelerator."""
+    """Make this rank read large arrays in place, or through chunk queues with ``way="through queues"``."""
     comm = comm_of(pg)
     if way != "through queues":
         without_accelerator(pg)
@@ -112,7 +112,7 @@ def executors(pg: ProcessGroup) -> set[Any]:
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the payload size of each frame by reference, in bytes."""
+    """Return a list to which the payload size of each frame by reference is appended, in bytes."""
     seen: list[int] = []
 
     def record_reference(writer: ReferenceWriter, header: bytes, *_: Any) -> None:
@@ -220,7 +220,7 @@ async def test_array_in_memory_that_peers_cannot_read_is_sent_in_frames(
 @pytest.mark.ranks(3)
 @over("shm")
 async def test_elements_that_do_not_divide_the_segment_size_are_not_split(pg: ProcessGroup) -> None:
-    """A segment is no multiple of 24 or 12 bytes, the sizes of these elements."""
+    """Use elements of 24 and 12 bytes, of which a segment is not a multiple."""
     three = np.dtype([("a", "f8"), ("b", "f8"), ("c", "i8")])
     pair = np.dtype([("value", "f8"), ("index", "i4")])
     prefer_reading_in_place(pg)
@@ -253,7 +253,7 @@ async def test_reading_in_place_supports_all_ops(pg: ProcessGroup, op: ReduceOp)
 
 @pytest.mark.parametrize("forbidding", [None, 0, 1])
 async def test_ranks_read_arrays_in_place_only_if_all_ranks_of_the_group_can(forbidding: int | None) -> None:
-    """If one rank forbids it, all ranks use an executor that does not depend on it."""
+    """Check that all ranks use another executor if one rank forbids reading in place."""
 
     async def rank(number: int) -> None:
         given = GroupOptions(transport="shm", single_copy=number != forbidding)
@@ -313,7 +313,7 @@ WAYS = ("in place", "through queues")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CALLS)
 async def test_aborted_call_never_delivers_data_written_after_the_abort(kind: str, way: str) -> None:
-    """Rank 0 aborts at various moments of a call, and overwrites its array. Other groups of the link continue."""
+    """Let rank 0 abort at various moments of a call and overwrite its array; other groups of the link continue."""
     count = 64 * SEGMENT // 8
     outcomes = set()
 
@@ -415,7 +415,7 @@ MISMATCHES: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGrou
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MISMATCHES)
 async def test_mismatched_calls_are_reported_within_a_second(name: str, way: str) -> None:
-    """A rank whose call has already finished detects the mismatch because the group is revoked."""
+    """Check that a rank whose call has already finished detects the mismatch, since the group is revoked."""
 
     async def rank(pg: ProcessGroup, swapped: bool) -> None:
         prefer_reading_in_place(pg, way)
@@ -433,7 +433,7 @@ async def test_mismatched_calls_are_reported_within_a_second(name: str, way: str
 
 @pytest.mark.parametrize("given", ["longer", "an address"])
 async def test_mismatched_message_is_not_read_in_place(given: str) -> None:
-    """The receiver writes no part of a longer message, and does not use the bytes of a small one as an address."""
+    """Check that no part of a longer message is written, and bytes of a small message are not used as an address."""
 
     async def rank(pg: ProcessGroup) -> None:
         prefer_reading_in_place(pg)

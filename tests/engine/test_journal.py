@@ -1,4 +1,4 @@
-"""The journal: layout and bounds of its arrays, and reads of them by other threads."""
+"""The journal of operations: layout and limits of its arrays, and reads by other threads."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_pending_operations_are_listed_and_never_replaced_in_the_journal() -> No
 
 
 def test_operation_that_ends_during_a_journal_read_is_listed_once() -> None:
-    """A signal handler may read between the write of the record and the end of `Communicator.ended`."""
+    """Read in a signal handler between the write of the record and the end of `Communicator.ended`."""
     group, ending = Group(), operation(3, 1.0)
     group.pending[ending] = None
     ending.done = True
@@ -294,7 +294,7 @@ def test_journal_records_the_transport_of_a_new_link_for_later_calls() -> None:
 
 
 def test_journal_records_read_by_another_thread_are_consistent() -> None:
-    """Another thread never reads a record with fields of different operations."""
+    """Check that another thread never reads a record with fields of different operations."""
     group, failures, rounds = Group(), [], [0]
     ended = threading.Event()
 
@@ -332,7 +332,7 @@ def test_journal_records_read_by_another_thread_are_consistent() -> None:
 
 
 def _operations(first: int) -> Iterator[Operation]:
-    """Yield operations that share no objects: their numbers are too large for the cache of small integers."""
+    """Yield operations that share no objects; their numbers are too large for the cache of small integers."""
     for number in range(first + 1000, 1 << 40):
         shape = (number, 1000 + number, 2000 + number, 3000 + number)
         signature = Signature("ALLREDUCE", None, (number * 7,), None, "SUM", debug="detail")

@@ -1,4 +1,4 @@
-"""Mismatched calls: every rank reports the same within a second of the last call, and no array changes."""
+"""Mismatched calls: every rank reports the same error within a second of the last call, and no array changes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Memory:
         return whole[GUARD:-GUARD]
 
     def check(self, alone: bool) -> None:
-        """Check that arrays are unchanged. Ranks that agree may have reduced among themselves, unless `alone`."""
+        """Check that arrays are unchanged, unless ranks with equal calls may have reduced among themselves."""
         for whole, before in self._made:
             assert whole[:GUARD].tobytes() == before[:GUARD].tobytes()
             assert whole[-GUARD:].tobytes() == before[-GUARD:].tobytes()
@@ -95,7 +95,7 @@ KINDS: dict[str, Call] = {
 
 
 class Case(NamedTuple):
-    """The call of most ranks, the call of the odd rank, and the differing fields that the error names."""
+    """A mismatch case: the call of most ranks, the call of the odd rank, and the fields that the error names."""
 
     name: str
     fields: str
@@ -196,7 +196,7 @@ TABLE = [
 
 
 class Told(NamedTuple):
-    """The report of one rank: text and ranks of the error, and the times of the call and of the error."""
+    """The mismatch report of one rank: text and ranks of the error, and the times of the call and of the error."""
 
     text: str
     ranks: tuple[int, ...]
@@ -290,7 +290,7 @@ def test_mismatch_error_is_raised_on_every_rank_in_all_orders_and_latencies(case
 
 
 def limits(kind: str, world_size: int) -> list[int]:
-    """Return the vector sizes in bytes up to which the rules of `kind` hold."""
+    """Return the array sizes in bytes at which the selection rules of `kind` change the algorithm."""
     found = set()
     for rule in RULES[kind]:
         limit = min(rule.max_nbytes, rule.max_chunk * world_size, rule.max_volume / (world_size - 1))
@@ -318,7 +318,7 @@ def test_mismatched_call_of_one_rank_fails_all_sixteen_ranks(kind: str, odd: int
 
 @pytest.mark.parametrize("seed", range(8))
 def test_mismatch_report_is_the_same_on_all_ranks(seed: int) -> None:
-    """Ranks make three different calls, so several pairs find a mismatch at the same time."""
+    """Let ranks make three different calls, so that several pairs find a mismatch at the same time."""
 
     async def rank(pg: ProcessGroup) -> str:
         kinds = [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN]
@@ -391,7 +391,7 @@ def test_message_of_another_size_is_reported_as_a_mismatch_at_both_ends(
     ids=["recv", "recv_anysource", "send"],
 )
 def test_timeout_names_a_rank_that_sends_or_receives_instead(call: Any, named: str) -> None:
-    """There is no earlier error, because another task of either rank may still make the matching call."""
+    """Check that no earlier error is raised, since another task of either rank may still make the matching call."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -430,7 +430,7 @@ def test_silent_coordinator_does_not_delay_a_mismatch_report(monkeypatch: pytest
 def test_late_stall_report_does_not_mark_an_answering_rank_slow(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 0 answers rank 2 after three seconds of silence. Rank 1 then sends rank 2 an older report of the silence."""
+    """Let rank 0 answer rank 2 after three silent seconds, before rank 1 sends rank 2 an older stall report."""
 
     def handle(original: Any, stalls: StallInspector, peer: int, message: Any) -> None:
         here = (group_of(stalls).rank, peer)
@@ -456,7 +456,7 @@ def test_late_stall_report_does_not_mark_an_answering_rank_slow(
 
 
 def slow_warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silent: Silent) -> list[str]:
-    """Let ranks 0 and 3 wait for ranks 1 and 2, which are `silent` at times; return the log messages of rank 3."""
+    """Let ranks 0 and 3 wait for ranks 1 and 2, which are `silent` at times; return rank 3's log messages."""
 
     def handle(original: Any, stalls: StallInspector, peer: int, message: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -537,7 +537,7 @@ def test_mismatch_with_a_call_older_than_the_history_is_still_reported() -> None
 
 
 def test_late_message_for_a_finished_keyed_call_is_reported_as_a_mismatch() -> None:
-    """The root of a gather that expects no elements finishes at once."""
+    """Use a gather root that expects no elements and so finishes at once."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(5 * pg.rank())

@@ -88,7 +88,7 @@ def test_monitored_barrier_error_without_a_report_refers_to_rank_0() -> None:
 @pytest.mark.ranks(5)
 @over(*LINKS)
 async def test_monitored_barrier_error_uses_the_rank_numbers_of_its_subgroup(pg: ProcessGroup) -> None:
-    """Ranks 2 and 4 of the world do not call. In the subgroup they are ranks 1 and 2."""
+    """Let ranks 2 and 4 of the world make no call; in the subgroup they are ranks 1 and 2."""
     part = await pg.split_group([1, 2, 4])
     if part is None:
         return

@@ -21,7 +21,7 @@ LATENCY = (0.0005, 0.002)
 @pytest.mark.parametrize("timeout", [0.05, 0.2, 0.6, 3.0, 100.0])
 @pytest.mark.parametrize("missing", [{0}, {2}, {0, 1}, {3, 1}])
 def test_timeout_errors_of_all_waiting_ranks_name_the_same_missing_ranks(missing: set[int], timeout: float) -> None:
-    """The lowest rank, which would be the coordinator, may be one of the missing ranks."""
+    """Include the lowest rank, which would be the coordinator, among the missing ranks."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -72,7 +72,7 @@ def test_timeout_error_names_a_missing_rank_that_has_made_no_calls() -> None:
 
 
 def test_timeout_error_shows_the_last_reported_operation_of_a_missing_rank() -> None:
-    """Rank 1 makes other calls after the first query about its operations."""
+    """Let rank 1 make other calls after the first query about its operations."""
 
     async def rank(pg: ProcessGroup) -> None:
         works: list[Work[Any]] = []
@@ -94,7 +94,7 @@ def test_timeout_error_shows_the_last_reported_operation_of_a_missing_rank() -> 
 
 
 def test_number_of_stall_report_messages_grows_linearly_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of messages must not grow with the square of the number of ranks."""
+    """Check that the number of messages does not grow with the square of the number of ranks."""
     messages_sent = 0
 
     def count(*_: Any) -> None:
@@ -131,7 +131,7 @@ def test_late_rank_is_logged_once_per_waiting_rank_and_operation(caplog: pytest.
 
 
 def test_timeout_error_of_a_message_names_its_peer(caplog: pytest.LogCaptureFixture) -> None:
-    """Ranks send no queries about a message, because only its two ends know of it."""
+    """Check a pending message, about which ranks send no queries because only its two ends know of it."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

@@ -1,4 +1,4 @@
-"""Random faults at every step, on a virtual clock: two parts of a job must never both continue."""
+"""Random faults at every step, on a virtual clock: two partitions of a job must never both continue."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Trial:
         self.faults: list[str] = []
 
     def run(self) -> None:
-        """Run the job, and check that no two of its parts continued."""
+        """Run the job, and check that no two of its partitions continued."""
         self.hosts.run(self._main)
         self._check()
 
@@ -131,7 +131,7 @@ class Trial:
         await self._reduce_and_recover(process, pg, store)
 
     async def _reduce_and_recover(self, process: int, pg: ProcessGroup, store: HashStore) -> None:
-        """Reduce, and recover from failures, until the end."""
+        """Repeat allreduces and recover from failures until the end of the trial."""
         loop = asyncio.get_running_loop()
         chance = random.Random(self.seed * 1000 + process)
         self.groups[process] = pg
@@ -208,7 +208,7 @@ def test_two_partitions_of_a_job_never_both_continue(seeds: Sequence[int]) -> No
 
 
 def test_dead_ranks_count_toward_the_quorum_while_a_living_rank_is_missing() -> None:
-    """Ranks 3 and 4 are cut off. After the deaths of ranks 0 and 1 they are the majority of the living ranks."""
+    """Cut off ranks 3 and 4, which are the majority of the living ranks after the deaths of ranks 0 and 1."""
     hosts = Hosts([0, 0, 1, 0, 0])
     here, there = (0, 1, 2), (3, 4)
     continued: dict[int, tuple[int, ...]] = {}

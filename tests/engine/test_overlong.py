@@ -42,7 +42,7 @@ class StretchingLink:
 
 
 def gather(pg: ProcessGroup, array: Any) -> Work[Any]:
-    """Start an allgather in which surplus bytes of rank 0 would overwrite the part of rank 1."""
+    """Start an allgather in which surplus bytes of rank 0 would overwrite the array part of rank 1."""
     half = len(array) // 2
     return pg.allgather_into_tensor(array, array[pg.rank() * half : (pg.rank() + 1) * half].copy())
 

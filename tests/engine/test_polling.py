@@ -1,4 +1,4 @@
-"""Polling by one rank on a clock that the test moves: its duration, its frequency and its pauses."""
+"""Polling by one rank, on a clock that the test moves: how long and how often the rank polls and yields."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Bench:
-    """A rank with one link, whose polls return `results` and then False."""
+    """A stand-in for a rank with one link, whose polls return `results` and then False."""
 
     def __init__(self, results: list[bool], *, crowded: bool = False, spin: float = SPIN) -> None:
         self.clock = Clock()
@@ -116,7 +116,7 @@ def test_time_while_the_core_is_yielded_does_not_count_as_polling_time(monkeypat
 
 
 def test_ranks_sharing_cores_yield_before_each_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first yield precedes the first poll, because the caller has polled just before the await."""
+    """Check that the first yield precedes the first poll, since the caller has polled just before the await."""
     given: list[int] = []
     monkeypatch.setattr("os.sched_yield", lambda: given.append(bench.polls), raising=False)
     bench = Bench([], crowded=True)

@@ -24,7 +24,7 @@ linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 
 async def fill_the_window(pg: ProcessGroup) -> None:
-    """Send eager messages with tag 9 from rank 0 to rank 1 until the window is full; rank 1 does not receive."""
+    """Send eager messages with tag 9 from rank 0 to rank 1, which does not receive, until the window is full."""
     if pg.rank() == 0:
         for _ in range(LINK_WINDOW // EAGER_WINDOW):
             pg.send(np.zeros(EAGER_WINDOW, "uint8"), 1, tag=9)
@@ -35,7 +35,7 @@ async def fill_the_window(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2, timeout=5)
 @over(*LINKS)
 async def test_message_that_exceeds_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
-    """Without an announcement, its receive would hang or get a later message with the same tag."""
+    """Check the receive of a message that, unannounced, would hang or get a later message with the same tag."""
     await fill_the_window(pg)
     if pg.rank() == 0:
         work = pg.send(np.full(nbytes, 1, "uint8"), 1)
@@ -75,7 +75,7 @@ async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> Non
 @pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
 @pytest.mark.parametrize("transport", LINKS)
 async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transport: str, tasks: bool) -> None:
-    """Each rank calls two groups in its own order, and small calls need not wait for the large messages."""
+    """Let each rank call two groups in its own order, with small calls that must not wait for large messages."""
     store = HashStore()
     over = options(transport)
 
@@ -194,7 +194,7 @@ async def test_memory_use_does_not_grow_over_many_operations(count: int, warm: i
 
 @pytest.mark.ranks(2)
 async def test_used_key_takes_only_the_memory_of_its_name_and_a_counter(pg: ProcessGroup) -> None:
-    """The count of a key must be kept, because other ranks may not have called the key yet."""
+    """Check that the count of a key is kept, since other ranks may not have used the key yet."""
     count = 2000
     names = [f"step {number}" for number in range(count)]
     for name in names:

@@ -165,7 +165,7 @@ async def test_recorder_entry_keeps_no_objects_of_the_caller_alive(pg: ProcessGr
 
 @pytest.mark.ranks(1, 2)
 async def test_recorder_keeps_a_limited_number_of_entries(pg: ProcessGroup) -> None:
-    """A single rank makes collectives only, and two ranks also exchange messages."""
+    """Let a single rank make only collectives, and two ranks also exchange messages."""
     world_size = pg.size()
     x = np.zeros(3)
     for _ in range(HISTORY + 9):

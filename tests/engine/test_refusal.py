@@ -54,7 +54,7 @@ def send_control_message(link: Link, what: Any) -> None:
 
 
 def control_message(**what: Any) -> Misuse:
-    """Return a function that sends the hub a control message about the group of all ranks."""
+    """Return a function that sends the hub a control message about the group that contains all ranks."""
     return lambda pg, _: send_control_message(control_link(pg, 0), {"g": comm_of(pg).id, **what})
 
 
@@ -149,7 +149,7 @@ async def open_links(pg: ProcessGroup) -> None:
 
 
 async def check_failure(pg: ProcessGroup, work: Any, words: str) -> None:
-    """Check that `work` fails with an error about rank 2, and that nothing stays pending."""
+    """Check that `work` fails with an error that names rank 2, and that no operation stays pending."""
     with pytest.raises(PeerProtocolError) as failure:
         async with asyncio.timeout(SOON):
             await work
@@ -165,7 +165,7 @@ async def check_failure(pg: ProcessGroup, work: Any, words: str) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_group_ignores_frames_of_ranks_outside_it(transport: str) -> None:
-    """The frames may belong to another group with the same id."""
+    """Send frames that may belong to another group with the same id."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
@@ -249,7 +249,7 @@ async def test_exception_in_a_frame_handler_fails_its_groups_with_an_error_that_
 async def test_exception_in_a_control_message_handler_fails_its_groups_and_names_the_sender(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the author of a relayed message, not the rank that relayed it."""
+    """Check that the error names the author of a relayed message, not the rank that relayed the message."""
 
     def refuse(stalls: StallInspector, peer: int, _: dict[str, Any]) -> None:
         if group_of(stalls).rank == 1 and peer == 2:
@@ -276,7 +276,7 @@ async def test_exception_in_a_control_message_handler_fails_its_groups_and_names
 @pytest.mark.ranks(2, 4, 7)
 @over(*LINKS)
 async def test_refused_rank_receives_the_reason_of_the_refusal(pg: ProcessGroup) -> None:
-    """The refused rank may be the hub, and large transfers to it may be in flight."""
+    """Refuse the hub and other ranks, with large transfers to the refused rank in flight."""
     await open_links(pg)
     last = pg.size() - 1
     big = np.ones(500_000)
@@ -295,7 +295,7 @@ async def test_refused_rank_receives_the_reason_of_the_refusal(pg: ProcessGroup)
 
 
 async def error_of_failing_handler(pg: ProcessGroup) -> str:
-    """Let rank 0 fail while it handles a frame of rank 1; return the error text of this rank."""
+    """Let rank 0 fail while it handles a frame of rank 1; return rank 0's error text."""
     await open_links(pg)
     work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
     if pg.rank() == 0:

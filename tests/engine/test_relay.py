@@ -54,7 +54,7 @@ def test_relay_schedule_contains_each_chunk_once_after_its_dependencies(steps: i
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 def test_relay_schedule_does_not_deadlock_with_the_chunks_of_a_queue(world_size: int, pieces: int) -> None:
-    """In the worst case, each rank does all it can before the next rank has its turn."""
+    """Check the worst case, in which each rank does all it can before the next rank has its turn."""
     found = order(2 * (world_size - 1), pieces)
     put, taken = [0] * world_size, [0] * world_size
     moved = True
@@ -86,7 +86,7 @@ def holds_queue(pg: ProcessGroup) -> list[bool]:
 
 
 def look(pg: ProcessGroup) -> None:
-    """Let this rank do all that it can without the other ranks."""
+    """Let this rank make all progress that is possible without the other ranks."""
     while any(operation.look() for operation in list(comm_of(pg).in_flight.pending) if isinstance(operation, ShmRing)):
         pass
 
@@ -114,7 +114,7 @@ async def test_large_arrays_are_sent_in_frames_until_a_link_exists(pg: ProcessGr
 
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_array_pieces_larger_than_a_chunk_are_sent_in_frames(world_size: int) -> None:
-    """The chunk size of a link may be smaller than the one that the peers' cards promise."""
+    """Use a link whose chunk size is smaller than the one that the peers' cards announce."""
     async with jobs(world_size) as (pgs,):
         for pg in pgs:
             make_pure(pg)
@@ -140,7 +140,7 @@ async def test_chunk_queue_is_used_by_one_operation_while_other_operations_use_f
 
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_chunks_of_a_rank_that_has_left_are_still_read(world_size: int, limits: Limits) -> None:
-    """Rank 0 leaves while its peers have read a part. The budget allows one chunk per look."""
+    """Let rank 0 leave while its peers have read a part of the data; a time limit allows one chunk per look."""
     async with jobs(world_size) as (pgs,):
         limits(ring_budget=-1.0)
         calls = [call(pg, 300_000) for pg in pgs]
@@ -191,7 +191,7 @@ async def test_large_keyed_calls_finish_in_opposite_orders(tasks: bool) -> None:
 
 
 class GatedLink:
-    """A link that accepts one frame, and further frames only when it is open."""
+    """A link that accepts one frame, and more frames only while its gate is open."""
 
     def __init__(self, link: Any) -> None:
         self._link = link
@@ -246,7 +246,7 @@ async def test_chunks_of_an_operation_that_the_reader_has_not_called_delay_no_ot
 
 
 async def check_free_queue(pgs: list[ProcessGroup]) -> None:
-    """Check that large reductions get the chunk queue and complete."""
+    """Check that large reductions can use the chunk queue and complete."""
     for _ in range(2):
         calls = [call(pg, 300_000) for pg in pgs]
         assert [holds_queue(pg) for pg in pgs] == [[True]] * len(pgs)
@@ -299,7 +299,7 @@ def _short_queues(limits: Limits) -> None:
 
 @pytest.mark.usefixtures("_short_queues")
 async def test_writer_that_waits_for_a_free_chunk_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of one loop would find a free chunk by themselves, but ranks of other processes may sleep."""
+    """Check the wake-up of ranks in other processes, which may sleep; ranks of one loop would find a chunk anyway."""
     async with jobs(2) as (pgs,):
         for pg in pgs:
             make_pure(pg)
@@ -359,7 +359,7 @@ async def test_chunk_queue_stays_usable_after_a_reduce_function_raises(world_siz
 
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_mismatch_error_from_the_chunk_queue_names_both_calls(world_size: int) -> None:
-    """The error must not wait until all ranks have reported their operations."""
+    """Check that the error is raised before all ranks have reported their operations."""
     async with jobs(world_size) as (pgs,):
         works = [pg.allreduce(rank_array(pg, 300_000), ReduceOp.MAX if pg.rank() else ReduceOp.SUM) for pg in pgs]
         assert holds_queue(pgs[0]) == [True]

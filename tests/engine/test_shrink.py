@@ -70,7 +70,7 @@ class Job:
         self.hosts.kill(rank)
 
     async def die(self, rank: int) -> None:
-        """Kill `rank`, the caller, once all other ranks wait for it."""
+        """Kill `rank`, which calls this, once all other ranks wait for this rank."""
         await asyncio.sleep(1)
         self.kill(rank)
         await asyncio.get_running_loop().create_future()
@@ -106,7 +106,7 @@ async def wait_for_loss(pg: ProcessGroup) -> PeerLostError:
 
 
 async def recover(pg: ProcessGroup) -> tuple[int, ...]:
-    """Shrink until a group works, as a program would; return its ranks."""
+    """Repeat `shrink` until a group works, as a program would; return its ranks."""
     while True:
         pg = await pg.shrink()
         try:
@@ -147,7 +147,7 @@ def test_quorum_is_a_majority_or_half_with_the_lowest_rank_or_all_living_ranks(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_two_partitions_of_a_group_never_both_have_a_quorum(size: int) -> None:
-    """A dead rank may have belonged to the other part before."""
+    """Check all partitions; a dead rank may have belonged to the other partition before its death."""
     group = range(size)
     for parts in itertools.product(("here", "there", "dead, was there"), repeat=size):
         here, there, dead = ([rank for rank in group if parts[rank] == part] for part in ("here", "there", parts[-1]))
@@ -409,7 +409,7 @@ def test_rank_that_has_left_the_group_has_no_vote_in_the_agreement() -> None:
 
 @pytest.mark.parametrize("lost", [{2, 3}, {0, 1}])
 def test_unreachable_ranks_are_dialled_again_and_count_toward_the_quorum(lost: set[int]) -> None:
-    """Half of the ranks are lost without proof of death: the others need a quorum of all ranks, or `assume_dead`."""
+    """Lose half of the ranks without proof of death: the others need a quorum of all ranks, or `assume_dead`."""
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -434,7 +434,7 @@ def test_unreachable_ranks_are_dialled_again_and_count_toward_the_quorum(lost: s
 
 
 def test_death_of_a_rank_is_proven_by_a_process_on_the_same_host() -> None:
-    """Ranks 2 and 3 see that rank 1 has died, and report it to rank 0 on another host."""
+    """Let ranks 2 and 3 see the death of rank 1 and report it to rank 0 on another host."""
     hosts = Hosts([0, 1, 1, 1])
 
     async def body(pg: ProcessGroup) -> Any:

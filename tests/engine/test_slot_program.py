@@ -1,4 +1,4 @@
-"""Small reductions in shared memory: slots, frames in their place, and slots that failed groups leave behind."""
+"""Small reductions in shared memory: slots, frames used instead, and slots of failed groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def open_links(pgs: list[ProcessGroup]) -> None:
 
 @asynccontextmanager
 async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[ProcessGroup]]]:
-    """Yield the linked ranks of a group for each of `names`. Calls of all groups use the same numbers and slots."""
+    """Yield the linked ranks of one group for each of `names`; calls of all groups use the same numbers and slots."""
     store = HashStore()
     pgs = [
         await asyncio.gather(
@@ -188,7 +188,7 @@ async def test_slot_of_a_finished_group_is_freed_by_a_later_frame() -> None:
 
 
 async def test_frame_that_is_sent_at_once_can_complete_the_call() -> None:
-    """The send of the frame is then the last step of the call."""
+    """Check a call whose last step is the send of a frame."""
     async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
         calls = [call(a_one), call(b_zero)]
         before = posts(b_one, 0)
@@ -201,7 +201,7 @@ async def test_frame_that_is_sent_at_once_can_complete_the_call() -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 async def test_slots_are_used_by_several_groups(count: int) -> None:
-    """Each rank calls the groups in another order, so slots stay in use for groups that a reader calls last."""
+    """Let each rank call the groups in a different order, so that slots stay in use for late readers."""
     world_size, names = 3, "abcd"
     async with jobs(world_size, names) as groups:
         calls = []
@@ -253,7 +253,7 @@ async def check_failure(work: Work[object]) -> None:
 
 
 async def check_free_slots(pgs: list[ProcessGroup]) -> None:
-    """Check that all slots are free: as many calls find a slot each, before the peer has read any."""
+    """Check that all slots are free: calls that fill all slots complete before the peer has read any."""
     zero, one = pgs
     for count, slots in ((1, SMALL_SLOTS), (8192, MIDDLE_SLOTS)):
         before = posts(zero, 1)
@@ -286,7 +286,7 @@ async def test_barrier_waits_for_all_ranks(world_size: int) -> None:
 
 
 async def test_barrier_received_in_frames_frees_no_slot() -> None:
-    """The slot of its number is in use by a gather, which the root reads later."""
+    """Use a barrier whose slot is in use by a gather that the root reads later."""
     async with jobs(2) as (pgs,):
         root, peer = pgs
         number = comm_of(root).entered + 1

@@ -49,7 +49,7 @@ async def test_calls_before_a_shared_memory_link_exists_use_frames(pg: ProcessGr
 @pytest.mark.parametrize("late", [0, 1, 4])
 @pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
 async def test_full_slots_do_not_delay_calls(late: int, count: int, slots: int) -> None:
-    """If rank 0 is late, it reads contributions in frames. If another rank is late, it reads results in frames."""
+    """Let rank 0 be late, which then reads contributions in frames, or another rank, which reads results in frames."""
     async with jobs(5) as (pgs,):
         others = [pg for pg in pgs if pg.rank() != late]
         calls = [call(pg, count) for pg in others for _ in range(3 * slots)]
@@ -59,7 +59,7 @@ async def test_full_slots_do_not_delay_calls(late: int, count: int, slots: int) 
 
 
 async def test_contributions_are_sent_in_frames_when_slots_are_in_use() -> None:
-    """Another group occupies the same slots: its rank 0 waits for rank 1, which has not called."""
+    """Let another group occupy the same slots: its rank 0 waits for rank 1, which has not called."""
     async with jobs(5, "ab") as (a, b):
         held = [call(a[0])]
         held += [call(pg) for pg in a[2:]]
@@ -72,7 +72,7 @@ async def test_contributions_are_sent_in_frames_when_slots_are_in_use() -> None:
 
 
 async def test_result_without_a_free_slot_is_not_reduced_twice() -> None:
-    """Another group has filled all slots and rings of rank 0, so the result waits until its readers free them."""
+    """Let another group fill all slots and rings of rank 0, so that the result waits until its readers free them."""
     count = 8192
     async with jobs(5, "ab") as (a, b):
         fill = [np.full(count, float(number)) for number in range(MIDDLE_SLOTS + 64)]
@@ -102,7 +102,7 @@ async def test_freed_slot_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_results_are_bitwise_equal_on_all_ranks() -> None:
-    """Float sums depend on the order of the additions, which is the rank order."""
+    """Check float sums, which depend on the order of the additions; the order is the rank order."""
     tenths = [np.array([0.1 * (rank + 1), 1e16, -1e16 if rank else 1.0]) for rank in range(7)]
     expected = tenths[0].copy()
     for each in tenths[1:]:

@@ -103,7 +103,7 @@ async def test_small_blocks_are_sent_through_slots(call: Call, world_size: int) 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 async def test_small_blocks_use_slots_next_to_large_ones(call: Call, world_size: int) -> None:
-    """A rank with large blocks runs a schedule, and finds its small blocks in slots and in frames."""
+    """Check ranks with large blocks, which run a schedule and find their small blocks in slots and in frames."""
     seen = set()
     async with jobs(world_size) as (pgs,):
         for large in range(world_size):
@@ -125,7 +125,7 @@ async def test_small_blocks_use_slots_next_to_large_ones(call: Call, world_size:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("late", [False, True])
 async def test_gather_root_without_counts_receives_all_blocks(world_size: int, late: bool) -> None:
-    """The root finds blocks in small slots, in middle slots and in frames, whether it calls first or last."""
+    """Let the root call first or last, and find blocks in small slots, in middle slots and in frames."""
     async with jobs(world_size) as (pgs,):
         for root in range(world_size):
             for first in range(len(COUNTS)):
@@ -203,7 +203,7 @@ async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int,
 
 @pytest.mark.parametrize("unsized", [False, True])
 async def test_slot_is_reused_after_its_contribution_was_read(unsized: bool) -> None:
-    """The reader runs a schedule with larger blocks, or a gather without known lengths."""
+    """Check a reader that runs a schedule with larger blocks, or a gather without known lengths."""
     async with jobs(3) as (pgs,):
         before = posts(pgs[1], 0)
         for _ in range(SMALL_SLOTS + 3):
@@ -248,7 +248,7 @@ DIFFERENT = [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)]
 
 @CALLS
 async def test_mismatched_counts_are_reported(call: Call) -> None:
-    """The blocks of rank 2 are once small and once large."""
+    """Check small and large blocks of rank 2."""
 
     async def differ(counts: tuple[int, int], large: bool) -> None:
         async with jobs(3) as (pgs,):

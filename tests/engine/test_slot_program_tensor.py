@@ -1,4 +1,4 @@
-"""Small broadcasts, reduces and scans in shared memory: slots, frames in their place, and mismatched calls."""
+"""Small broadcasts, reduces and scans in shared memory: slots, frames used instead, and mismatched calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Call = Callable[..., Started]
 
 
 def array_of(pg: ProcessGroup, count: int) -> np.ndarray:
-    """Return an array of 2^rank: a sum of them shows which ranks contributed."""
+    """Return an array filled with 2^rank, so that a sum shows which ranks contributed."""
     return np.full(count, 2.0 ** pg.rank())
 
 
@@ -137,7 +137,7 @@ async def test_calls_of_subgroups_give_the_closed_form_results(call: Call) -> No
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 async def test_reduction_through_slots_is_computed_in_rank_order(world_size: int) -> None:
-    """The rank order also holds for an op that is not commutative, and AVG divides once, at the root."""
+    """Check the rank order also for an op that is not commutative, and that AVG divides once, at the root."""
 
     def first(a: Any, b: Any, out: Any) -> None:
         np.subtract(2 * a, b, out=out)
@@ -193,7 +193,7 @@ PAIRS: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], A
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("late", [0, 1])
 def test_mismatch_through_slots_is_reported_within_a_second(pair: str, late: int) -> None:
-    """Either rank may call first, and both calls may have finished before."""
+    """Let either rank call first, and let both calls finish before the mismatch is found."""
     run_steadily(check_mismatch(pair, late))
 
 
@@ -218,7 +218,7 @@ async def check_mismatch(pair: str, late: int) -> None:
 
 @pytest.mark.parametrize("late", [1, 2])
 async def test_early_post_is_not_reported_as_stray(late: int) -> None:
-    """A post stays in its slot until the reader calls, and is compared only then."""
+    """Check a post that stays in its slot until the reader calls, and is compared only then."""
     async with jobs(3) as (pgs,):
         works = [pg.broadcast(np.full(2, 7.0), 0) for pg in pgs if pg.rank() != late]
         await works[0]
@@ -249,7 +249,7 @@ async def test_failed_group_frees_its_slots_for_other_groups(call: Call) -> None
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 async def test_coalesced_calls_use_slots(world_size: int) -> None:
-    """The calls of a block form one operation. A logical op also maps the rank's own values to 0 or 1."""
+    """Check calls of a block, which form one operation; a logical op also maps the rank's own values to 0 or 1."""
     async with jobs(world_size) as (pgs,):
         root = world_size - 1
 

@@ -97,7 +97,7 @@ async def test_step_error_on_one_rank_fails_the_call_on_all_ranks(place: str) ->
 
 
 async def test_failed_call_closes_the_generator_of_its_steps() -> None:
-    """The call may still run a thread, whose result is then dropped."""
+    """Fail a call while its thread runs; the result of the thread is dropped."""
     held, begun, closed, continued = threading.Event(), [], [], []
 
     async def one(pg: ProcessGroup) -> None:
@@ -132,7 +132,7 @@ async def test_failed_call_closes_the_generator_of_its_steps() -> None:
 
 
 async def test_long_calculation_is_not_blamed_on_other_ranks() -> None:
-    """The other ranks have finished their parts, so the timeout names no ranks."""
+    """Check that the timeout names no ranks, since the other ranks have finished their parts."""
     held = threading.Event()
 
     async def one(pg: ProcessGroup) -> None:

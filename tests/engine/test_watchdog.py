@@ -57,7 +57,7 @@ async def running_watchdog(states: Callable[[int], str] = {}.__getitem__) -> Asy
 
 @pytest.fixture
 def quick(limits: Limits) -> None:
-    """Divide the times of the watchdog by twenty."""
+    """Divide the time constants of the watchdog by twenty."""
     limits(
         watchdog_round=watchdog.ROUND / 20,
         unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
@@ -134,7 +134,7 @@ async def test_watchdog_reports_an_ended_process() -> None:
 
 
 async def test_watchdog_reports_a_stopped_process_despite_missing_observations() -> None:
-    """Rounds without an observation neither count nor restart the count."""
+    """Check that rounds without an observation neither count nor restart the count."""
     reports = Reports()
     seen = iter([STOPPED, UNKNOWN] * 11)
     watch = make_watchdog(reports, lambda rank: next(seen))
@@ -150,7 +150,7 @@ async def test_watchdog_reports_a_stopped_process_despite_missing_observations()
 async def test_watchdog_thread_continues_without_optional_features(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog can start no log thread, read no process state and find no place of the blocked loop."""
+    """Run a watchdog that can start no log thread, read no process state and find no blocked line."""
     async with running_watchdog() as (watch, reports):  # each query of a process state raises KeyError
         monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         monkeypatch.setattr(watchdog, "place", mock.Mock(side_effect=MemoryError))
@@ -177,7 +177,7 @@ async def test_warning_is_logged_by_the_event_loop_if_no_thread_can_start(
 
 
 async def test_watchdog_can_stop_while_a_warning_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a crowded host, `stop` does not wait long enough for the start of that thread."""
+    """Simulate a crowded host, on which `stop` does not wait long enough for the start of the warning thread."""
     begun, go_on, start = threading.Event(), threading.Event(), threading.Thread.start
 
     def start_late(thread: threading.Thread) -> None:
@@ -200,7 +200,7 @@ async def test_watchdog_can_stop_while_a_warning_thread_starts(monkeypatch: pyte
 
 @pytest.mark.usefixtures("quick")
 def test_loop_that_does_not_run_is_not_reported_as_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    """A closed loop also ends the thread."""
+    """Check that a closed event loop also ends the watchdog thread."""
     loop = asyncio.new_event_loop()
 
     async def start() -> Watchdog:

@@ -164,7 +164,7 @@ def _ballot(pg: ProcessGroup) -> ControlMessage:
 def test_rank_is_excluded_by_any_message_that_reports_its_death(
     make: Callable[[ProcessGroup], ControlMessage], relayed: bool, ignored: list[int]
 ) -> None:
-    """A message from a rank that is taken for dead counts too, since no majority of the job is left."""
+    """Check that a message from a rank that counts as dead is enough, since no majority of the job is left."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(START - now())
@@ -188,7 +188,7 @@ def test_rank_is_excluded_by_any_message_that_reports_its_death(
 
 @pytest.mark.parametrize(("world_size", "killed"), [(2, [0]), (3, [0, 1]), (4, [0, 1, 3])])
 def test_report_of_a_real_death_is_not_doubted(world_size: int, killed: list[int]) -> None:
-    """The links of an ended process break, which proves its death."""
+    """End a process: its broken links prove its death."""
     job = Job(Hosts([0] * world_size))
     left = tuple(rank for rank in range(world_size) if rank not in killed)
 
@@ -206,7 +206,7 @@ def test_report_of_a_real_death_is_not_doubted(world_size: int, killed: list[int
 
 
 def test_death_report_about_a_silent_rank_is_doubted_for_a_second() -> None:
-    """The host of the rank has vanished, so its connection stays open until the kernel gives up."""
+    """Remove the host of a rank, whose connection stays open until the kernel gives up."""
     job = Job(Hosts([0, 1]))
 
     async def body(pg: ProcessGroup) -> Any:
@@ -225,7 +225,7 @@ def test_death_report_about_a_silent_rank_is_doubted_for_a_second() -> None:
 
 
 def test_lost_majority_makes_a_rank_accept_its_reported_death() -> None:
-    """Ranks 0 and 1 report each other. Then rank 0 takes rank 2 for dead, too."""
+    """Let ranks 0 and 1 report each other as dead; then rank 0 counts rank 2 as dead, too."""
 
     async def rank(pg: ProcessGroup) -> Any:
         await asyncio.sleep(START - now())

@@ -69,7 +69,7 @@ class FakeCall:
         self.terms = (name, max(read, written), dtype.name, op, root)
 
     def overlaps(self) -> bool:
-        """Return whether source and target overlap in another way than in place."""
+        """Return whether source and target overlap, except exactly in place."""
         if not self.read_bytes or not self.written_bytes:
             return False
         place = self.source
@@ -89,7 +89,7 @@ class FakeCall:
         return self._at(self.target, self.written_bytes)
 
     def spoil(self) -> None:
-        """Overwrite the output, since the output of an aborted call is undefined."""
+        """Overwrite the output of an aborted call, whose contents are undefined."""
         try:
             self.target_bytes().fill(SPOILT)
         except BadAddressError:  # the target was freed: real NCCL does not check it either
@@ -103,7 +103,7 @@ class FakeCall:
 
 
 def compute(calls: list[FakeCall]) -> None:
-    """Compute a collective; `calls` has the calls of all ranks, in the order of ranks."""
+    """Compute the results of a collective from `calls`, the calls of all ranks in rank order."""
     first = calls[0]
     inputs = [call.source_bytes().view(first.dtype.storage) for call in calls]
     outputs = [call.target_bytes().view(first.dtype.storage) for call in calls]

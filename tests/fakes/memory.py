@@ -66,7 +66,7 @@ class FakeMemory:
             return base, self._blocks[base]
 
     def at(self, address: int, nbytes: int, where: int) -> NDArray[Any]:
-        """Return the bytes at `address`.
+        """Return the memory at `address` as bytes.
 
         Raises:
             BadAddressError: the range is not inside one live block of `where`.

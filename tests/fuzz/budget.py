@@ -1,4 +1,4 @@
-"""Running times of fuzzers: the same few hundred examples in `make test`, or a given time in `make soak`."""
+"""Running times of fuzzers: a few hundred fixed examples in `make test`, or a given time in `make soak`."""
 
 from __future__ import annotations
 

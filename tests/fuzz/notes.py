@@ -1,4 +1,4 @@
-"""Strategies for valid notes, the control messages that rank 2 of 3 sends to rank 0 about a group of all ranks."""
+"""Hypothesis strategies for valid control messages that rank 2 of 3 sends to rank 0 about a group of all ranks."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ KINDS = (*RANK, *LANE, *ROWS, *(f"{lane}_{field}" for lane in ("common", "lane")
 
 
 class Write(NamedTuple):
-    """A change of one word.
+    """A change of one memory word in the outbox.
 
     Attributes:
         moment: the moment of the change.
@@ -74,7 +74,7 @@ class Write(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """An attack on one job: its size, the calls, and the changes of words."""
+    """An attack on one job: its size, its calls, and the changes of memory words."""
 
     world_size: int
     calls: list[tuple[str, int]]
@@ -116,7 +116,7 @@ async def _gather(pg: ProcessGroup, count: int) -> bool:
 
 
 async def _lengths(pg: ProcessGroup, count: int) -> bool:
-    """Gather arrays whose lengths only their owners know; the length of the broken rank's array may be wrong."""
+    """Gather arrays whose lengths only their owners know; the broken rank may send a wrong length."""
     found = await pg.gather(None, np.full(count + pg.rank(), float(pg.rank())), 0, timeout=TIMEOUT)
     known = () if found is None else found[:-1]
     return all(len(array) == count + rank and (array == rank).all() for rank, array in enumerate(known))
@@ -199,7 +199,7 @@ class _Outbox:
         self.words = None
 
     def make_changes(self) -> None:
-        """Make the changes whose moment has come."""
+        """Make the changes of words that are due."""
         if self.words is not None:
             moment = next(self._moment)
             while self._left and self._left[-1].moment <= moment:
@@ -218,7 +218,7 @@ class _Outbox:
             words[place] = (write.value + (words[place] if write.adds else 0)) % (1 << 64)
 
     def _row(self, write: Write) -> tuple[int, int]:
-        """Return the first word of a kind, and the distance between two slots in words; 0 if there is only one word."""
+        """Return the first word of a kind, and the distance in words between two slots; 0 for a single word."""
         kind = write.kind
         if kind in RANK:
             return RANK[kind], 0
@@ -236,7 +236,7 @@ _broken: ContextVar[_Outbox] = ContextVar("broken")
 
 
 def _changing_fences() -> Fences:
-    """Return fences at which words change, so that the broken rank changes them between any two steps of a peer."""
+    """Return memory fences at which words change, so that the broken rank can interfere between any two steps."""
     known, outbox = fences(), _broken.get()
     assert known is not None
 
@@ -248,7 +248,7 @@ def _changing_fences() -> Fences:
 
 
 def run_jobs(attacked: list[Attack]) -> None:
-    """Run jobs concurrently, since most wait for a timeout, and check that all of their ranks end as they should."""
+    """Run jobs concurrently, since most wait for a timeout, and check the end of all their ranks."""
     raised: list[dict[str, Any]] = []
 
     async def run() -> None:

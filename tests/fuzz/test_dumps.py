@@ -25,7 +25,7 @@ from .mutation import mutated
 
 @cache
 def dumped() -> list[dict[str, Any]]:
-    """Return the dumps of three ranks after a call of each kind; the last call is a mismatch."""
+    """Return the recorder dumps of three ranks after a call of each kind; the last call is a mismatch."""
 
     async def rank(pg: ProcessGroup) -> dict[str, Any]:
         await pg.allreduce(np.ones(3))

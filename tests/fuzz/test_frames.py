@@ -72,7 +72,7 @@ def test_works_end_for_any_frames_that_a_peer_sends(sent: list[tuple[tuple[int, 
 
 
 def fingerprints(pg: Any) -> list[int]:
-    """Return the fingerprints of operations that other ranks have in flight, by making the same calls here."""
+    """Return the fingerprints of operations that other ranks have in flight, by making equal calls here."""
     import numpy as np
 
     found = []
@@ -84,7 +84,7 @@ def fingerprints(pg: Any) -> list[int]:
 
 
 class Sink:
-    """A sink that keeps the headers of frames, and the end of the link."""
+    """A frame sink that keeps the headers of frames, and the end of the link."""
 
     def __init__(self) -> None:
         self.headers: list[Header] = []
@@ -126,7 +126,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[int]]:
 
 @fuzz(streams(), examples=200)
 def test_mutated_stream_delivers_valid_frames_until_the_link_fails(stream: tuple[bytes, list[int]]) -> None:
-    """Check that the link delivers all frames before the first invalid one and nothing after it, and fails once."""
+    """Check that the link delivers all frames before the first invalid frame and nothing later, and fails once."""
     data, cuts = stream
 
     async def read() -> Sink:
@@ -152,7 +152,7 @@ def test_mutated_stream_delivers_valid_frames_until_the_link_fails(stream: tuple
 
 
 def split(data: bytes) -> tuple[list[Header], bool]:
-    """Return the headers of the complete frames, and whether there is no invalid frame."""
+    """Return the headers of the complete frames, and whether all frames are valid."""
     found: list[Header] = []
     at = 0
     while len(data) - at >= HEADER_SIZE:

@@ -1,4 +1,4 @@
-"""Nearly valid notes, the control messages of ranks: they raise nothing but `ProtocolError`, and every work ends."""
+"""Nearly valid control messages of ranks: they raise only `ProtocolError`, and every work ends."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ RANKS = {ALL: (0, 1, 2), PAIR: (0, 1)}
 
 
 def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.JobFacts:
-    """Return the facts that a rank of three knows if it belongs to these groups."""
+    """Return what one of three ranks knows as a member of the given groups."""
     return gate.JobFacts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
 
 
 def packed(note: Any) -> bytes | None:
-    """Return a note as bytes, or None if msgpack cannot encode it."""
+    """Return an encoded control message, or None if msgpack cannot encode it."""
     try:
         body: bytes = msgpack.packb(note)
     except (ValueError, OverflowError, TypeError):
@@ -94,7 +94,7 @@ def _fits(body: bytes, behind_data: bool, to: int, ranks: dict[int, tuple[int, .
 
 
 def _with_ids(note: Any, names: dict[int, int]) -> Any:
-    """Replace the stand-ins by the ids of this job's groups."""
+    """Replace the stand-ins for group ids by the ids of this job's groups."""
     if isinstance(note, dict):
         return {name: _with_ids(each, names) for name, each in note.items()}
     if isinstance(note, list):

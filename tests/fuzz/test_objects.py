@@ -1,4 +1,4 @@
-"""Bytes that are nearly an object: they are decoded, or refused with `SerializationError`."""
+"""Nearly valid bytes of an object: they are decoded, or refused with `SerializationError`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ objects = st.recursive(
 
 
 def encoded(obj: Any) -> bytes:
-    """Return an object as bytes, or the bytes of None if it cannot be sent."""
+    """Return the encoded form of an object, or of None if the object cannot be sent."""
     try:
         return dumps(obj)
     except SerializationError:
@@ -57,7 +57,7 @@ def encoded(obj: Any) -> bytes:
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """Draw an object as bytes, some of which are wrong, missing, repeated or moved."""
+    """Draw an encoded object in which some bytes are wrong, missing, repeated or moved."""
     data = bytearray(encoded(draw(objects)))
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, max(0, len(data) - 1)))
@@ -80,7 +80,7 @@ def messages(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def structures(draw: st.DrawFn) -> bytes:
-    """Draw an object as bytes, with some parts and tags replaced."""
+    """Draw an encoded object with some parts and tags replaced."""
     value = msgpack.unpackb(
         encoded(draw(objects)),
         strict_map_key=False,

@@ -1,4 +1,4 @@
-"""Outboxes in which a broken rank has changed words: every call ends in time, with its result or an error."""
+"""Outboxes in which a broken rank has changed memory words: every call ends in time, with a result or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions of CuPy 14.2 that aiocoll calls, by the first lines of their docstrings, and CuPy's constants."""
+"""Signatures of the CuPy 14.2 functions that aiocoll calls, from their docstrings, and CuPy's constants."""
 
 #: Functions and classes in Cython.
 SIGNATURES = {

@@ -43,7 +43,7 @@ Found = dict[str, Any]
 
 
 def describe_machine(note: Callable[[Found], object] = lambda found: None) -> Found:
-    """Return a description of the machine; a part that fails is replaced by its error message.
+    """Return a description of the machine; a part that cannot be described is replaced by its error message.
 
     Args:
         note: called with the parts known so far, before each part, because a part may hang or crash the process.
@@ -133,7 +133,7 @@ def _driver() -> Found:
 
 
 def _cuda() -> Found:
-    """Return the CUDA runtime and devices as groups see them: by CuPy, or by ctypes without CuPy."""
+    """Return the CUDA runtime and devices as groups find them: by CuPy, or by ctypes without CuPy."""
     from aiocoll.gpu.provider import runtime
 
     made, _ = runtime()

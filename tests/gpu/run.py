@@ -100,7 +100,7 @@ class Run:
             print(f"{step.name}: {outcome.state}, {outcome.seconds:g} s {outcome.why}", flush=True)
 
     def _reason_not_to_run(self, step: Step) -> Outcome | None:
-        """Return an outcome with the reason if a step cannot run, else None."""
+        """Return an outcome with the reason if a step cannot run, otherwise None."""
         if lacking := [name for name in step.needs if name in self.missing]:
             state = "left out" if set(lacking) <= {*machine_info.OPTIONAL} else "not run"
             return Outcome(state, why=f"missing: {', '.join(lacking)}")

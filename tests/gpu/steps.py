@@ -1,4 +1,4 @@
-"""The steps of `run.py`, ordered so that the first ones show most about an unknown machine; and their processes."""
+"""The steps of `run.py` and their processes, ordered so that the first steps show most about an unknown machine."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ class _Maker(NamedTuple):
 
     @property
     def kinds(self) -> Sequence[str]:
-        """The array libraries, usable or not."""
+        """The array libraries of this run, usable or not."""
         return PLAYED if self.fake else REAL
 
     @property
     def raw_by(self) -> str:
-        """The way to call NCCL in the first step with two ranks, on which the other steps depend."""
+        """The way in which the first step with two ranks calls NCCL; the other steps depend on this step."""
         return "library" if self.libraries[0] == "torch" else self.libraries[0]
 
     def needed(self, kind: str) -> Sequence[str]:
-        """Return the requirements of an array library; the fakes have none."""
+        """Return the requirements of an array library; the fakes have no requirements."""
         return () if self.fake else (kind,)
 
     def pytest(self, *more: str) -> Sequence[str]:
@@ -149,7 +149,7 @@ class _Maker(NamedTuple):
             )
 
     def adapters(self) -> Iterator[Step]:
-        """Yield steps that repeat calls by ctypes after CuPy; on the fake device, by both adapters."""
+        """Yield steps that repeat calls through ctypes after CuPy; on the fake device, through both adapters."""
         for adapter in ADAPTERS if self.fake else ADAPTERS[1:]:
             yield from self.adapter(adapter)
 
@@ -249,7 +249,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def _abort_in_turn(family: Sequence[int]) -> None:
-    """Let processes write their stacks one after another, since simultaneous writes would mix in the log."""
+    """Let processes write their stacks one after the other, since simultaneous writes would mix in the log."""
     deadline = monotonic() + STACK_SECONDS
     for pid in family:
         _kill(pid, signal.SIGSTOP)  # so that no process reacts to the end of another before its turn

@@ -1,4 +1,4 @@
-"""Groups on fake devices through each adapter: the functions of CuPy, or those of libcuda and libnccl."""
+"""Groups on fake devices through each adapter: CuPy, or ctypes with libcuda and libnccl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls on CUDA arrays that are launched before they are compared: their start, and reports of mismatches."""
+"""Calls on CUDA arrays that are launched before they are compared: their launch, and reports of mismatches."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ async def test_different_blocks_are_reported_as_a_mismatch() -> None:
 
 
 async def test_host_call_instead_of_a_device_call_is_reported_as_a_mismatch() -> None:
-    """Check a host call on rank 0 with the sequence number of a device call on rank 1."""
+    """Check a host call on rank 0 whose sequence number a device call on rank 1 has."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await repeat_allreduce(pg, gpu)
@@ -414,7 +414,7 @@ async def test_keyed_calls_and_messages_get_a_common_position_among_ordered_call
 
 @pytest.mark.parametrize("what", ["key", "message"])
 async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: str) -> None:
-    """Check that rank 0, whose launched call occupies the device, stages an operation that rank 1 does first."""
+    """Check that rank 0, whose device is occupied by a launched call, stages an operation that rank 1 does first."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -447,7 +447,7 @@ async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: 
 
 
 async def test_nccl_only_group_waits_for_an_agreed_position_instead_of_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the keyed call waits if rank 1 makes the launched call only after rank 0's patience has expired."""
+    """Check that a keyed call waits if rank 1 makes the launched call only after rank 0's maximum wait."""
     monkeypatch.setattr(pacing, "MAX_WAIT", 0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -535,7 +535,7 @@ async def test_error_names_a_rank_that_never_makes_the_call() -> None:
 
 
 class Rank0:
-    """The order, comparison and pacing of rank 0, and the messages that they send."""
+    """The order, comparison and pacing objects of rank 0, and the messages that they send."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.sent: list[Any] = []

@@ -24,7 +24,7 @@ COUNTS = (1, 1000, 300_000)
 
 
 async def occupy_device(pg: ProcessGroup, gpu: Gpus) -> Any:
-    """Start a call that occupies rank 0's device until rank 1 makes it; return its work, or None on rank 1."""
+    """Start a call that occupies rank 0's device until rank 1 makes the call; return its work, or None on rank 1."""
     tensor = gpu.tensor(np.ones(3), pg.rank())
     for _ in range(3):
         await pg.allreduce(tensor)
@@ -37,7 +37,7 @@ async def occupy_device(pg: ProcessGroup, gpu: Gpus) -> Any:
 
 
 async def release_device(pg: ProcessGroup, gpu: Gpus, work: Any) -> None:
-    """Finish the call of `occupy_device`."""
+    """Finish the call that `occupy_device` has started."""
     await (pg.allreduce(gpu.tensor(np.ones(3), 1)) if work is None else work)
 
 
@@ -87,7 +87,7 @@ async def test_copying_threads_do_not_invalidate_stream_captures() -> None:
 
 
 async def test_missing_page_locked_memory_is_allocated_when_the_device_is_idle(limits: Limits) -> None:
-    """Check that memory is locked and freed only when the device is idle."""
+    """Check that page-locked memory is allocated and freed only while the device is idle."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()

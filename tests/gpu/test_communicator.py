@@ -1,4 +1,4 @@
-"""The communicator of a group: error queries, and its end if ranks do not end it together."""
+"""The NCCL communicator of a group: error queries, and its end if ranks do not end it together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def communicator_of(pg: ProcessGroup) -> DeviceCommunicator:
 
 
 def record_queries(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
-    """Make the error query of communicators frequent; return a list that gets an entry at each query."""
+    """Make error queries of communicators frequent; return a list to which each query appends an entry."""
     queries: list[int] = []
     limits(device_ask_every=0.001)
     spied(monkeypatch, device_ask=lambda _: queries.append(1))
@@ -218,7 +218,7 @@ async def test_cancelled_on_stream_does_not_affect_the_on_stream_of_another_call
 async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Check two groups that the ranks end in opposite orders."""
+    """Check two groups that the two ranks end in opposite orders."""
 
     async def late(parted: Any, end: DeviceCommunicator) -> bool:
         is_first = group_of(end).rank == int(group_of(end).name.endswith("other"))

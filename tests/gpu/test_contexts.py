@@ -1,4 +1,4 @@
-"""CUDA contexts: all threads of a rank create them only on the device of its arrays."""
+"""CUDA contexts, which all threads of a rank create only on the device of its arrays."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_thread_selects_a_previously_used_device_again() -> None:
 
 
 async def test_communicator_is_ended_on_its_device(limits: Limits) -> None:
-    """Check the device also if the ranks do not end the communicator together."""
+    """Check the device also for ranks that do not end the communicator together."""
     limits(device_parting=0.01)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

@@ -1,4 +1,4 @@
-"""CUDA and NCCL by ctypes: calls of the libraries, their errors, and the search for the libraries."""
+"""The ctypes adapter for CUDA and NCCL: calls of the libraries, their errors, and the search for the libraries."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_communicator_is_destroyed_after_finalize_has_finished(log: Log) -> None
 
 
 def test_waiting_call_is_aborted_between_two_status_queries(log: Log) -> None:
-    """Check a call that never finishes: the abort comes between two status queries, never during a library call."""
+    """Check a call that never finishes: the abort comes between two status queries, never during an NCCL call."""
     inside: list[str] = []
     nccl = nccl_of(log, asked=lambda: 7)
     made = nccl.init(1, stub.ID, 0)

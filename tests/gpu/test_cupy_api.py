@@ -1,4 +1,4 @@
-"""CUDA and NCCL by CuPy: calls of a stub, their errors, and the signatures of the real CuPy."""
+"""The CuPy adapter for CUDA and NCCL: calls of a stub, their errors, and the signatures of the real CuPy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def log() -> Log:
 
 @pytest.fixture
 def api(log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield `cupy_api` on a stub of CuPy."""
+    """Yield the module `cupy_api`, imported with a stub of CuPy."""
     for name, module in stub(log).items():
         monkeypatch.setitem(sys.modules, name, module)
     yield import_cupy_api(log)

@@ -94,7 +94,7 @@ async def test_device_call_without_a_stream_mark_waits_for_no_stream(cuda: FakeC
 
 
 async def test_current_device_of_the_callers_thread_does_not_change(cuda: FakeCuda) -> None:
-    """Check a call on another device: its default stream and its events belong to that device."""
+    """Check a call on another device, which uses that device's default stream and events."""
     cuda.use(0)
     ordinal, other = 1, Device.of(cuda, 1)
     stream = other.stream()
@@ -258,7 +258,7 @@ async def test_completion_thread_that_already_waits_detects_the_ends_of_later_ca
 
 
 async def launch_at_once(device: Device, stream: int, calls: list[int], count: int) -> list[asyncio.Future[None]]:
-    """Launch calls in this thread, which append its id to `calls`; return the futures of their ends."""
+    """Launch calls in this thread, which append the thread's id to `calls`; return the futures of their ends."""
     ended = [asyncio.get_running_loop().create_future() for _ in range(count)]
     for each in ended:
         call = lambda: calls.append(threading.get_ident())  # noqa: E731
@@ -296,7 +296,7 @@ async def test_call_launched_by_the_loop_does_not_overtake_a_call_of_the_launche
 async def test_completion_thread_is_woken_once_at_the_end_of_a_loop_iteration(
     cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the thread is not woken before: it would compete for the GIL with the launches."""
+    """Check that the completion thread is not woken earlier, when it would compete with launches for the GIL."""
     stream, wakes = device.stream(), list[int]()
     waiter = waiter_of(device, stream)
     waken = waiter._wake_thread
@@ -433,7 +433,7 @@ async def test_batch_of_ended_calls_is_reported_before_calls_that_end_later(
     more: list[asyncio.Future[None]] = []
 
     def first(error: object) -> None:
-        """Launch more calls before the rest of this batch is reported."""
+        """Launch more calls before the rest of the batch is reported."""
         reported.append(0)
         while waiter._is_awake:
             time.sleep(0)
@@ -540,7 +540,7 @@ def test_event_loops_in_several_threads_can_share_a_device(cuda: FakeCuda, devic
 
 
 async def test_stuck_stream_does_not_delay_ends_of_calls_on_other_streams(cuda: FakeCuda, device: Device) -> None:
-    """Check ends on one stream while another is stuck; otherwise ranks that wait for each other could deadlock."""
+    """Check ends of calls on one stream while another is stuck; otherwise ranks could deadlock."""
     first, second = device.stream(), device.stream()
     held = GatedCall(cuda, first)
     _, later = launch_call(device, first, held)

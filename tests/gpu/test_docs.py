@@ -20,7 +20,7 @@ PAGE = "docs/cuda-tensors.md"
 
 @pytest.fixture
 def examples() -> dict[str, Any]:
-    """Return the functions of the page by name; each code block has its own imports."""
+    """Return the functions on the page by name; each code block has its own imports."""
     blocks = [
         code(PAGE, "CUDA tensors"),
         code(PAGE, "Streams: what comes before, and when the data may be used"),

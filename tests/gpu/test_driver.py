@@ -1,4 +1,4 @@
-"""The driver: its calls, its errors, and queries that block no other thread."""
+"""The CUDA driver adapter: its calls, its errors, and queries that block no other thread."""
 
 from __future__ import annotations
 

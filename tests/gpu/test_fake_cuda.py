@@ -113,7 +113,7 @@ def test_stream_wait_refers_to_the_latest_event_record_at_the_time_of_the_call(c
 
 
 def test_fake_events_on_an_idle_stream_are_done_at_once(cuda: FakeCuda) -> None:
-    """Check that they need no thread, whose start would delay other threads."""
+    """Check that such events start no thread, whose start would delay other threads."""
     stream, other, event = cuda.stream_create(), cuda.stream_create(), cuda.event_create()
     before = threading.active_count()
     cuda.event_record(event, stream)

@@ -700,7 +700,7 @@ async def test_scan_is_refused_by_the_nccl_implementation() -> None:
 
 
 async def test_wrong_control_messages_about_devices_are_refused() -> None:
-    """Check wrong messages of the device layer; others are refused when they are decoded."""
+    """Check wrong messages that only the device layer refuses; other messages are refused when they are decoded."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)

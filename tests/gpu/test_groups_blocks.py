@@ -1,4 +1,4 @@
-"""Blocks and lists of calls on CUDA arrays: one agreement, one group of NCCL calls, one launch."""
+"""Blocks and lists of calls on CUDA arrays: one agreement, one NCCL call group, one launch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
 class Counts:
-    """The numbers of NCCL calls, launches and agreements since `reset`, over all ranks."""
+    """Counts of NCCL calls, launches and agreements since `reset`, over all ranks."""
 
     def __init__(self, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nccl: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Every collective on CUDA arrays, by NCCL and staged: a pairwise cover, and all combinations in `make matrix`."""
+"""Every collective on CUDA arrays, with NCCL and staged: a pairwise cover, or all combinations in `make matrix`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPACE = {"dtype": WIDE, "count": COUNTS, "root": range(max(SIZES)), "world_size"
 
 
 class DeviceCall(Call):
-    """A case on one rank, with arrays on its device."""
+    """A test case of collectives on one rank, with arrays on the rank's device."""
 
     def __init__(self, case: Case, rank: int, gpu: Gpus) -> None:
         super().__init__(case, rank)
@@ -94,7 +94,7 @@ def is_native(kind: str, op: str, dtype: str) -> bool:
 async def test_only_reductions_that_nccl_does_not_support_are_staged(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check all reductions in one group, each compared with NumPy."""
+    """Check all reductions in one group, comparing each result with NumPy."""
     staged = [0] * world_size
 
     def count_staged(operation: Any) -> None:

@@ -26,7 +26,7 @@ LARGE = EAGER_WINDOW + 1
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 async def test_group_agrees_on_nccl_after_only_messages_were_exchanged(late: int) -> None:
-    """Check the agreement when each rank has sent or received a message, whatever rank is last."""
+    """Check the agreement after each rank has sent or received a message, for each choice of the last rank."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -56,7 +56,7 @@ async def test_group_agrees_on_nccl_after_only_messages_were_exchanged(late: int
 
 
 async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check three ranks in three groups of two, where each rank calls another group first."""
+    """Check three ranks in three groups of two, where each rank calls a different group first."""
     firsts = []
 
     def decide_late(decided: Any, side: DeviceState, number: int, decision: Decision) -> None:
@@ -107,7 +107,7 @@ async def test_groups_with_devices_in_opposite_orders_do_not_wait_for_each_other
 
 
 async def test_failed_group_passes_its_device_turn_to_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a group whose rank 0 never learns that its turn has started."""
+    """Check a group whose rank 0 is never notified of the start of its turn."""
     suppressed = []
 
     def take_and_suppress(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
@@ -174,7 +174,7 @@ async def test_device_messages_for_closed_groups_or_groups_of_other_ranks_are_dr
 
 
 class SuppressedTurn:
-    """A hook that suppresses the start of the first turn on one device.
+    """A patch that suppresses the start of the first turn on one device.
 
     Attributes:
         calls: the suppressed callback; a test may call it later.

@@ -39,7 +39,7 @@ both = pytest.mark.parametrize("way", WAYS)
 
 
 def start_list_of_one(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
-    """Start a list of one allreduce, which is not a block of device calls."""
+    """Start a list call with one allreduce, which is not a block of device calls."""
     return pg.allreduce_coalesced([gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
 
 
@@ -161,7 +161,7 @@ async def test_device_error_in_a_message_fails_the_group(how: str, way: str) -> 
 
 @pytest.mark.parametrize("call", ["collective", "message"])
 async def test_staging_memory_is_reused_only_when_the_device_is_done(call: str) -> None:
-    """Check memory of a failed group: the pending copy still writes to it."""
+    """Check memory of a failed group, to which a pending copy still writes."""
 
     def start_call(pg: ProcessGroup, gpu: Gpus) -> Any:
         tensor = gpu.tensor(np.ones(1000), pg.rank())

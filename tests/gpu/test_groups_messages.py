@@ -197,7 +197,7 @@ async def test_device_message_of_another_length_is_reported_as_a_mismatch() -> N
 
 
 class BlockedLocking:
-    """A hook that records the threads in `FakeCuda.pinned` and blocks them until `go` is set."""
+    """A patch that records the threads in `FakeCuda.pinned` and blocks them until `go` is set."""
 
     def __init__(self, gpu: Gpus) -> None:
         self.threads: list[int] = []

@@ -20,14 +20,14 @@ SETTING = "NCCL_COMM_BLOCKING"
 
 
 async def refusal_of(work: Work[Any]) -> str:
-    """Await a work that must be refused; return the error message."""
+    """Await a work that must be refused; return the text of the error."""
     with pytest.raises(BackendUnavailableError) as caught:
         await work
     return str(caught.value)
 
 
 async def first_call(pg: ProcessGroup, tensor: Any, setting: tuple[int, ...]) -> str:
-    """Make the first call of a group, with the setting on some ranks; return the error message."""
+    """Make the first call of a group, with the setting on some ranks; return the text of the error."""
     with pytest.MonkeyPatch.context() as patch:  # each rank reads the setting when it makes the call
         if pg.rank() in setting:
             patch.setenv(SETTING, "0")

@@ -1,4 +1,4 @@
-"""Messages of CUDA arrays in groups that use NCCL, which carries messages longer than the eager window."""
+"""Messages of CUDA arrays in NCCL groups; NCCL carries messages longer than the eager window."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ async def test_order_of_messages_and_collectives_can_differ_between_ranks() -> N
 
 
 async def test_batch_starts_in_parts_if_other_ranks_wait_for_its_messages() -> None:
-    """Check a batch of rank 0 whose second receiver first waits for the first one."""
+    """Check a batch of rank 0 whose second receiver first waits for the first receiver."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -532,7 +532,7 @@ async def test_rank_that_leaves_during_an_nccl_message_fails_the_group() -> None
 
 
 async def test_device_messages_are_staged_after_a_rank_has_left(limits: Limits) -> None:
-    """Check that matched messages are staged too if they have not started: NCCL needs all ranks."""
+    """Check that matched but unstarted messages are also staged, since NCCL needs all ranks."""
     limits(device_patience=1e6, device_parting=0.05)
     held = asyncio.Event()
 

@@ -45,7 +45,7 @@ class Libraries:
         self.reduced: dict[int, list[tuple[int, int]]] = {}
 
     def host(self, shape: tuple[int, ...], name: str, device: int) -> np.ndarray:
-        """Return device memory as a NumPy array."""
+        """Return new device memory as a NumPy array in host memory."""
         dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name, name))
         return self.gpu.cuda.allocate(int(np.prod(shape)) * dtype.itemsize, device).view(dtype).reshape(shape)
 

@@ -1,4 +1,4 @@
-"""The launch order on a device, with delayed messages, groups of several loops, and groups that end."""
+"""The launch order on a device, with delayed messages, groups in several event loops, and groups that end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocoll.gpu.launch_order import Lane, LaunchOrder
 
 
 class World:
-    """Devices and messages between them, delivered in random order, but in order between two ranks.
+    """Simulated devices whose messages arrive in random order, but in order between two ranks.
 
     Attributes:
         begun: by device, the group and number of each started call, in order.
@@ -35,7 +35,7 @@ class World:
 
 
 class Calls:
-    """The calls of one group, whose first rank assigns their times."""
+    """The calls of one group, whose first rank assigns the launch times."""
 
     def __init__(self, world: World, group: int, ranks: list[int]) -> None:
         self.world, self.group, self.ranks = world, group, ranks
@@ -137,7 +137,7 @@ def lane_of(order: LaunchOrder, loop: asyncio.AbstractEventLoop, group: int) -> 
 
 
 def propose_time(lane: Lane, number: int) -> list[int]:
-    """Let a lane propose a time in its loop; return a list that gets the time."""
+    """Let a lane propose a launch time in its event loop; return a list that gets the accepted time."""
     found: list[int] = []
     lane.loop.call_soon_threadsafe(lane.propose, number, found.append)
     result_in_loop(lane.loop, lambda: None)
@@ -195,7 +195,7 @@ def test_group_with_a_closed_event_loop_blocks_no_other_group(loops: list[asynci
 
 
 def test_event_loop_closed_before_its_turn_blocks_no_other_group(loops: list[asyncio.AbstractEventLoop]) -> None:
-    """Check a loop that stops after it was notified of its turn and before it handles the notice."""
+    """Check an event loop that stops after it was notified of its turn and before it handles the notice."""
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (propose_time(lost, 1), propose_time(other, 1)) == ([1], [2])

@@ -1,4 +1,4 @@
-"""Awaits that poll the word which a device writes at the end of a call."""
+"""Awaits that poll the end word, which a device writes at the end of a call."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_end_of_an_unfinished_call_is_detected_by_the_completion_thread(cu
 async def test_device_writes_its_end_word_only_after_the_first_of_consecutive_calls(
     cuda: FakeCuda, device: Device
 ) -> None:
-    """Check that the device writes only once for several calls in a row, since a write takes time."""
+    """Check that the device writes its end word once for several consecutive calls, since a write takes time."""
     stream, reported, loop = device.stream(), list[int](), asyncio.get_running_loop()
     for number in range(5):
         launch(device, stream, lambda _, number=number: reported.append(number))  # type: ignore[misc]
@@ -157,7 +157,7 @@ async def test_device_error_is_found_by_the_completion_thread(cuda: FakeCuda, de
 async def test_overwritten_end_of_another_stream_is_found_by_the_completion_thread(
     cuda: FakeCuda, device: Device
 ) -> None:
-    """Check two streams that share the word of a device: the completion thread finds the overwritten end."""
+    """Check two streams that share the end word of a device: the completion thread finds the overwritten end."""
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
     held = GatedCall(cuda, first)
     ends = [loop.create_future() for _ in range(2)]

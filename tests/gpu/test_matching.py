@@ -1,4 +1,4 @@
-"""Matching of device messages: units of messages that start together, and their start."""
+"""Matching of device messages: units of messages that start together, and the moment of their start."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_gpu_run_without_a_device_runs_no_step(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_machine_that_cannot_be_described_is_reported(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """Check the case that the process which describes the machine hangs or writes nothing."""
+    """Let the process that describes the machine hang or write nothing."""
     assert not run.check_machine()
     assert "The machine could not be described; versions and interfaces" in capsys.readouterr().out
 
@@ -387,7 +387,7 @@ atexit.register(played.__exit__, None, None, None)
 
 @pytest.mark.slow
 def test_gpu_run_with_torch_alone_passes(tmp_path: Path) -> None:
-    """Check the steps as on such a machine; only the work of the libraries is simulated."""
+    """Run the steps as on a machine with torch alone; only the work of the libraries is simulated."""
     (tmp_path / "sitecustomize.py").write_text(ALONE)
     (tmp_path / "torch-2.13.0.dist-info").mkdir()
     (tmp_path / "torch-2.13.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")

@@ -1,4 +1,4 @@
-"""Turns on a device, which start in order, one at a time."""
+"""Turns of groups on a device, which start in order, one at a time."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ async def test_forced_algorithm_is_used_and_computes_the_closed_form_results(
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "PREMUL_SUM"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16"])
 async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: str, transport: str) -> None:
-    """Sum random values: ranks that added them in different orders would round differently."""
+    """Sum random values, which would round differently if ranks added them in different orders."""
     if dtype == "complex64" and op == "MIN":
         pytest.skip("MIN is not defined on complex numbers")
 
@@ -92,7 +92,7 @@ async def test_integer_averages_truncate_toward_zero(pg: ProcessGroup, values: l
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("kind", ["allreduce", "reduce", "reduce_scatter", "scan", "exscan"])
 async def test_noncommutative_op_receives_operands_in_rank_order(kind: str, transport: str) -> None:
-    """Check in the op that the left operand has only lower ranks than the right one: elements are bit sets of ranks."""
+    """Use elements that are bit sets of ranks; the op checks that its left operand has only lower ranks."""
     wrong: list[tuple[Any, Any]] = []
 
     def join(a: Any, b: Any, out: Any) -> None:
@@ -139,7 +139,7 @@ async def test_custom_op_receives_arrays_of_the_tensors_dtype() -> None:
 
 
 def test_result_check_of_the_tests_finds_a_wrong_element() -> None:
-    """Check the comparison on which the whole test matrix relies."""
+    """Check the comparison of results on which the whole test matrix relies."""
     call = Call({"kind": "allreduce", "dtype": "float16", "op": "SUM", "root": 0, "world_size": 3, "count": "1000"}, 0)
     from ..reductions import equal
 

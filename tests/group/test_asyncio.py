@@ -100,7 +100,7 @@ async def test_asyncio_wait_returns_at_the_requested_condition(pg: ProcessGroup)
 
 @pytest.mark.ranks(2)
 async def test_asyncio_wait_returns_at_the_first_failure(pg: ProcessGroup) -> None:
-    """Check also that the group survives a receive that timed out."""
+    """Check also that the group still works after a receive has timed out."""
     never = pg.recv_object(1 - pg.rank(), tag=1)
     fails = pg.recv_object(1 - pg.rank(), tag=2, timeout=0.01)
     done, pending = await asyncio.wait([never, fails], return_when=asyncio.FIRST_EXCEPTION)

@@ -30,7 +30,7 @@ from ..ranks import LINKS, over, until
 
 
 def grid_of(pg: ProcessGroup, dims: Sequence[int], periods: Any = None) -> CartesianGroup[ProcessGroup]:
-    """Return the grid that contains this rank; fail if the rank is outside."""
+    """Return the grid that contains this rank; fail if the rank is outside of the grid."""
     cart = pg.cart(dims, periods)
     assert cart is not None
     return cart
@@ -234,7 +234,7 @@ async def test_halo_supports_torch_tensors(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(4)
 @over("memory", "unix", "shm")
 async def test_large_halos_complete_concurrently(pg: ProcessGroup) -> None:
-    """Check that halos start at the call, progress without an await and may end in any order."""
+    """Check that halo exchanges start at the call, progress without an await and may end in any order."""
     cart = grid_of(pg, [2, 2], [True, False])
     # Each face is larger than 300 KiB, so that it needs the receiver's grant on both axes.
     arrays = []
@@ -258,7 +258,7 @@ async def test_large_halos_complete_concurrently(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 async def test_concurrent_halos_that_overtake_each_other_do_not_mix_data(pg: ProcessGroup) -> None:
-    """Let a short halo overtake a long one on the ranks of column 0, and follow it on those of column 1."""
+    """Let a short halo exchange overtake a long one on the ranks of column 0, and follow it on those of column 1."""
     cart = grid_of(pg, [2, 2], True)
     row, column = cart.coords()
     long, short = np.zeros((3, 500_000)), np.zeros((3, 3))

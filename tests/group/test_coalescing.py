@@ -66,7 +66,7 @@ def ones(count: int = 4, value: float = 1.0) -> Any:
 
 
 def mixed_cases(world_size: int) -> Iterator[Case]:
-    """Yield calls of every kind, dtype and op, with varying counts and roots."""
+    """Yield collective calls of every kind, dtype and op, with varying counts and roots."""
     counts, roots = cycle(each for each in COUNTS if each != "1000000"), cycle(range(world_size))
     for kind, dtype, op in product(REDUCING + MOVING, DTYPES, OPS):
         if kind in MOVING and op != "SUM":
@@ -77,7 +77,7 @@ def mixed_cases(world_size: int) -> Iterator[Case]:
 
 
 async def run_all_calls(pg: ProcessGroup) -> list[bytes]:
-    """Make all calls in one block, each in its own task; check the results and return the sums as bytes."""
+    """Make all calls in one block, each in a separate task; check the results and return the sums as bytes."""
     calls = [(case, Call(case, pg.rank())) for case in mixed_cases(pg.size())]
     async with pg.coalescing() as batch:
         found = await asyncio.gather(*(call.run(pg) for _, call in calls))
@@ -742,7 +742,7 @@ async def test_wrong_tensor_in_a_list_call_is_refused_before_sending(pg: Process
 
 
 class StartingInterceptor:
-    """An interceptor that starts the calls unchanged."""
+    """An interceptor that starts all calls unchanged."""
 
     moves_nothing = False
     records = False

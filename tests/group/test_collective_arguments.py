@@ -137,7 +137,7 @@ async def test_narrow_floats_are_summed(pg: ProcessGroup, name: str) -> None:
 
 @pytest.mark.ranks(5)
 async def test_sum_of_many_small_narrow_floats_is_rounded_once(pg: ProcessGroup) -> None:
-    """Check that rounding happens once: bfloat16 has no 257, so that rounding after each addition would leave 256."""
+    """Check that the sum is rounded once: bfloat16 has no 257, so rounding after each addition would leave 256."""
     tensor = np.full(10, 256 if pg.rank() == 0 else 1, ml_dtypes.bfloat16)
     await pg.allreduce(tensor)
     assert (tensor.astype("float32") == 260).all()

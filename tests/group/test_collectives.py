@@ -42,7 +42,7 @@ MARGIN = 8
 
 
 def valid(case: Case) -> bool:
-    """Return whether a case, possibly an incomplete one, is a valid call."""
+    """Return whether a case, which may be incomplete, can become a valid call."""
     root, kind, op = case.get("root", 0), case.get("kind"), case.get("op")
     if root >= case.get("world_size", max(SIZES)) or (root and kind is not None and kind not in ROOTED):
         return False
@@ -89,7 +89,7 @@ class Call:
         return _data(self.dtype, self.op, rank, 0, self.count)
 
     def part(self, rank: int, part: int) -> Any:
-        """Return a rank's data for one part of the whole."""
+        """Return a rank's data for one part of the whole array."""
         start, stop = self.cuts[part : part + 2]
         return _data(self.dtype, self.op, rank, start, stop - start)
 
@@ -97,7 +97,7 @@ class Call:
         return _total(self.op, self.dtype, ranks, start, stop - start, self.size)
 
     def mine(self, values: Any) -> Any:
-        """Return `values` between margins, which reveal writes beyond the array."""
+        """Return `values` between margins, which reveal writes beyond the array bounds."""
         around = np.full(len(values) + 2 * MARGIN, 1, numpy_dtype(self.dtype))
         around[MARGIN : len(around) - MARGIN] = values
         self.margins.append(around)
@@ -184,7 +184,7 @@ class Call:
 
 
 async def check(pg: ProcessGroup, cases: list[Case]) -> list[bytes]:
-    """Run cases one after the other; return the bytes of the allreduced tensors."""
+    """Run cases one after the other; check the results and return the bytes of the allreduced tensors."""
     seen = []
     for case in cases:
         call = Call(case, pg.rank())

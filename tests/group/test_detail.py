@@ -50,7 +50,7 @@ async def run_detailed(world_size: int, fn: Callable[..., Any], *args: Any, tran
 
 
 async def mismatch_of(work: Work[Any]) -> CollectiveMismatchError:
-    """Return the mismatch with which a work fails."""
+    """Return the mismatch error with which a work fails."""
     with pytest.raises(CollectiveMismatchError) as caught:
         await work
     return caught.value
@@ -135,7 +135,7 @@ async def test_compared_mismatch_is_raised_on_every_rank_over_sockets(start: int
 
 @pytest.mark.parametrize("kind", ["allreduce", "reduce", "broadcast", "scan", "exscan"])
 def test_different_shapes_with_the_same_element_count_are_reported_as_a_mismatch(kind: str) -> None:
-    """Check calls that would match without the comparison."""
+    """Check calls that would match without the comparison of shapes."""
     calls: dict[str, Callable[[ProcessGroup, Any], Work[Any]]] = {
         "allreduce": lambda pg, x: pg.allreduce(x),
         "reduce": lambda pg, x: pg.reduce(x, 1),
@@ -298,7 +298,7 @@ def test_consecutive_ordered_and_keyed_mismatches_are_all_raised() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_mixed_calls_in_random_order_raise_equal_errors_on_all_ranks(seed: int) -> None:
-    """Mix ordered and keyed calls of all kinds, some of which differ, over links with latency."""
+    """Mix ordered and keyed calls of all kinds, some of which differ between ranks, over links with latency."""
     names = [*KINDS]
 
     async def rank(pg: ProcessGroup) -> list[str | None]:
@@ -347,7 +347,7 @@ async def make_calls_in_a_block(pg: ProcessGroup, *calls: Callable[[], Work[Any]
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_coalescing_block_is_compared_as_one_call(transport: str) -> None:
-    """Check that a block takes one number on every rank, however many buckets it has, so that later calls match."""
+    """Check that a block takes one sequence number on every rank, whatever its buckets, so that later calls match."""
 
     async def rank(pg: ProcessGroup) -> None:
         async with pg.coalescing() as batch:
@@ -368,7 +368,7 @@ async def test_coalescing_block_is_compared_as_one_call(transport: str) -> None:
 
 
 def test_mismatch_of_coalescing_blocks_is_raised_on_all_ranks() -> None:
-    """Drop or change the last of 40 calls on rank 1."""
+    """Omit or change the last of the 40 calls of a block on rank 1."""
 
     async def rank(pg: ProcessGroup) -> None:
         for missing in (True, False):

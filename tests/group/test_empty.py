@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs m
 
 
 class Puts:
-    """Counts of the chunk queues: bytes copied into them, and chunks put by reference."""
+    """Counts of chunk queue writes: bytes copied into chunks, and chunks put by reference."""
 
     def __init__(self) -> None:
         self.clear()
@@ -49,7 +49,7 @@ class Puts:
 
 @pytest.fixture
 def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
-    """Count the puts of all links; disable the accelerator, whose puts Python cannot count."""
+    """Count the chunk queue writes of all links; disable the accelerator, whose writes Python cannot count."""
     counts, has = Puts(), Communicator.is_on_all_cards
     monkeypatch.setattr(Chunks, "connect", lambda *_: None)
     monkeypatch.setattr(Communicator, "is_on_all_cards", lambda comm, name: name != "native" and has(comm, name))
@@ -90,7 +90,7 @@ async def registered_array(pg: ProcessGroup, values: Any) -> Any:
 
 
 async def make_mapped(pg: ProcessGroup, array: Any) -> None:
-    """Make calls on the array until the neighbours have mapped it."""
+    """Make calls on a registered array until the neighbours have mapped its memory."""
     for _ in range(WARM):
         await pg.allreduce(array, ReduceOp.MAX)
 
@@ -121,7 +121,7 @@ FULL = [
 @pytest.mark.ranks(*SIZES, timeout=240.0)
 @over("shm")
 async def test_registered_arrays_give_the_same_results_as_plain_arrays(pg: ProcessGroup, cases: list[Case]) -> None:
-    """Compare the bits with those of plain arrays, and the values with the closed form."""
+    """Compare the result bits with those of plain arrays, and the values with the closed form."""
     world_size = pg.size()
     count = world_size * 40_000 + 1
     for op, dtype in [(case["op"], case["dtype"]) for case in cases if case["world_size"] == world_size]:
@@ -188,7 +188,7 @@ async def test_registered_arrays_are_accepted_by_all_other_calls(pg: ProcessGrou
 @pytest.mark.ranks(2, 3, 4)
 @over("shm")
 async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) -> None:
-    """Check an array that the neighbours have mapped, and its slices and other views."""
+    """Check a registered array that the neighbours have mapped, and its slices and other views."""
     array = await registered_array(pg, np.zeros((100, 10_000), np.float32))
     await make_mapped(pg, array)
     for part in (array, array[3:], array.reshape(-1)[7:], array.T.T, array.view(np.int32), memoryview(array)):
@@ -218,7 +218,7 @@ async def test_array_outside_of_registered_memory_is_copied(pg: ProcessGroup, pu
 
 
 def test_schedule_overwrites_no_piece_before_the_neighbour_has_read_the_piece() -> None:
-    """Derive the order of events from the schedule alone: a piece must be taken before it is overwritten."""
+    """Derive the order of events from the schedule alone; a piece must be read before it is overwritten."""
     for size in range(2, 8):
         for pieces in (1, 2, 3, 7):
             _check_hazard(size, order(2 * (size - 1), pieces))
@@ -270,7 +270,7 @@ async def test_keyed_calls_on_registered_arrays_match_in_any_order(puts: Puts) -
 @pytest.mark.ranks(4)
 @over("shm")
 async def test_work_completes_after_all_ranks_have_read_its_array(pg: ProcessGroup) -> None:
-    """Overwrite the result as soon as the work is done."""
+    """Overwrite the result array as soon as the work is done."""
     array = await pg.empty(LARGE, np.int64)
     for turn in range(30):
         array[:] = turn + pg.rank()
@@ -313,7 +313,7 @@ async def test_failed_operation_never_completes_with_data_written_after_the_fail
 
 
 async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
-    """Let an operation fail after it has put all its pieces and released the lane, but before a peer has read them."""
+    """Let an operation fail after it has put all its pieces and released the lane, before a peer has read them."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
     count = 2 * PIECE // 8  # one piece for each rank's part
 
@@ -361,7 +361,7 @@ async def test_ranks_with_registered_arrays_continue_after_an_abort(pg: ProcessG
 
 
 async def test_chunk_queue_stays_usable_after_a_reduce_function_raises(puts: Puts) -> None:
-    """Check that the pieces of the failed group are released only once, even if a rank was about to read one."""
+    """Check that the chunks of the failed group are freed once, even if a rank was about to read one."""
 
     async def rank(pg: ProcessGroup) -> None:
         def fail(a: Any, b: Any, out: Any) -> None:
@@ -442,7 +442,7 @@ async def test_last_view_of_a_registered_array_can_be_deleted_in_any_thread(pg: 
 @pytest.mark.ranks(2)
 @over("shm")
 async def test_address_of_a_deleted_registered_array_is_no_longer_registered(pg: ProcessGroup) -> None:
-    """Check that other memory at this address would not be taken for registered memory."""
+    """Check that other memory at the same address is not taken for registered memory."""
     array = await registered_array(pg, np.ones(LARGE))
     registry = comm_of(pg).endpoint.registered_memory
     (segment,) = registry.segments
@@ -560,7 +560,7 @@ async def test_empty_returns_an_ordinary_array_if_shared_memory_is_unavailable(
 
 
 async def test_empty_refuses_an_array_larger_than_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the size first: the kernel would not refuse it, but kill a process."""
+    """Check that the size is tested first: the kernel would not refuse it, but kill a process."""
     replaced(monkeypatch, memory_available=lambda: LARGE)
 
     async def rank(pg: ProcessGroup) -> None:
@@ -586,7 +586,7 @@ async def test_cancelled_call_of_empty_leaves_no_memory(pg: ProcessGroup, turns:
 
 
 async def _correct_by_turn(pg: ProcessGroup) -> list[bool]:
-    """Reduce slices of a registered array; return whether each result is right."""
+    """Reduce slices of a registered array one by one; return whether each result is correct."""
     array = await pg.empty(3 * LARGE, np.float32)
     results = []
     for turn in range(6):

@@ -79,7 +79,7 @@ CALLS: dict[str, Call] = {
 
 @contextmanager
 def all_garbage() -> Iterator[list[Any]]:
-    """Yield a list; at the end, add the objects that only the garbage collector has found."""
+    """Yield a list that gets, at the end, the objects which only the garbage collector has found."""
     found: list[Any] = []
     gc.collect()
     gc.disable()

@@ -214,7 +214,7 @@ async def test_message_sent_before_leaving_is_received(transport: str) -> None:
 async def test_goodbye_does_not_overtake_data_on_a_link_that_is_not_yet_accepted(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let rank 0 accept the data link so late that the goodbye on the control link arrives first."""
+    """Let rank 0 accept the data link only after the goodbye on the control link has arrived."""
     receive = stream.receive_message
 
     async def receive_slowly(stream: ByteStream, nbytes: int) -> bytes:
@@ -276,7 +276,7 @@ async def test_leaving_right_after_a_collective_causes_no_failure(call: str, tra
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_ranks_can_leave_a_group_in_any_order(transport: str) -> None:
-    """Let ranks leave in several orders, and send notices to the ranks that stay."""
+    """Let ranks leave in several orders, each sending notices to the remaining ranks."""
 
     async def rank(pg: ProcessGroup, order: list[int]) -> None:
         mine = order.index(pg.rank())
@@ -292,7 +292,7 @@ async def test_ranks_can_leave_a_group_in_any_order(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_failure_is_reported_to_all_ranks_after_the_first_ranks_have_left(transport: str) -> None:
-    """Abort when rank 2 is the hub, because ranks 0 and 1 have left."""
+    """Abort the group after ranks 0 and 1 have left, so that rank 2 is the hub."""
     informed = set()
 
     async def rank(pg: ProcessGroup) -> None:

@@ -30,7 +30,7 @@ from ..ranks import LINKS, options, until
 
 
 async def results_on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: Awaitable[Any]) -> list[Any]:
-    """Run `then` on each rank, and `others` concurrently; return all results."""
+    """Run `then` on each rank, and the coroutines `others` concurrently; return all results."""
 
     async def rank(number: int) -> Any:
         async with new_group(rank=number, world_size=world_size, **where) as pg:
@@ -41,7 +41,7 @@ async def results_on_ranks(where: dict[str, Any], world_size: int, then: Any, *o
 
 
 def waits_for_newcomers(store: HashStore) -> bool:
-    """Return whether rank 0 waits for another newcomer."""
+    """Return whether rank 0 is waiting for another newcomer."""
     return any(waiter.keys[0].startswith("aiocoll/grow/came/") for waiter in waits_of(store).values())
 
 
@@ -74,7 +74,7 @@ async def test_grow_fails_if_the_group_fails_before_newcomers_arrive(world_size:
 
 @pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_grow_fails_on_the_death_of_a_rank_while_waiting_for_newcomers(victim: int) -> None:
-    """Check that the survivors grow again with the newcomer that already waits."""
+    """Check that the surviving ranks grow again with the newcomer that already waits."""
     store = HashStore()
     where = {"store": store, "options": options("unix")}
 
@@ -169,7 +169,7 @@ async def test_grow_fails_if_the_group_fails_any_number_of_iterations_after_an_a
 
 
 class UnansweringStore(HashStore):
-    """A store that never returns the reply to the first stored assignment."""
+    """A store that never returns the reply to the request that stores the first assignment."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ async def test_grow_fails_if_the_group_fails_during_the_assignments() -> None:
 
 
 async def test_grow_fails_on_the_death_of_the_store_host() -> None:
-    """Close the store before rank 0 receives the cause, which is the end of the host process."""
+    """Close the store before rank 0 receives the cause, the end of the store host's process."""
     server = StoreServer(key=None)
     host, port = server.start()
     stores = [TCPStore(host, port) for _ in range(2)]
@@ -319,7 +319,7 @@ async def test_grow_includes_all_present_newcomers(world_size: int, transport: s
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 async def test_grow_includes_all_newcomers_present_at_an_external_store(kind: str, tmp_path: Path) -> None:
-    """Use stores that reply with some delay."""
+    """Use stores whose replies have some latency."""
     async with AsyncExitStack() as stack:
         if kind == "tcp":
             server = await stack.enter_async_context(TCPStore("127.0.0.1", 0, is_master=True))
@@ -343,7 +343,7 @@ async def test_grow_includes_all_newcomers_present_at_an_external_store(kind: st
 
 
 async def test_newcomers_are_notified_of_a_timed_out_meeting() -> None:
-    """Let one of two newcomers never reach the meeting at which it was assigned a rank."""
+    """Let one of two newcomers never appear at the meeting for which it was assigned a rank."""
     store = HashStore()
     late = PausingStore(store)
 

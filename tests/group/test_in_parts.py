@@ -37,7 +37,7 @@ CALLS = [allgather, reduce_scatter, alltoall]
 
 
 def record_views(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that gets an entry for each array that calls examine without a cached plan."""
+    """Return a list with an entry for each array that a call examines without a cached plan."""
     viewed: list[Any] = []
     spy = lambda *args, **_: viewed.append(args)  # noqa: E731
     spied(patch, collective_view=spy, whole_view=spy)
@@ -45,7 +45,7 @@ def record_views(patch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def arrays(call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int) -> tuple[Any, Any]:
-    """Return the arrays of this rank's call, the whole one first; part p of rank r has the value first + p + 10 r."""
+    """Return the arrays of this rank's call, the whole array first; part p of rank r has the value first + p + 10 r."""
     size, rank = pg.size(), pg.rank()
     whole = np.zeros((size * shape[0], *shape[1:]), dtype)
     if call is allgather:

@@ -51,7 +51,7 @@ CALLS = [allgather, gather, scatter, reduce_scatter, alltoall]
 def arrays(
     call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int, root: int, grow: int
 ) -> Arrays:
-    """Return the sent and the received arrays; those from rank r to rank s have `grow` (r + s) more rows.
+    """Return the sent and received arrays; arrays from rank r to rank s have `grow` (r + s) additional rows.
 
     In an allgather and a gather, s counts as 0; in a scatter and a reduce_scatter, r counts as 0.
     """

@@ -29,7 +29,7 @@ def layout(value: str, index: str, number: int) -> np.dtype[Any]:
 
 
 def data(dtype: np.dtype[Any], count: int, rank: int) -> Any:
-    """Return pairs with few different values, so that many are equal, and with NaNs if the dtype has them."""
+    """Return value-index pairs with many equal values, and with NaNs if the dtype has them."""
     at = np.arange(count)
     x = np.zeros(count, dtype)
     values = (at * 5 + rank * 3 + at // 7 * rank) % 4 - 2.0
@@ -47,7 +47,7 @@ def data(dtype: np.dtype[Any], count: int, rank: int) -> Any:
 
 
 def located_pairs(op: ReduceOp, inputs: list[Any]) -> Any:
-    """Select the pairs one by one, following the definition in the documentation."""
+    """Select the expected pairs one by one, following the definition in the documentation."""
     result = inputs[0].copy()
     for place in range(len(result)):
         best = None
@@ -119,7 +119,7 @@ async def test_minloc_and_maxloc_support_every_value_and_index_dtype(pg: Process
 @over(*LINKS)
 @pytest.mark.ranks(2, 3, 4)
 async def test_minloc_and_maxloc_of_large_arrays_are_correct(pg: ProcessGroup) -> None:
-    """Use arrays that rings and trees split, with a known winner at each place."""
+    """Use arrays that rings and trees split, with a known winning rank at each position."""
     size, rank = pg.size(), pg.rank()
     for dtype in (FLOAT_INT, layout("float64", "int32", 0)):
         at = np.arange(200_001)

@@ -69,7 +69,7 @@ async def test_nan_bits_of_scalars_are_equal_on_all_ranks(pg: ProcessGroup) -> N
 
 @each(("op", "dtype"), cases())
 def test_fold_result_does_not_depend_on_which_input_is_also_the_output(op: str, dtype: str) -> None:
-    """Fold into each input in turn, because a rank reduces into its own array, whose place is its rank."""
+    """Fold into each input in turn, since a rank reduces into its own array, whose position is its rank."""
     for size in (2, 3, 4):
         for count in COUNTS[:6]:
             found = set()
@@ -87,7 +87,7 @@ def test_fold_result_does_not_depend_on_which_input_is_also_the_output(op: str, 
 @pytest.mark.ranks(3, 4)
 @over("memory", "shm")
 async def test_elements_are_reduced_on_one_rank_if_the_ranks_produce_different_nans(pg: ProcessGroup) -> None:
-    """Mark the ranks as ranks whose arithmetic produces different NaNs."""
+    """Pretend that the arithmetic of the ranks produces different NaNs."""
     comm = comm_of(pg)
     assert comm.makes_same_nans
     comm.makes_same_nans = False

@@ -27,7 +27,7 @@ OPS: tuple[tuple[str, ReduceOp], ...] = (
 
 
 def result_of(dtype: str, op: ReduceOp, size: int) -> Any:
-    """Return the result of reducing a 1 of each rank."""
+    """Return the result of a reduction of the number 1 of each rank."""
     return {"SUM": size, "add": size, "AVG": 1, "PREMUL_SUM": 2 * size, "BXOR": size % 2 == 1}[op.name]
 
 
@@ -186,7 +186,7 @@ async def test_array_without_dimensions_cannot_be_divided_among_ranks(pg: Proces
 @pytest.mark.ranks(1, 2, 3)
 @over(*LINKS)
 async def test_empty_tensor_calls_follow_empty_list_calls(pg: ProcessGroup) -> None:
-    """Include a group of one rank, where both forms have arrays of equal shapes, and so one cached plan."""
+    """Include a group of one rank, where both forms of the call have arrays of equal shapes and share a cached plan."""
     size, empty = pg.size(), np.empty(0)
     for _ in range(2):
         await pg.reduce_scatter(empty.copy(), [empty] * size)

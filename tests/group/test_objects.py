@@ -14,7 +14,7 @@ from ..ranks import TRANSPORTS, over, run_ranks
 
 
 def sized_object(rank: int, other: int = 0) -> dict[str, Any]:
-    """Return an object that is larger for higher ranks: some travel in one frame, some wait for a grant."""
+    """Return an object that is larger for higher ranks: some fit in one frame, others wait for a grant."""
     return {"rank": rank, "other": other, "nested": [(rank, {1, 2}), None], "bytes": b"x" * 150_000 * rank}
 
 

@@ -34,13 +34,13 @@ from ..ranks import LINKS, over
 
 
 def is_quick(plan: CallPlan[Any]) -> bool:
-    """Return whether a start of the plan skips all checks."""
+    """Return whether starting the plan skips all checks."""
     again: Any = plan._start_call
     return again.func.__name__ == "_start_again"
 
 
 def call_cases(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, int], None], bool]]:
-    """Return cases: a call, its arguments, a check of its result in a step, and whether a start skips the checks."""
+    """Return cases: a call, its arguments, a check of its result in a step, and whether starts skip the checks."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     total = size * (size - 1) // 2
@@ -124,7 +124,7 @@ def fill_arrays(args: Any, value: float) -> None:
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3)
 async def test_started_plan_matches_a_new_call(pg: ProcessGroup) -> None:
-    """Start plans on some ranks and make plain calls on others, which must match."""
+    """Start plans on some ranks and make plain calls, which must match, on others."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     for number, (call, args, check, quick) in enumerate(call_cases(pg)):
@@ -336,7 +336,7 @@ async def test_plan_start_does_not_examine_its_arrays_again(pg: ProcessGroup, mo
 
 @pytest.mark.ranks(2)
 async def test_creation_of_a_list_plan_reads_and_writes_no_tensors(pg: ProcessGroup, limits: Limits) -> None:
-    """Plan the list with no time left for packing."""
+    """Plan a list call when no time is left for packing."""
     limits(packing_budget=-1)
     x, y = np.zeros(3), np.zeros(2)
     plan = pg.plan(pg.allreduce_coalesced, [x, y])

@@ -210,7 +210,7 @@ async def test_batch_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) -> Non
 @pytest.mark.ranks(2)
 @over("unix")
 async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
-    """Cancel the await while the message is arriving."""
+    """Cancel the await of the receive while its message is arriving."""
     if pg.rank() == 0:
         await pg.send(np.ones(4 * MIB), 1)
     else:
@@ -325,7 +325,7 @@ async def test_cancelled_incoming_iterator_loses_no_messages(pg: ProcessGroup) -
 
 @pytest.mark.ranks(3)
 async def test_pending_incoming_iterator_raises_the_cause_of_the_group_failure(pg: ProcessGroup) -> None:
-    """Compare with a pending receive; a step after the failure is a later call, whose error has the cause behind it."""
+    """Compare with a pending receive, and with an iteration step after the failure, whose error has the cause."""
     incoming = pg.incoming()
     waiting = [asyncio.ensure_future(anext(each)) for each in (incoming, pg.incoming(tag=1))]
     await until(lambda: len(comm_of(pg).matching._listeners) == 2)
@@ -388,7 +388,7 @@ async def test_empty_message_completes_its_receive_once(monkeypatch: pytest.Monk
 async def test_incoming_iterator_requests_the_rest_of_an_announced_message(
     pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deliver a part of the message, and the READY frame for the rest in a later loop iteration."""
+    """Deliver a part of the message first, and the READY frame for the rest in a later loop iteration."""
     if pg.rank() == 1:
         await pg.recv_object(0)
         return

@@ -36,7 +36,7 @@ class KeepingInterceptor:
         return work
 
     def start(self) -> None:
-        """Start all calls unchanged."""
+        """Start all kept calls unchanged."""
         d = dispatcher_of(self.pg)
         for call, work in self.calls:
             completion = completion_of(work)
@@ -45,7 +45,7 @@ class KeepingInterceptor:
 
 
 def interceptor_with(pg: ProcessGroup, *calls: Callable[[], Any]) -> KeepingInterceptor:
-    """Return an interceptor that has taken these calls."""
+    """Return an interceptor that has taken the given calls."""
     keeping = KeepingInterceptor(pg)
     with dispatcher_of(pg).scoped(keeping):
         for call in calls:

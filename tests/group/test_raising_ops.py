@@ -23,7 +23,7 @@ class Broken(Exception):
 
 
 class Op:
-    """An op that raises, with the first exception that it raised."""
+    """A custom op that raises, and the first exception that it raised."""
 
     def __init__(self) -> None:
         self.raised: Exception | None = None
@@ -37,7 +37,7 @@ class Op:
             raise
 
     def check(self, pg: ProcessGroup, error: GroupError) -> None:
-        """Check that `error` leads the user to the line that raised."""
+        """Check that `error` leads the user to the line that raised the exception."""
         assert "its reduce function raised Broken: no such case" in str(error)
         if error.ranks != (pg.rank(),):
             assert not isinstance(error.__cause__, Broken)

@@ -23,7 +23,7 @@ STEPS = len(dumps(NUMBERS)) // STEP
 
 
 def make_steps_slow(pg: ProcessGroup) -> None:
-    """Make every decoding step of this rank use up the time that a callback may take."""
+    """Make every decoding step of this rank take as long as a callback may take."""
     seconds = itertools.count()
     comm_of(pg).endpoint.runtime.ticks = lambda: float(next(seconds))
 
@@ -102,7 +102,7 @@ async def test_end_of_the_group_ends_the_decoding_of_an_object(call: str, monkey
 async def test_malformed_large_object_is_refused_and_the_group_continues(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Append a byte that only the last step finds to be invalid; the group continues."""
+    """Append a byte that only the last decoding step finds to be invalid; the group continues."""
     replaced(monkeypatch, object_dumped=lambda obj, **_: dumps(obj) + b"\xc0")
 
     async def rank(pg: ProcessGroup) -> None:
@@ -121,7 +121,7 @@ async def test_malformed_large_object_is_refused_and_the_group_continues(
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_cancelled_incoming_iterator_loses_no_partly_decoded_message(pg: ProcessGroup) -> None:
-    """Keep cancelling: the decoded part is kept each time, so that every message arrives."""
+    """Cancel repeatedly; the decoded part is kept each time, so that every message arrives."""
     await pg.barrier()
     make_steps_slow(pg)
     if pg.rank() == 0:

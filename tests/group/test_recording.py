@@ -122,7 +122,7 @@ async def test_written_dump_file_equals_the_returned_dump(tmp_path: Path) -> Non
 
 
 def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Check that events have all fields and do not overlap in a thread; return the events of operations."""
+    """Check that trace events have all fields and do not overlap in a thread; return the events of operations."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
     whole = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for event in trace["traceEvents"]:
@@ -268,7 +268,7 @@ async def test_log_names_the_dump_option_without_a_directory(caplog: pytest.LogC
 
 @pytest.fixture
 def earlier_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Install a handler before any group, hide the listeners of other tests, and yield the received signals."""
+    """Install a signal handler before any group, hide the listeners of other tests, and yield the received signals."""
     replaced(monkeypatch, signal_listeners=WeakSet())
     had: list[int] = []
 

@@ -34,7 +34,7 @@ DTYPES = (
 
 
 def random_elements(dtype: np.dtype[Any], count: int, seed: int) -> Any:
-    """Return elements with random bytes that are valid in `dtype`, also in the padding."""
+    """Return array elements with random bytes, also in the padding, that are valid in `dtype`."""
     data = np.random.default_rng(seed).integers(1, 100, count * dtype.itemsize, dtype=np.uint8)
     if dtype.kind == "U":
         return np.array([str(seed + each)[:2] for each in range(count)], dtype)

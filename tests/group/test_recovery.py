@@ -395,7 +395,7 @@ async def test_grow_on_other_ranks_fails_if_rank_0_cancels_it(pg: ProcessGroup) 
 @pytest.mark.ranks(4)
 @over(*LINKS)
 async def test_old_and_new_groups_can_close_in_any_order(pg: ProcessGroup) -> None:
-    """Let each rank close them in a different order, some before others have made the new group."""
+    """Let each rank close the groups in a different order, some before other ranks have made the new group."""
     await wait_for_all_ranks(pg)
     pg.abort("to shrink")
     small = await pg.shrink()

@@ -33,7 +33,7 @@ SPACE = {"dtype": DTYPES, "count": ("1000000",), "root": range(max(SIZES)), "wor
 
 @pytest.fixture
 def options(tmp_path: Path) -> GroupOptions:
-    """Return options by which single copy always pays, however the receiver uses the data."""
+    """Return options with which every large array is read in place, however the receiver uses the data."""
     return GroupOptions(transport="shm", tuning=tuning(tmp_path))
 
 
@@ -46,7 +46,7 @@ def tuning(folder: Path) -> str:
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return a list that gets the place of each payload that is sent by reference."""
+    """Return a list to which the place of each payload sent by reference is appended."""
     seen: list[tuple[int, int]] = []
 
     def record_place(writer: ReferenceWriter, header: bytes, place: tuple[int, int], *_: Any) -> None:
@@ -89,7 +89,7 @@ async def test_single_copy_gives_the_closed_form_results(
 async def test_single_copy_makes_additional_copies_only_of_unexpected_data(
     kind: str, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
-    """Check the second call, when all ranks have published their memory."""
+    """Check the second call, after all ranks have published their memory."""
 
     async def rank(pg: ProcessGroup) -> None:
         without_accelerator(pg)
@@ -158,7 +158,7 @@ CALLS = {
 async def test_registered_arrays_are_read_in_place_in_their_segments(
     kind: str, keyed: bool, sub: bool, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
-    """Include keyed calls and subgroups, with single copy disabled."""
+    """Include keyed calls and subgroups, with single copy disabled for other memory."""
 
     async def rank(pg: ProcessGroup) -> None:
         without_accelerator(pg)
@@ -207,7 +207,7 @@ async def test_unexpected_large_message_is_kept_by_its_sender(options: GroupOpti
 async def test_large_message_is_read_in_place_as_one_frame(
     options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
-    """Let the receiver call late: it would have to copy the frames that arrive before its call."""
+    """Let the receiver call late, when it would have to copy frames that arrive before its call."""
     messages = 3
 
     async def rank(pg: ProcessGroup) -> None:
@@ -225,7 +225,7 @@ async def test_large_message_is_read_in_place_as_one_frame(
 
 
 async def test_failed_call_never_delivers_data_written_after_the_failure(options: GroupOptions) -> None:
-    """Overwrite the array as soon as its send has failed; the receiver must fail too, or have all of the data."""
+    """Overwrite the array as soon as its send has failed; the receiver must fail too, or already have all the data."""
     pattern = -7.0
 
     async def rank(pg: ProcessGroup, turns: int) -> None:
@@ -253,7 +253,7 @@ async def test_failed_call_never_delivers_data_written_after_the_failure(options
 
 
 async def test_withdrawn_data_is_returned_to_the_window(options: GroupOptions) -> None:
-    """Fail many groups that share a link; if window bytes were lost, nothing could be sent eagerly in the end."""
+    """Fail many groups that share a link; if bytes of the window were lost, eager sends would end."""
     nbytes = 200_000
 
     async def rank(pg: ProcessGroup) -> None:
@@ -315,7 +315,7 @@ async def test_sent_array_can_be_overwritten_as_soon_as_each_of_many_sends_compl
 
 
 async def test_single_copy_can_be_disabled_by_one_rank(references: list[tuple[int, int]], tmp_path: Path) -> None:
-    """Disable it on rank 1, which then neither reads other ranks' memory nor lets them read its own."""
+    """Disable single copy on rank 1, which then neither reads other ranks' memory nor lets them read its own."""
     from aiocoll import new_group
     from aiocoll.store import HashStore
 

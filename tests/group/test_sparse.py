@@ -32,7 +32,7 @@ SHAPE = (12, 7)
 
 
 def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
-    """Return a rank's array: entries in the first row on every rank, and in a row of its own."""
+    """Return a rank's sparse array: entries in the first row on every rank, and in a separate row per rank."""
     dense = np.zeros(shape, dtype)
     dense[0] = rank + 1
     dense[1 + rank % (shape[0] - 1)] = 100

@@ -32,7 +32,7 @@ def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64") -> An
 
 @pytest.fixture(params=["loop", "thread"])
 def place(request: pytest.FixtureRequest, limits: Limits) -> str:
-    """Force whether the loop or a thread reads and makes the arrays."""
+    """Force whether the event loop or a thread reads and makes the sparse arrays."""
     limits(sparse_inline=-1 if request.param == "thread" else 1 << 30)
     return str(request.param)
 
@@ -60,7 +60,7 @@ async def test_sparse_messages_can_be_sent_around_a_ring(pg: ProcessGroup, place
 @over(*LINKS)
 @pytest.mark.ranks(2)
 async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
-    """Send a large array, which a thread reads first, and then arrays that could be sent at once."""
+    """Send a large array, which a thread reads first, followed by arrays that could be sent at once."""
     shape = 2000, 2000
     large = scipy.sparse.random_array(shape, density=0.05, format="coo", rng=np.random.default_rng(1))
     for tag, (src, dst) in enumerate(((0, 1), (1, 1))):
@@ -218,7 +218,7 @@ async def test_unsupported_sparse_message_is_refused(pg: ProcessGroup) -> None:
 
 
 async def test_unreadable_entries_of_an_announced_message_fail_the_group(limits: Limits) -> None:
-    """Send wrong indices, which the sender finds after it has announced the message."""
+    """Send an array with wrong indices, which the sender detects after it has announced the message."""
     limits(sparse_inline=-1)
 
     async def rank(pg: ProcessGroup) -> None:

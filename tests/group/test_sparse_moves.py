@@ -18,7 +18,7 @@ SHAPE = (12, 7)
 
 
 def dense(rank: int, dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
-    """Return a rank's values: in the first row on every rank, and in a row of its own."""
+    """Return a rank's dense values: in the first row on every rank, and in a separate row per rank."""
     x = np.zeros(shape, dtype)
     x[0] = rank + 1
     x[1 + rank % (shape[0] - 1), 2:] = 10

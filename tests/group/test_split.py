@@ -80,7 +80,7 @@ async def test_rank_without_a_colour_receives_no_group_from_split(pg: ProcessGro
 @pytest.mark.ranks(4)
 @over("memory", "unix")
 async def test_split_works_concurrently_with_other_calls(pg: ProcessGroup) -> None:
-    """Let the splits end in different orders on different ranks: each keeps the number of its call."""
+    """Let the splits end in different orders on different ranks; each split keeps the number of its call."""
     rank = pg.rank()
     splits = [asyncio.ensure_future(pg.split(rank % 2, key)) for key in (0, -rank)]
     await asyncio.sleep(0)  # lets the splits begin
@@ -145,7 +145,7 @@ async def test_split_group_of_other_ranks_works_after_one_rank_cancels_the_split
 
 
 async def test_timeout_error_names_a_rank_that_still_lacks_the_colours_of_a_split() -> None:
-    """Check the report on a rank that has not split yet, because it still lacks the colours."""
+    """Check the report about a rank that has not split yet because it still lacks the colours."""
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:

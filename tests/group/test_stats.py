@@ -40,7 +40,7 @@ NOTHING = PeerStats(0, 0, 0.0, 0, 0.0, 0)
 
 
 def by_op(stats: GroupStats) -> Mapping[str, tuple[int, int, int]]:
-    """Return calls, failures and bytes by operation."""
+    """Return the numbers of calls, failures and bytes of each operation."""
     found: dict[str, tuple[int, int, int]] = {}
     for each in stats.operations:
         calls, failures, nbytes = found.get(each.op, (0, 0, 0))
@@ -185,7 +185,7 @@ async def test_stats_can_be_disabled(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
 async def test_stats_attribute_waiting_time_to_the_last_rank(size: int, transport: Any) -> None:
-    """Make each rank in turn the last one: all others have waited for it, or for a rank that has waited for it."""
+    """Make each rank in turn the last one; all other ranks wait for it, directly or through another rank."""
     came = [asyncio.Event() for _ in range(size)]
     entered = [0] * size
 
@@ -329,7 +329,7 @@ def test_stats_attribute_no_waiting_time_to_a_rank_whose_data_completes_no_call(
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 def test_stats_count_a_wait_for_one_of_several_operations_of_a_call_once(debug: Any) -> None:
-    """Make a block and a compared call, which consist of several operations."""
+    """Make a coalescing block and a compared call, each of which consists of several operations."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank():

@@ -162,7 +162,7 @@ async def test_split_group_refuses_wrong_arguments(pg: ProcessGroup) -> None:
 
 
 async def check_split_mismatch(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> None:
-    """Check that the first collective of the new group reports the call of each rank."""
+    """Check that the mismatch error of the new group's first collective shows the call of each rank."""
     if group is not None:
         with pytest.raises(CollectiveMismatchError, match=re.escape(words)) as raised:
             await group.allreduce(np.ones(3))

@@ -115,7 +115,7 @@ async def test_messages_to_self_work_with_any_source_objects_and_batches(pg: Pro
 
 @pytest.mark.ranks(1)
 async def test_unreceived_messages_to_self_are_limited_by_the_window(pg: ProcessGroup) -> None:
-    """Check that a send beyond the window waits for its receive, as a send to another rank does."""
+    """Check that a send beyond the window waits for its receive, like a send to another rank."""
     size = 256 * KIB
     works = [pg.send(np.full(size, number, "uint8"), 0) for number in range(LINK_WINDOW // size + 3)]
     assert [work.done() for work in works] == [True] * (LINK_WINDOW // size) + [False] * 3

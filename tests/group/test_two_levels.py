@@ -30,7 +30,7 @@ def set_hosts(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Return a list that gets sender, receiver and payload bytes of every data frame in memory."""
+    """Return a list to which sender, receiver and payload bytes of every data frame are appended."""
     seen: list[tuple[int, int, int]] = []
 
     def record_frame(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> None:
@@ -100,7 +100,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
 async def test_two_level_allreduce_sends_the_expected_bytes_between_hosts(
     algorithm: str, hosts: tuple[int, ...], frames: list[tuple[int, int, int]]
 ) -> None:
-    """Check the traffic between hosts: 2n(h-1) bytes in all, or each leader's tensor once to each other leader."""
+    """Check the traffic between hosts: 2n(h-1) bytes in total, or each leader's tensor once to each other leader."""
     count, number = SIZES[algorithm], len(set(hosts))
 
     async def rank(pg: ProcessGroup) -> set[str]:
@@ -132,7 +132,7 @@ async def test_two_level_barrier_sends_the_expected_messages_between_hosts(
 
 
 async def test_two_level_barrier_waits_for_the_last_rank_of_every_host() -> None:
-    """Let the last rank call when all others are known to wait."""
+    """Let the last rank call after all other ranks are known to wait."""
     hosts = (0, 1, 0, 1, 1)
 
     async def rank(pg: ProcessGroup, last: int) -> None:

@@ -1,4 +1,4 @@
-"""Groups that a program does not shut down: they are closed, and a warning names them.
+"""Groups that a program does not shut down: aiocoll closes them, and a warning names them.
 
 `tests/conftest.py` finds what a test leaves behind.
 """
@@ -36,7 +36,7 @@ uvloop.new_event_loop().close()
 
 @contextmanager
 def unclosed() -> Iterator[list[str]]:
-    """Yield a list; at the end, add the warnings about groups that were not shut down."""
+    """Yield a list that gets, at the end, the warnings about groups that were not shut down."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -71,7 +71,7 @@ def open_file_count() -> int:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("keeps", [False, True])
 def test_asyncio_runner_closes_open_groups_at_its_end(keeps: bool, transport: str, loop: Loop) -> None:
-    """Include groups to which the program still refers."""
+    """Include groups that the program still references."""
     kept: list[ProcessGroup] = []
 
     async def main() -> None:
@@ -89,7 +89,7 @@ def test_asyncio_runner_closes_open_groups_at_its_end(keeps: bool, transport: st
 
 
 async def start_pending_works(*begin: Callable[[ProcessGroup], object]) -> list[Work[Any]]:
-    """Start works that nothing completes, and pass their groups to `begin`; a timer aborts groups that stay open."""
+    """Start works that never complete, and pass their groups to `begin`; a timer aborts groups that stay open."""
     first, second = await linked_groups("unix")
     first.timeout = second.timeout = 1000
     asyncio.get_running_loop().call_later(20, first.abort, "it has waited for its works")
@@ -223,7 +223,7 @@ def test_peer_of_a_garbage_collected_group_is_notified_that_the_rank_has_left(tr
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("closed", [False, True])
 def test_garbage_collected_groups_of_a_stopped_loop_are_closed(closed: bool, transport: str, loop: Loop) -> None:
-    """Include a program that closes its loop itself, without the earlier steps of `asyncio.run`."""
+    """Include a program that closes its loop directly, without the earlier steps of `asyncio.run`."""
     new = loop()
     with unclosed() as found:
         made = new.run_until_complete(linked_groups(transport))
@@ -238,7 +238,7 @@ def test_garbage_collected_groups_of_a_stopped_loop_are_closed(closed: bool, tra
 
 @pytest.mark.parametrize("transport", LINKS)
 def test_garbage_collection_of_a_group_leaves_other_groups_of_the_job_usable(transport: str) -> None:
-    """Check that the second group continues, and that its shutdown releases what both have shared."""
+    """Check that the second group continues, and that its shutdown releases the resources that both shared."""
 
     async def main() -> None:
         store = HashStore()

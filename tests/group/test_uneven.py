@@ -29,7 +29,7 @@ LENGTHS: dict[str, Callable[[int, int], int]] = {
 
 
 def data(by: int, to: int, count: int) -> Any:
-    """Return the data of rank `by` for rank `to`."""
+    """Return the data that rank `by` sends to rank `to`."""
     return np.arange(count, dtype=np.int64) * 100 + by * 10 + to
 
 

@@ -83,7 +83,7 @@ async def test_gathers_without_outputs_support_narrow_dtypes(pg: ProcessGroup) -
 
 @pytest.mark.ranks(3)
 async def test_outputs_allocated_by_gathers_have_the_row_shape_of_the_ranks_own_tensor(pg: ProcessGroup) -> None:
-    """Expect complete rows, and a flat array where the length is not a multiple of a row."""
+    """Expect complete rows, or a flat array if the length is not a multiple of a row."""
     shapes = [(2, 3), (4, 3), (5,)]
     mine = np.full(shapes[pg.rank()], pg.rank())
     found = [[(2, 3), (4, 3), (5,)], [(2, 3), (4, 3), (5,)], [(6,), (12,), (5,)]]
@@ -117,7 +117,7 @@ async def test_keyed_gathers_without_outputs_match_in_any_order(pg: ProcessGroup
 
 @pytest.mark.ranks(3)
 async def test_late_gather_root_without_outputs_receives_all_blocks(pg: ProcessGroup) -> None:
-    """Include empty blocks, and blocks of thousands of operations ago."""
+    """Include empty blocks, and blocks that belong to calls thousands of operations ago."""
     if pg.rank():
         for number in range(3000):
             await pg.gather(None, rank_values(pg.rank(), number % 2 * pg.rank()), 0)
@@ -155,7 +155,7 @@ async def test_gathers_without_outputs_work_with_compared_calls(pg: ProcessGroup
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("world_size", WORLDS)
 async def test_gathers_without_outputs_work_in_coalescing_blocks(world_size: int, debug: Any) -> None:
-    """Use equal lengths for `gather`, because its tensors must be as long as the root's in a block."""
+    """Use equal lengths for `gather`, whose tensors in a block must be as long as the root's."""
 
     async def rank(pg: ProcessGroup) -> None:
         r, p = pg.rank(), pg.size()
@@ -180,7 +180,7 @@ async def test_gathers_without_outputs_work_in_coalescing_blocks(world_size: int
 async def test_slow_step_of_a_gather_is_not_reported_as_a_mismatch(
     debug: Any, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    """Delay a step: the reports of the waiting rank and of the queried rank must describe the same call."""
+    """Delay a step; the reports of the waiting rank and of the queried rank must describe the same call."""
     limits(report_after=0.01)
     steps: dict[int, Callable[[], None]] = {}
 
@@ -188,7 +188,7 @@ async def test_slow_step_of_a_gather_is_not_reported_as_a_mismatch(
         steps[operation.comm.rank] = partial(original, operation)
 
     def report_on_rank_1(original: Callable[[Any, Any], float], stalls: Any, operation: Any) -> float:
-        """Let only rank 1 report, so that it queries the other ranks first."""
+        """Let only rank 1 report a stall, so that it queries the other ranks first."""
         return original(stalls, operation) if operation.comm.rank == 1 else inf
 
     wrapped(monkeypatch, unsized_counted=hold_step, stall_reported=report_on_rank_1)

@@ -1,4 +1,4 @@
-"""Awaiting works, watching them, and the state that abandoned waits leave behind."""
+"""Waits for works, observation of works, and the state that cancelled waits leave."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ def port() -> int:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Set the variables of rank 1 of 2, whose master does not exist; return the patch."""
+    """Set the environment variables of rank 1 of 2, whose master does not exist; return the patch."""
     for name in list(os.environ):
         if name.startswith(("AIOCOLL_", "TORCHELASTIC_")) and name != "AIOCOLL_TEST_LOOP":
             monkeypatch.delenv(name)
@@ -418,7 +418,7 @@ async def test_unreachable_master_address_is_reported_with_the_reason(
 
 
 async def test_master_that_does_not_answer_is_reported(environment: pytest.MonkeyPatch) -> None:
-    """Fill the backlog of the port: a connection attempt gets no answer, as behind a firewall."""
+    """Fill the backlog of the port, so that a connection attempt gets no answer, as behind a firewall."""
     with socket.socket() as server, socket.socket() as first:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -439,7 +439,7 @@ async def test_address_of_another_host_without_a_key_is_refused(environment: pyt
 
 
 async def test_different_world_sizes_are_reported_and_a_retry_succeeds() -> None:
-    """Check also that a rank may try again after the failure."""
+    """Check also that a rank can try again after the failure."""
     store = HashStore()
 
     async def rank(number: int, world_size: int) -> Any:

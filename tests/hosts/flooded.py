@@ -1,4 +1,4 @@
-"""Targets of strangers: a store, ranks that work, or ranks that meet. Argument: which one.
+"""Programs that unauthenticated clients attack: a store, ranks that work, or ranks that meet (the argument).
 
 Other settings come from the environment. A target reports when it is ready and runs until it gets a line. Then it
 reports its costs.
@@ -62,7 +62,7 @@ def serve() -> None:
 
 
 async def is_finished(group: aiocoll.ProcessGroup, given: asyncio.Task[str] | None) -> bool:
-    """Return whether rank 0 has got its line."""
+    """Return whether rank 0 has received its line of input."""
     over = np.array(given is not None and given.done())
     return bool(await group.broadcast(over, 0))
 
@@ -92,7 +92,7 @@ async def work() -> None:
 
 
 async def meet() -> None:
-    """Meet `TIMES` times, or until rank 0 gets its line; report the seconds from the first connection to each group."""
+    """Meet `TIMES` times, or until rank 0 gets a line; report the seconds from the first connection to each group."""
     most = float(os.environ.get("TIMES", "inf"))
     rank, took = int(os.environ["RANK"]), []
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

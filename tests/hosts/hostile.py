@@ -1,4 +1,4 @@
-"""Strangers on a host: many concurrent connections without the key, of every kind, to all listeners of a job.
+"""Clients without the job key: many concurrent connections, of every kind, to all listeners of a job.
 
 The argument is JSON. It has the "places" (host, port and whether TLS is used there), the number of connections of each
 kind to "each" place, the number of them "at_once", and bytes "recorded" from ranks, in hex.
@@ -56,7 +56,7 @@ recorded: list[bytes] = []
 
 
 class Visit:
-    """A connection of a stranger."""
+    """A connection of a client without the job key."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -73,7 +73,7 @@ class Visit:
         return data
 
     async def receive_exactly(self, nbytes: int) -> bytes:
-        """Return the first `nbytes` bytes; receive them if necessary."""
+        """Return the first `nbytes` bytes, and receive them if necessary."""
         while len(self.received) < nbytes:
             if not await self.receive():
                 raise ConnectionResetError
@@ -90,13 +90,13 @@ class Visit:
 
 
 def check_challenge_only(received: bytes) -> None:
-    """Check that these bytes are only a challenge and a verdict of zeros."""
+    """Check that the received bytes are only a challenge and a verdict of zeros."""
     assert CHALLENGE.startswith(received[: len(CHALLENGE)]), received
     assert bytes(VERDICT_SIZE).startswith(received[CHALLENGE_SIZE:]), received
 
 
 class Secured(Visit):
-    """A connection of a stranger over TLS; `received` has the decrypted bytes."""
+    """A TLS connection of a client without the job key; `received` has the decrypted bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
@@ -172,7 +172,7 @@ Conduct = Callable[[Any, int], Awaitable[None]]
 
 
 def sender_of(*words: bytes | Callable[[], bytes]) -> Conduct:
-    """Return a conduct that sends one of these messages and waits."""
+    """Return a client behaviour that sends one of the given messages and waits."""
 
     async def conduct(visit: Visit, number: int) -> None:
         data = words[number % len(words)]
@@ -278,14 +278,14 @@ INSIDE: dict[str, Conduct] = {
 
 
 class Strangers:
-    """Strangers, with the results of each kind."""
+    """Clients without the job key, with the results of each kind."""
 
     def __init__(self, at_once: int) -> None:
         self.found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
         self._places = asyncio.Semaphore(at_once)
 
     async def visit(self, place: tuple[str, int, bool], kind: str, number: int) -> None:
-        """Keep a connection until the server ends it."""
+        """Keep a connection open until the server closes it."""
         host, port, encrypted = place
         async with self._places:
             with await connected(host, port) as sock:

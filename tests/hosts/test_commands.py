@@ -1,4 +1,4 @@
-"""The commands for several hosts in the documentation, carried out on several hosts."""
+"""The documented commands for several hosts, carried out on several hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = code(PAGE, "Starting", language="text")
 
 
 async def outputs(net: Network, folder: Path, scripts: list[str]) -> list[str]:
-    """Run a script on each host, all in one folder; return the outputs. The pages call the first host 10.0.0.1."""
+    """Run a script on each host, all in one folder; return the outputs (the pages call the first host 10.0.0.1)."""
     here = [re.sub(r"\b10\.0\.0\.1\b", net.hosts[0].ipv4, script) for script in scripts]
     started = [
         asyncio.to_thread(shell, shlex.join(host.command("sh", "-c", script)), folder)

@@ -1,4 +1,4 @@
-"""An elastic program on two hosts whose processes are killed at random moments; each host keeps one."""
+"""An elastic program on two hosts whose processes are killed at random moments; one per host survives."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SECRETS = (b"a tensor is secret", b"an object is secret", b"a message is secret"
 async def test_captured_traffic_between_hosts_contains_no_plain_text(
     network: Callable[..., Network], ranks: Ranks, encryption: str
 ) -> None:
-    """Check also that the same capture without encryption shows all texts."""
+    """Check also that the same capture without encryption contains all texts."""
     net = network(2)
     with net.capture_traffic(1) as captured:
         started = await ranks.start_all(net, "send_secrets", AIOCOLL_ENCRYPTION=encryption)
@@ -37,7 +37,7 @@ async def test_captured_traffic_between_hosts_contains_no_plain_text(
 async def test_captured_traffic_between_copies_of_a_machine_contains_no_plain_text(
     network: Callable[..., Network], ranks: Ranks, transport: str
 ) -> None:
-    """Give both hosts one identity, so that their ranks believe to be on one host."""
+    """Give both hosts the same identity, so that their ranks assume to be on one host."""
     net = network(2)
     with net.capture_traffic(1) as captured:
         started = await ranks.start_all(net, "send_secrets", AIOCOLL_HOST_ID="copied", AIOCOLL_TRANSPORT=transport)
@@ -68,7 +68,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def certificate_environment(authority: Authority, *parts: str, file: str = "own") -> dict[str, str]:
-    """Return the environment of a process with a certificate for these parts of the job "train"."""
+    """Return the environment of a process whose certificate names these parts of the job "train"."""
     names = (f"aiocoll://train/{part}" for part in parts)
     return {"AIOCOLL_JOB_ID": "train", **as_variables(authority.make(*names, file=file))}
 
@@ -131,7 +131,7 @@ async def test_certificate_of_another_rank_is_refused_on_both_hosts(
 async def test_host_with_another_job_or_ca_is_refused_at_the_store(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, tmp_path: Path
 ) -> None:
-    """Refuse these hosts at the store; its host logs the names of a refused certificate."""
+    """Check that the store refuses such hosts; the store's host logs the names of a refused certificate."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
     serving = await ranks.start(

@@ -1,4 +1,4 @@
-"""Strangers from another host, hundreds of them and of every kind, while ranks meet and work."""
+"""Hundreds of clients without the job key, from another host, while ranks meet and work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANK_MEMORY, STORE_MEMORY = 32 * MIB, 96 * MIB
 
 
 class Job:
-    """A store, two ranks that work and connect through the strangers' host, and two ranks that meet."""
+    """A store, two working ranks that connect through the attacker's host, and two ranks that meet."""
 
     def __init__(self, network: Network, ranks: Ranks, encryption: str) -> None:
         self._network = network
@@ -35,7 +35,7 @@ class Job:
         self._encryption = encryption
 
     async def start(self) -> list[str]:
-        """Start all processes; return the bytes that the strangers' host has recorded."""
+        """Start all processes; return the bytes that the attacker's host has recorded."""
         one, _, three = self._network.hosts
         relay = await self._ranks.start_program(
             three, RELAY, json.dumps([(port, one.ipv4, port) for port in (PORT, WORK)])
@@ -58,7 +58,7 @@ class Job:
         assert await self.store.next_line() == "ready"
 
     async def meet(self, times: int) -> list[float]:
-        """Let two ranks meet so many times; return the seconds of each meeting."""
+        """Let two ranks meet a number of times; return the seconds of each rendezvous."""
         ranks = [await self._start_target(rank, "meet", MEET, TIMES=str(times)) for rank in range(2)]
         first, _ = [await rank.result() for rank in ranks]
         return list(first)
@@ -77,7 +77,7 @@ class Job:
         return await self._ranks.start_program(hosts[rank], FLOODED, what, **place | env)
 
     async def flood(self, recorded: list[str], each: int, processes: int, at_once: int) -> dict[str, list[float]]:
-        """Start strangers, `each` of a kind per listener and process; return their results."""
+        """Start clients without the job key, `each` per kind, listener and process; return their results."""
         listeners = [(0, PORT), *((host, port) for host in range(2) for port in (WORK, MEET))]
         places = [(self._network.hosts[host].ipv4, port, self._encryption != "none") for host, port in listeners]
         given = json.dumps({"places": places, "each": each, "at_once": at_once, "recorded": recorded})
@@ -94,7 +94,7 @@ class Job:
         return found
 
     async def end(self) -> tuple[Any, list[Any], list[float]]:
-        """End all processes; return the costs of the store and of working ranks, and the seconds of each meeting."""
+        """End all processes; return the costs of the store and of working ranks, and the seconds of each rendezvous."""
         for process in (self.working[0], self.meeting[0]):
             process.send_line()
         worked = [await process.result() for process in self.working]
@@ -132,7 +132,7 @@ async def test_unauthenticated_clients_of_every_kind_do_not_disturb_ranks(
 async def test_unauthenticated_clients_with_every_behaviour_do_not_disturb_a_rendezvous(
     network: Callable[..., Network], ranks: Ranks, conduct: str
 ) -> None:
-    """Let strangers from another host visit the store and each rank while ranks meet."""
+    """Let clients without the job key connect from another host to the store and each rank while ranks meet."""
     net = network(3)
     places = [(net.hosts[0].ipv4, PORT), *((net.hosts[rank].ipv4, MEET) for rank in range(2))]
     job = Job(net, ranks, "auto")

@@ -1,4 +1,4 @@
-"""Links between hosts, which ranks measure while they meet."""
+"""Links between hosts, measured by the ranks while they meet."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_all_ranks_know_the_measurements_of_the_slowest_link(
 async def test_hosts_that_connect_in_one_direction_only_do_not_delay_the_link_measurement(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Host 1 cannot connect to host 2, so only two of the three links can be measured."""
+    """Prevent connections from host 1 to host 2, so that only two of the three links can be measured."""
     net = network(3)
     net.shape(delay=10e-3, hosts=[2])
     net.refuse_connections(1, 2)

@@ -1,4 +1,4 @@
-"""Ranks that can reach each other in only one way: past firewalls, by translated addresses, or as other users."""
+"""Ranks that reach each other only past firewalls, by translated addresses, or as different users."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_ranks_meet_through_a_firewall_that_allows_a_port_range(
 
 
 async def test_ranks_meet_through_address_translation(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Give both ranks an address that is unknown elsewhere, and one of them another port, too."""
+    """Give both ranks an address that is unknown outside, and one of them also another port."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
     started = []
@@ -56,7 +56,7 @@ async def test_ranks_meet_through_address_translation(network: Callable[[int], N
 
 
 async def test_ranks_meet_on_copies_of_one_machine(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Give all hosts one identity, although they share no unix socket."""
+    """Give all hosts the same identity, although they share no unix socket."""
     started = await ranks.start_all(network(3), "total", AIOCOLL_HOST_ID="copied")
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 

@@ -36,7 +36,7 @@ async def start_launchers(ranks: Ranks, network: Network, listed: str, script: s
 
 
 def members(folder: Path) -> dict[str, int]:
-    """Return the process id of each rank in a group, by rank; newcomers are "new"."""
+    """Return the process id of each rank in a group; newcomers are "new"."""
     return {name.split()[1]: int(name.split()[2]) for name in os.listdir(folder) if name.startswith("member ")}
 
 

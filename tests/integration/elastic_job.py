@@ -123,7 +123,7 @@ class Worker:
         self.killed = True
 
     async def record_reports(self, changed: asyncio.Event) -> None:
-        """Keep the latest report of the process until it ends."""
+        """Record the latest report of the process until it ends."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         async for line in self._process.stdout:
@@ -204,7 +204,7 @@ class Supervisor:
                 self._changed.clear()
 
     async def _kill(self, count: int, zero: bool) -> int:
-        """Kill `count` processes at a random moment; on each host one process that has been in a group survives."""
+        """Kill `count` processes at a random moment; one process per host that has been in a group survives."""
         await asyncio.sleep(self._random.uniform(0, 0.3))
         live = self._live_workers()
         kept = {host: self._random.choice(self._members(host)) for host in {worker.host for worker in live}}

@@ -1,4 +1,4 @@
-"""Two ranks: one ends with pending works, in the way that the first argument names, and its peer is notified."""
+"""Two ranks: one ends with pending works, in the way named by the first argument, and its peer is notified."""
 
 from __future__ import annotations
 

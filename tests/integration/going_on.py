@@ -1,4 +1,4 @@
-"""A rank that runs a recipe of the docs. Arguments: "meets", "joins" or "shrinks"; the point of its death."""
+"""A rank that runs a documented recovery recipe. Arguments: "meets", "joins" or "shrinks"; the moment of its death."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def die() -> None:
 
 
 async def step(pg: Any, state: dict[str, int]) -> None:
-    """Count the ranks; every step has `WORLD_SIZE` of them."""
+    """Check in one step that the group has `WORLD_SIZE` ranks."""
     if death == "step" and state["step"] == HALF:
         die()
     count = await pg.allreduce(1)
@@ -49,7 +49,7 @@ async def shrink(pg: aiocoll.ProcessGroup) -> aiocoll.ProcessGroup:
 
 
 def newcomer_exchanges(pg: aiocoll.ProcessGroup) -> int:
-    """Return the number of exchanges in which the ranks compared their numbers of newcomers."""
+    """Return how often the ranks have exchanged their numbers of newcomers."""
     return sum(each.calls for each in pg.stats().operations if each.op == "ALLGATHER_OBJECT")
 
 

@@ -1,4 +1,4 @@
-"""Launchers of other projects: MPI launchers, and a Slurm cluster of two nodes on this machine."""
+"""Launchers of other projects: MPI launchers, and a Slurm cluster of two simulated nodes on this machine."""
 
 from __future__ import annotations
 

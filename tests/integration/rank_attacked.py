@@ -1,4 +1,4 @@
-"""A rank of two that another user attacks, for `test_other_user`. The argument is a JSON description of the rank.
+"""A rank of a pair that another user attacks, for `test_other_user`; its argument is a JSON description.
 
 It prints its listener address, works until rank 0 reads a line, meets the other rank again, and prints the last sum.
 """

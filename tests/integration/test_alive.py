@@ -1,4 +1,4 @@
-"""Blocked, stopped and unreachable ranks: all are reported, and only those that cannot continue are declared dead.
+"""Blocked, stopped and unreachable ranks: all are reported, but only ranks that cannot continue are declared dead.
 
 Ranks that pretend to be on different hosts cannot inspect the process of a peer, so they exchange heartbeats.
 """
@@ -68,7 +68,7 @@ def block(seconds: float) -> None:
 
 
 def hold_gil(seconds: float) -> None:
-    """Hold the GIL for some seconds: no bytecode runs meanwhile, so the interpreter cannot switch threads."""
+    """Hold the GIL for some seconds, during which no bytecode runs and the interpreter cannot switch threads."""
     all(map((time.monotonic() + seconds).__gt__, iter(time.monotonic, None)))
 
 
@@ -153,7 +153,7 @@ def check_lost(results: list[tuple[str, float, list[str]]], victim: int, how: st
 
 @pytest.mark.slow
 async def test_rank_with_a_blocked_loop_is_reported_as_slow_and_not_as_dead() -> None:
-    """The victim is rank 0, which is the coordinator, or another rank."""
+    """Block rank 0, which is the coordinator, or another rank."""
     both = await asyncio.gather(*(run_processes(3, wait_for_busy_rank, victim, "block", 3.0) for victim in (0, 2)))
     for victim, results in zip((0, 2), both, strict=True):
         check_busy(results, victim, ", its process is alive (sleeping)", "block")
@@ -250,7 +250,7 @@ async def test_rank_that_stays_stopped_is_reported_lost() -> None:
 
 @pytest.mark.slow
 async def test_silent_host_is_declared_dead_and_a_rank_with_a_blocked_loop_is_not(tmp_path: Path) -> None:
-    """Ranks are blocked or stopped for longer than a heartbeat may be missing."""
+    """Block or stop ranks for longer than a heartbeat may be missing."""
     cut = await asyncio.gather(
         run_processes(3, run_on_two_hosts, tmp_path / "a", reduce_while_stopped, 0, LOST_WITHIN),
         run_processes(3, run_on_two_hosts, tmp_path / "b", reduce_while_stopped, 2, LOST_WITHIN),

@@ -1,4 +1,4 @@
-"""Bursts of small operations between processes: their frames leave in batches."""
+"""Bursts of small operations between processes, whose frames leave in batches."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ CASES: list[Case] = [case for case in TABLE if case.name in NAMES]
 
 
 async def run_all_cases(pg: aiocoll.ProcessGroup) -> list[Told]:
-    """Run each case in its own group, each time with another odd rank; return the reports."""
+    """Run each case in a separate group, each time with another odd rank; return the reports."""
     reports = []
     for number, case in enumerate(CASES):
         async with aiocoll.new_group() as group:
@@ -51,7 +51,7 @@ def test_mismatch_is_reported_on_every_process(world_size: int, transport: Liter
 
 
 async def disagree_with_blocked_hub(pg: aiocoll.ProcessGroup) -> tuple[float, float, str]:
-    """Run a mismatch while the loop of rank 0 is blocked, which relays the control messages of the others."""
+    """Run a mismatch while rank 0, which relays the control messages of the others, has a blocked loop."""
     case = next(case for case in TABLE if case.name == "dtype-allreduce")
     await pg.allreduce(0.0)  # opens all links
     if pg.rank() == 0:

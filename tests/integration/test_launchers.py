@@ -73,7 +73,7 @@ def key(tmp_path: Path) -> str:
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_torchrun_starts_the_readme_program(hello: str, tmp_path: Path) -> None:
-    """The store is on loopback, and not at the host name. `--no-python` lets each rank print in one piece."""
+    """Check that the store is on loopback, not at the host name; `--no-python` lets each rank print in one piece."""
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--no-python"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", *options, sys.executable, hello]
     # torch itself warns.
@@ -93,7 +93,7 @@ def test_openmpi_starts_the_readme_program(openmpi: Launch, hello: str, tmp_path
 
 
 def test_slurm_with_pmi_starts_the_readme_program(slurm: Slurm, hello: str) -> None:
-    """The two nodes have no store but that of the launcher."""
+    """Use two nodes that have no store except the launcher's."""
     assert slurm.srun("--mpi=pmi2", "-n3", script=hello, AIOCOLL_BIND="127.0.0.1") == LauncherResult(0, [SUM] * 3, "")
 
 
@@ -133,12 +133,12 @@ def test_mpich_reports_a_failed_rank(mpich: Launch) -> None:
 
 
 def test_mpich_ends_all_ranks_if_one_is_killed(mpich: Launch) -> None:
-    """Its mpiexec ends them at once, and no process is left."""
+    """Check that mpiexec of MPICH ends all ranks at once and that no process is left."""
     assert mpich(LOST, "killed").code == 9
 
 
 def test_openmpi_reports_a_killed_rank(openmpi: Launch, tmp_path: Path) -> None:
-    """Its mpiexec ends the other ranks, unless `--enable-recovery` is set."""
+    """Use `--enable-recovery`, without which mpiexec of Open MPI ends the other ranks."""
     assert openmpi(LOST, "killed", XDG_RUNTIME_DIR=str(tmp_path)).code == 137
     done = openmpi(LOST, "killed", more=("--enable-recovery",), XDG_RUNTIME_DIR=str(tmp_path))
     assert done.out == SURVIVOR_LINES, done.err

@@ -1,4 +1,4 @@
-"""More processes than cores, and a process with so many ranks that opening their links takes seconds."""
+"""Jobs with more processes than cores, and a process with so many ranks that opening links takes seconds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_group_of_sixteen_processes_makes_every_call(monkeypatch: pytest.MonkeyP
 @pytest.mark.soak
 @pytest.mark.parametrize("start", range(5))
 def test_group_of_128_processes_forms(start: int, tmp_path: Path) -> None:
-    """The handshakes block the event loops for seconds, but no rank may be lost."""
+    """Check that no rank is reported lost although handshakes block the event loops for seconds."""
     script = tmp_path / "script.py"
     script.write_text(SUM)
     command = [sys.executable, "-m", "aiocoll", "run", "-n", "128", str(script)]

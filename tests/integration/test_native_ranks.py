@@ -1,4 +1,4 @@
-"""Jobs in which some processes run natively: they work together, and get the results of pure Python jobs."""
+"""Jobs in which only some processes use the accelerator: they get the results of pure Python jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOBS = ("NP", "PN", "NN", "NPN", "PNNP")
 
 
 def jobs(fast: int) -> list[Any]:
-    """Return the jobs as parameters. Starting processes takes seconds, so only the first `fast` jobs are fast tests."""
+    """Return the jobs as parameters; only the first `fast` jobs are fast, since processes start slowly."""
     return [pytest.param(job, marks=[pytest.mark.slow] * (place >= fast)) for place, job in enumerate(JOBS)]
 
 
@@ -32,7 +32,7 @@ SHM = GroupOptions(transport="shm")
 
 @pytest.fixture(autouse=True)
 def _accelerator() -> None:
-    """Skip a test where pure Python runs."""
+    """Skip a test where the accelerator is not available."""
     if core is None:
         pytest.skip(f"the accelerator in C does not run: {describe_implementation()}")
 
@@ -51,7 +51,7 @@ def set_job(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def result_digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int, int, int]:
-    """Make all small collectives; return whether the rank is native, a digest, and the numbers of calls."""
+    """Make all small collectives; return whether the rank is native, a digest of the results, and call counts."""
     digest = native = number = 0
     await pg.allgather(None, np.zeros(1))
     with np.errstate(all="ignore"):
@@ -162,7 +162,7 @@ async def test_native_and_pure_python_processes_together_report_a_killed_rank(jo
 
 
 async def count_turns_of_other_task(pg: ProcessGroup) -> tuple[int, float, int]:
-    """Make calls whose awaits poll on rank 0, because rank 1 is late; return the iterations of another task."""
+    """Make calls whose awaits poll on rank 0, since rank 1 is late; return the loop iterations of another task."""
     turns = 0
 
     async def count() -> None:
@@ -187,7 +187,7 @@ async def count_turns_of_other_task(pg: ProcessGroup) -> tuple[int, float, int]:
 
 
 async def test_other_tasks_run_between_calls_that_end_during_polling_awaits() -> None:
-    """A loop that is never idle completes an iteration at least every 500 µs."""
+    """Check that a loop that is never idle completes an iteration at least every 500 µs."""
     for turns, took, native in await run_processes(2, count_turns_of_other_task, options=SHM):
         assert native > 2000
         assert turns > took / 500e-6 / 4, took

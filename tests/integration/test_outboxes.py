@@ -28,7 +28,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def run(ranks: Ranks, port: int, what: str, *before: str) -> list[list[object]]:
-    """Return the printed results of all ranks but the last: whether sums are right, a second result, used slots."""
+    """Return the printed results of all ranks except the last: whether sums are correct, other result, used slots."""
     command = [*before, JOB] if not before else [*before, sys.executable, JOB]
     processes = [ranks.start(*command, what, f"tcp://127.0.0.1:{port}", str(rank), str(WORLD)) for rank in range(WORLD)]
     results = []

@@ -1,4 +1,4 @@
-"""A rank is killed: the others continue without it, and then with a newcomer."""
+"""Recovery from a killed rank: the other ranks continue without it, and then with a newcomer."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_ranks_meet_on_redis_over_tls_with_a_password(ranks: Ranks, tmp_path: Pa
 
 @pytest.mark.slow
 def test_ranks_without_given_numbers_are_assigned_on_redis(ranks: Ranks, server: RedisServer) -> None:
-    """Each process has its own store, whose reads fail when the server loses its data."""
+    """Give each process a separate store object, whose reads fail when the server loses its data."""
     processes = [ranks.start("-c", OWN_STORE, server.url, "4") for _ in range(4)]
     assert sorted(next_line(process) for process in processes) == ["[0, 1, 2, 3]"] * 4
     server.tell("FLUSHALL")

@@ -116,7 +116,7 @@ async def test_rank_killed_during_the_rendezvous_is_replaced(kind: str, victim: 
 
 @pytest.mark.parametrize("kind", ["env", "file"])
 async def test_rank_stopped_during_the_rendezvous_is_not_replaced(kind: str, tmp_path: Path) -> None:
-    """The process lives. A second process in its place is refused, and the first one meets the others later."""
+    """Stop a process, which is alive: a second process with its rank is refused, and the first one meets later."""
     with Ranks(kind, 2, tmp_path) as ranks:
         async with ranks.store() as store:
             stopped = ranks.start(0)

@@ -1,4 +1,4 @@
-"""The example service: it replies while its ranks count together, whatever its clients and ranks do."""
+"""The example service, which replies while its ranks count together and clients and ranks come and go."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATIENCE = 0.05
 
 
 class Service:
-    """A service of two ranks, addressed by the place of their process, and its clients."""
+    """A service of two ranks and its clients; processes are addressed by their place, a number."""
 
     def __init__(self, ranks: Ranks, store: TCPStore, session: Any) -> None:
         self._ranks = ranks
@@ -45,7 +45,7 @@ class Service:
         return self._ranks.start(SCRIPT, "--port", "0", *more, env=self._environment | environment)
 
     def wait_until_up(self, place: int, rank: int) -> None:
-        """Wait until the process at `place` serves as `rank`."""
+        """Wait until the process number `place` serves requests as `rank`."""
         process = self.processes[place]
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -58,7 +58,7 @@ class Service:
         self.processes[place].communicate(timeout=LIMIT)
 
     def replace(self, place: int) -> None:
-        """Start a process in place of a killed one; the group gives it the last rank."""
+        """Start a process in place of a killed one; the group assigns the last rank to it."""
         self.processes[place] = self._start({}, "--join")
         self.wait_until_up(place, 1)
 
@@ -134,7 +134,7 @@ async def test_cancelled_requests_to_the_service_disturb_no_collective(service: 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_killed_rank_of_the_service_is_replaced(victim: int, service: Service) -> None:
-    """The other rank answers every request, and keeps every count that all ranks knew."""
+    """Check that the other rank answers every request, and keeps every count that all ranks knew."""
     other = 1 - victim
     await service.send_requests(0, 1)
     await service.wait_for_all_counts(other)

@@ -39,7 +39,7 @@ ITEMSIZE = {"float32": 4, "float64": 8, "int64": 8, "uint8": 1, "complex64": 8, 
 
 
 def matrix(world_size: int) -> list[Case]:
-    """Return all collectives with several dtypes and ops and rotating roots, and all counts for one dtype."""
+    """Return cases: all collectives with several dtypes, ops and roots, and all counts for one dtype."""
     found: list[Case] = []
     for kind in KINDS:
         for dtype, op in REDUCTIONS if kind in REDUCING else MOVED:

@@ -1,4 +1,4 @@
-"""The service of docs/web-service.md, on workers of a small server and of uvicorn (if installed)."""
+"""The service of docs/web-service.md, run by a small server's workers and by uvicorn (if installed)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def total(port: int) -> int:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until `condition` is true; the answer may need a later round."""
+    """Poll until `condition` is true, which may need a later round of the service."""
     limit = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < limit
@@ -106,7 +106,7 @@ def test_web_service_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, en
 
 @pytest.mark.slow
 def test_web_service_survives_two_consecutive_deaths_of_workers(ranks: Ranks, environ: dict[str, str]) -> None:
-    """The second death comes while the others detect the first one, or soon after."""
+    """Kill a second worker while the others detect the first death, or soon after."""
     processes: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(WORKERS)]
     ports = [int(process.stdout.readline()) for process in processes]
     fetch(ports[2], "POST", "/count")
@@ -124,7 +124,7 @@ def test_web_service_survives_two_consecutive_deaths_of_workers(ranks: Ranks, en
 def test_metrics_scrape_contains_the_metrics_of_all_web_service_workers(
     ranks: Ranks, environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """A worker is killed and replaced: its counters remain in the scrape, its gauges do not."""
+    """Kill and replace a worker, whose counters remain in the scrape while its gauges do not."""
     directory = tmp_path / "metrics"
     directory.mkdir()
     environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
@@ -136,7 +136,7 @@ def test_metrics_scrape_contains_the_metrics_of_all_web_service_workers(
         return int(processes[place].stdout.readline())
 
     def processes_with_metrics() -> set[int]:
-        """Return the processes with complete metric files. A scrape fails at a file that was just created."""
+        """Return the processes with complete metric files; a scrape fails at a file that was just created."""
         kinds = [
             {int(path.stem.rpartition("_")[2]) for path in directory.glob(f"{kind}_*.db") if path.stat().st_size}
             for kind in ("counter", "gauge", "histogram")
@@ -214,7 +214,7 @@ def test_stopped_web_server_returns_its_own_exit_code(ranks: Ranks, environ: dic
 def test_web_server_that_ends_by_itself_returns_an_exit_code(
     ranks: Ranks, environ: dict[str, str], arguments: tuple[str, ...], code: int
 ) -> None:
-    """`python -m this` ends with 0. The server of the second command does not find its module."""
+    """Use `python -m this`, which ends with 0, and a server that does not find its module."""
     process: Any = ranks.start(str(serve_script(environ)), *arguments, env=environ)
     process.communicate(timeout=LIMIT)
     assert process.returncode == code
@@ -228,7 +228,7 @@ def test_killed_web_server_returns_an_exit_code(ranks: Ranks, environ: dict[str,
 
 
 def serve_script(environ: dict[str, str]) -> Path:
-    """Return the path of serve.py, which makes its own store."""
+    """Return the path of the page's serve.py, which makes its own store."""
     return Path(environ.pop("STORE")).parent.parent / "serve.py"
 
 
@@ -276,7 +276,7 @@ def test_uvicorn_replaces_killed_workers(ranks: Ranks, environ: dict[str, str], 
 def test_web_service_fails_if_a_uvicorn_worker_dies_during_its_start(
     ranks: Ranks, environ: dict[str, str], port: int, tmp_path: Path, death: str
 ) -> None:
-    """The second worker dies at its first call, and its successor joins no group. The server gives up after 30 s."""
+    """Let the second worker die at its first call; its successor joins no group, and the server gives up after 30 s."""
     program = tmp_path / "totals.py"
     place = "        if rank < WORKERS:\n"
     text = program.read_text().replace("timeout=30", "timeout=5")

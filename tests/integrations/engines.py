@@ -66,7 +66,7 @@ async def serve(functions: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition in another process, where no event reports it."""
+    """Wait for a condition in another process, which no event reports."""
     while True:
         if condition():
             return

@@ -43,7 +43,7 @@ def test_dask_workers_can_be_threads_of_one_process(driver: Driver) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_dask_worker_is_replaced(driver: Driver, victim: int, tmp_path: Path) -> None:
-    """Kill a worker: within 10 s of the nanny's restart, the group is whole again."""
+    """Kill a worker; within 10 s of the nanny's restart, the group is complete again."""
     results, seconds, restarts = driver.call("lose", folder=str(tmp_path), n=3, victim=victim, alone=False)
     assert results == [[2, 3, [7.0]]] * 3
     assert restarts == 1
@@ -56,7 +56,7 @@ def test_spare_dask_worker_replaces_a_lost_worker(driver: Driver, tmp_path: Path
 
 
 def test_dask_proves_a_death_that_the_ranks_cannot_see(driver: Driver, tmp_path: Path) -> None:
-    """Put each rank on a host of its own, where rank 1 could not continue without rank 0 by itself."""
+    """Put each rank on a separate host, where rank 1 alone could not continue without rank 0."""
     results, _, _ = driver.call("lose", folder=str(tmp_path), n=2, victim=0, alone=True)
     assert results == [[2, 2, [3.0]]] * 2
 

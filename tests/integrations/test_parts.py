@@ -1,4 +1,4 @@
-"""Parts: how the processes of an engine stay in one group; here, the processes are objects."""
+"""Engine processes that stay in one group through `Part` objects; in these tests, processes are objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 20.0
 
 
 class Engine:
-    """An engine with numbered processes, each of which has a part or none."""
+    """A simulated engine with numbered processes, each of which has a part or none."""
 
     def __init__(self, n: int) -> None:
         self.processes: dict[int, Part | None] = dict.fromkeys(range(n))
@@ -50,7 +50,7 @@ class Engine:
         return {number: None if part is None else part.state() for number, part in self.processes.items()}
 
     async def complete_group(self) -> list[tuple[int, int]]:
-        """Complete the group; return number and world size of each issued ticket."""
+        """Complete the group; return process number and world size of each issued ticket."""
         self.tickets.clear()
         async with asyncio.timeout(LIMIT):
             while not await self.parts.are_whole(self.states()):  # noqa: ASYNC110 - engines poll as well

@@ -57,7 +57,7 @@ def test_ray_actors_become_ranks_of_one_group(driver: Driver, kind: str, n: int)
 def test_ray_actor_killed_during_allreduces_is_replaced(
     driver: Driver, kind: str, n: int, victim: int, again: bool
 ) -> None:
-    """Check that the group is whole within 10 s of the restart, with the right sums."""
+    """Check that the group is complete within 10 s of the restart, with correct sums."""
     first, second, third, seconds, replaced_numbers = driver.call("lose", kind=kind, n=n, victim=victim, again=again)
     assert first == expected_sums(n, 1.0, 1)
     assert [each[:2] for each in second] == [each[:2] for each in expected_sums(n, 1.0, 2)]
@@ -68,7 +68,7 @@ def test_ray_actor_killed_during_allreduces_is_replaced(
 
 
 def test_ray_proves_a_death_that_the_ranks_cannot_see(driver: Driver) -> None:
-    """Put each rank on a host of its own, where rank 1 could not continue without rank 0 by itself."""
+    """Put each rank on a separate host, where rank 1 alone could not continue without rank 0."""
     first, _, third, _, _ = driver.call("lose", kind="alone", n=2, victim=0, again=True)
     assert first == expected_sums(2, 1.0, 1)
     assert third == expected_sums(2, 2.0, 3)

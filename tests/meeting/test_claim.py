@@ -1,4 +1,4 @@
-"""Rank claims: a successor replaces a process that ended at any step of the rendezvous, but never a live one."""
+"""Rank claims: a successor takes over the claim of a process that ended at any step, but never of a live one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT = 60.0
 
 
 class HoldingStore(HashStore):
-    """The store as one rank sees it; from request `last` on, the requests wait until `released` is set."""
+    """The view of a store by one rank; from request `last` on, the requests wait until `released` is set."""
 
     def __init__(self, store: Store, last: float) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def loop_time() -> float:
 
 
 async def replace_at_request(size: int, victim: int, last: int, late: int | None) -> bool:
-    """Cancel a rank at request `last`, start its successor and then the `late` rank; return whether it was held."""
+    """Cancel a rank at request `last`, start its successor and then rank `late`; return whether the request waited."""
     store = HashStore()
     watched = HoldingStore(store, last)
     others = [rank for rank in range(size) if rank not in (victim, late)]
@@ -205,7 +205,7 @@ async def test_store_server_marks_the_rank_claims_of_disconnected_clients() -> N
 
 
 async def test_store_server_does_not_free_a_rank_claim_because_of_a_process_id() -> None:
-    """A process id may belong to another, cloned host. The server trusts only the connection."""
+    """Check that only the connection counts, since a process id may belong to a cloned host."""
     async with TCPStore("127.0.0.1", 0, is_master=True) as store:
         await store.set("aiocoll/1/claim/0", claim_of_ended_process())
         with pytest.raises(RankTakenError):
@@ -225,7 +225,7 @@ async def test_successor_process_is_refused_after_all_cards_are_published() -> N
 
 
 async def test_ranks_meet_again_after_a_rendezvous_that_succeeded_on_only_some_ranks() -> None:
-    """A cancelled generation has ended for all ranks, whatever each of them has seen of it."""
+    """Check that a cancelled rendezvous has ended for all ranks, whatever each rank has read of it."""
     store = HashStore(timeout=inf)
     for _ in range(3):
         assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
@@ -280,7 +280,7 @@ async def open_group(joining: new_group) -> ProcessGroup:
 
 
 async def test_rank_assignment_skips_ranks_that_are_taken() -> None:
-    """A process that replaces an ended one gets its rank, even after the counter has passed it."""
+    """Check that a replacement process gets the ended process's rank, even after the counter has passed it."""
     store = HashStore()
     waiting = [asyncio.create_task(open_group(new_group(store=store, world_size=3, timeout=LIMIT))) for _ in range(2)]
     await store.wait(["aiocoll/1/card/0", "aiocoll/1/card/1"])
@@ -295,7 +295,7 @@ async def test_rank_assignment_skips_ranks_that_are_taken() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_rendezvous_waits_for_the_successor_of_an_ended_process(size: int) -> None:
-    """The last rank starts after the death and before the successor."""
+    """Start the last rank after the death of a process and before its successor."""
 
     async def main() -> None:
         store = HashStore()

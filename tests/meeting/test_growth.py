@@ -17,7 +17,7 @@ from aiocoll.testing.virtual import VirtualLoop
 
 
 def run_on_virtual_clock(test: Callable[[HashStore], Awaitable[Any]]) -> Any:
-    """Run a test on its own event loop with a virtual clock; return its result."""
+    """Run a coroutine test on a new event loop with a virtual clock; return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
 
         async def run() -> Any:
@@ -39,13 +39,13 @@ def first_generation(assignment: Assignment, store: Store) -> Store:
 
 
 async def take_ticket_and_die(store: HashStore) -> None:
-    """Take a ticket, and stop like a newcomer that dies."""
+    """Take a newcomer's ticket, and then do nothing, like a newcomer that died."""
     ticket = await store.add("aiocoll/grow/tickets", 1)
     await store.set(f"aiocoll/grow/came/{ticket}", b"")
 
 
 class DelayedStore(HashStore):
-    """A store whose holder receives the result of its first wait `seconds` late."""
+    """A store handle whose first wait returns `seconds` late."""
 
     def __init__(self, store: HashStore, seconds: float) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_newcomer_that_answers_too_late_takes_another_ticket() -> None:
 
 @pytest.mark.parametrize(("present", "at_least"), [(1, 1), (2, 1), (2, 2), (3, 1)])
 def test_grow_with_a_minimum_includes_all_present_newcomers(present: int, at_least: int) -> None:
-    """The group grows when all newcomers have come, or at the timeout if there are enough."""
+    """Check that the group grows when all newcomers have arrived, or at the timeout if there are enough."""
 
     async def test(store: HashStore) -> None:
         waiting = [asyncio.ensure_future(await_assignment(store, 100)) for _ in range(present)]
@@ -134,7 +134,7 @@ def test_newcomer_that_timed_out_is_not_assigned_to_a_group() -> None:
 
 
 class MortalStore(HashStore):
-    """A store whose holder dies at its call number `last`, before or after the call is carried out."""
+    """A store handle whose user dies at call number `last`, before or after the call is carried out."""
 
     def __init__(self, store: HashStore, last: int, carried_out: bool) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class MortalStore(HashStore):
 @pytest.mark.parametrize("carried_out", [False, True])
 @pytest.mark.parametrize("newcomers", [1, 3])
 def test_newcomers_are_found_after_rank_0_died_at_any_step(newcomers: int, carried_out: bool) -> None:
-    """The successor of rank 0 finds all newcomers, and none of them waits in an abandoned group."""
+    """Check that the successor of rank 0 finds all newcomers, and that none waits in an abandoned group."""
 
     async def test(store: HashStore, last: int) -> bool:
         async def newcomer() -> Assignment:
@@ -231,7 +231,7 @@ class LateStore(HashStore):
 
 
 def test_newcomer_accepts_an_assignment_that_arrives_at_its_deadline() -> None:
-    """Rank 0 has stored the assignment, and so counts on the newcomer."""
+    """Check that the newcomer accepts, since rank 0 has stored the assignment and so counts on the newcomer."""
 
     async def test(_: HashStore) -> None:
         store = LateStore()
@@ -273,7 +273,7 @@ class LingeringStore(HashStore):
 
 
 def test_cancelled_wait_for_newcomers_does_not_drop_a_newcomer() -> None:
-    """A later wait for newcomers is notified of the next newcomer at once."""
+    """Check that a later wait for newcomers is notified of the next newcomer at once."""
 
     async def test(store: HashStore) -> None:
         lingering = LingeringStore(store)

@@ -26,7 +26,7 @@ Rank = Callable[[ProcessGroup], Awaitable[Any]]
 
 
 async def checked_ranks(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check a sum over the group; return the global ranks of the group."""
+    """Check a sum over the merged group; return the global ranks of the group."""
     tensor = np.full(50_000, 2.0 ** pg.rank())
     await pg.allreduce(tensor)
     assert (tensor == 2.0 ** pg.size() - 1).all()
@@ -36,7 +36,7 @@ async def checked_ranks(pg: ProcessGroup) -> tuple[int, ...]:
 async def run_on_worlds(
     *sizes: int, fn: Rank, transport: str = "memory", names: tuple[str, ...] = ()
 ) -> list[list[Any]]:
-    """Run `fn` on every rank of several worlds, each with its own store."""
+    """Run `fn` on every rank of several jobs, each with a separate store."""
 
     async def rank(store: Store, name: str | None, number: int, size: int) -> Any:
         given = options(transport)

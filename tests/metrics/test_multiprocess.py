@@ -31,7 +31,7 @@ DEAD = 1 << 23
 
 @pytest.fixture
 def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Enable the mode, as the environment does when prometheus_client is imported; the parameter names the files."""
+    """Enable the multiprocess mode, as the environment does when prometheus_client is imported."""
     value_class: Any = values.MultiProcessValue(getattr(request, "param", os.getpid))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr(values, "ValueClass", value_class)
@@ -53,7 +53,7 @@ def collector(registry: Any) -> Iterator[GroupCollector]:
 
 
 def written() -> Samples:
-    """Return the samples in the files of all processes, as the page reads them."""
+    """Return the samples in the metric files of all processes, as the page reads them."""
     names: dict[str, Any] = {}
     # prometheus_client cannot read the length of a file that was created a moment ago.
     with suppress(struct.error):

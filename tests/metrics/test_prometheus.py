@@ -31,7 +31,7 @@ Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def samples(text: str) -> Samples:
-    """Parse a scrape, and check that no sample is in it twice; return the samples."""
+    """Parse a scrape, and check that it contains no sample twice; return the samples."""
     found = [
         ((sample.name, frozenset(sample.labels.items())), sample.value)
         for family in text_string_to_metric_families(text)
@@ -182,7 +182,7 @@ def test_missing_prometheus_client_error_names_the_package(
 
 
 async def test_consecutive_groups_can_share_an_exported_name(limits: Limits) -> None:
-    """Check also that a new name for every group is refused, because the number of names is limited."""
+    """Check also that a new exported name per group is refused, because the number of names is limited."""
     limits(metrics_names=3)
     collector = GroupCollector(prometheus_client.CollectorRegistry())
 

@@ -1,4 +1,4 @@
-"""Exported groups, and replacement groups, which continue the series of their predecessors."""
+"""Groups whose metrics are exported, and replacement groups, which continue the series of their predecessors."""
 
 from __future__ import annotations
 

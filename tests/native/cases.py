@@ -1,4 +1,4 @@
-"""The collectives on small arrays of random bits, as calls that a test makes on all ranks."""
+"""Collectives on small arrays of random bits, as calls that a test makes on all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bits(dtype: str, count: int, *seed: Any) -> Array:
 
 
 def counts(size: int, dtype: str) -> list[int]:
-    """Return element counts: zero, counts around the number of ranks, and counts for each kind of slot."""
+    """Return element counts: zero, counts near the number of ranks, and counts for each kind of slot."""
     each = numpy_dtype(dtype).itemsize
     inline, small, middle = 32 // each, 4096 // each, 16384 // each
     return sorted({0, 1, size - 1, size, size + 1, inline, inline + 1, small, small + 1, middle})

@@ -15,7 +15,7 @@ BOTH = ("test_works.py", "test_works_failing.py")
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]] | None:
-    """Return both event loops for the files in `BOTH`; None leaves the choice to other hooks."""
+    """Return both event loop factories for the files in `BOTH`; None leaves the choice to other hooks."""
     if item.path.name not in BOTH or importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop

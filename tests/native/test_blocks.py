@@ -43,7 +43,7 @@ async def run_on_all(pgs: Sequence[ProcessGroup], rank: Callable[[ProcessGroup],
 
 @pytest.fixture
 def started_by_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the ids of calls are added that Python starts for a block."""
+    """Return a list to which the ids of calls that Python starts for a block are appended."""
     started: list[int] = []
     start = Flush.start_single
 
@@ -59,7 +59,7 @@ def started_by_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def results_of(pgs: Sequence[ProcessGroup], chosen: Sequence[Case], *, block: bool) -> list[list[bytes]]:
-    """Make the calls, in one block or one by one; return the result bytes of each rank."""
+    """Make the calls in one block or one by one; return the result bytes of each rank."""
 
     async def rank(pg: ProcessGroup) -> list[bytes]:
         if block:
@@ -489,7 +489,7 @@ async def test_native_blocks_with_different_calls_are_reported_as_a_mismatch(nam
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_shorter_native_block_that_reads_nothing_is_reported_as_a_mismatch(job: str) -> None:
-    """Check that the stall report finds the mismatch: each rank sends messages that its peer never reads."""
+    """Check that stall reports reveal the mismatch: each rank sends messages that its peer never reads."""
     async with group_of_ranks(native_ranks(job)) as pgs:
 
         def record(pg: ProcessGroup) -> None:
@@ -522,7 +522,7 @@ async def test_native_block_against_plain_calls_is_reported_as_a_mismatch(job: s
 
 
 async def test_one_native_block_against_two_shorter_blocks_is_reported_as_a_mismatch() -> None:
-    """Check the case that one rank makes a block of four calls, and its peer two blocks of two."""
+    """Let one rank make a block of four calls, and its peer two blocks of two."""
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:

@@ -51,7 +51,7 @@ async def await_all(*works: Work[Any]) -> None:
 
 
 async def check_next_call_is_native(ranks: Ranks) -> None:
-    """Check that the next call is native."""
+    """Check that the next call is carried out by the accelerator."""
     zero, one = ranks
     work = zero.allreduce(ones())
     assert is_native(work)
@@ -94,7 +94,7 @@ async def test_call_with_a_short_timeout_is_not_native(ranks: Ranks, timeout: fl
 
 
 async def test_timeout_of_a_native_call_expires_in_time() -> None:
-    """Check the expiry of a call whose timeout differs from the group's: the timer hands it over, then times it out.
+    """Check a call whose timeout differs from the group's: its timer hands the call over, then fails it.
 
     The timer runs every 0.25 s, which bounds the delay.
     """

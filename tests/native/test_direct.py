@@ -83,7 +83,7 @@ def fail_on_plan(*_: Any, **__: Any) -> Any:
 
 
 def forbid_plans(pgs: Sequence[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test if Python plans or starts a call from now on."""
+    """Make the test fail if Python plans or starts a call from now on."""
     for pg in pgs:
         dispatcher = pg._parts.collectives._dispatcher
         monkeypatch.setattr(dispatcher.plans, "known", {})
@@ -163,7 +163,7 @@ async def test_native_list_calls_return_lists() -> None:
 
 
 async def test_native_call_with_irregular_lists_is_declined() -> None:
-    """Check lists with arrays of several shapes, a wrong number of arrays, or something else than arrays."""
+    """Pass lists with arrays of several shapes, a wrong number of arrays, or objects that are not arrays."""
     async with group_of_ranks([True, True]) as pgs:
         native = native_of(pgs[0])
         one = np.ones(2)
@@ -214,7 +214,7 @@ async def test_native_list_call_is_handed_over_with_flat_arrays(kind: str) -> No
 
 
 async def test_list_on_a_rank_other_than_the_root_is_detected_in_a_repeated_native_call() -> None:
-    """Check that lists are refused on ranks other than the root, and that the root without a list gets a new one."""
+    """Check that lists on ranks other than the root are refused, and that the root without a list gets a new one."""
     async with group_of_ranks([True, True]) as pgs:
         await make_checked_call(pgs, CALLS["gather"], (4,))
         await make_checked_call(pgs, CALLS["scatter"], (4,))

@@ -28,7 +28,7 @@ def native_of(pg: ProcessGroup) -> Any:
 
 
 async def finished_works() -> tuple[list[ProcessGroup], list[Work[Any]]]:
-    """Return the ranks of a closed group, and native works that finished before it was closed."""
+    """Return the ranks of a closed group, and native works that finished before the group was closed."""
     async with jobs(2) as [pgs]:
         works = [pg.allreduce(np.full(4, 1.0 + pg.rank())) for pg in pgs]
         await until(lambda: all(work.done() for work in works))

@@ -33,7 +33,7 @@ def native_ranks(job: str) -> list[bool]:
 
 
 async def results_of(pgs: Sequence[ProcessGroup], case: Case, first: int) -> tuple[list[Any], list[bool]]:
-    """Make a call on all ranks, rank `first` first; return the result bytes, and whether each rank was native."""
+    """Make a call on all ranks, first on rank `first`; return the result bytes, and whether each rank was native."""
     started = {rank: case.call(pgs[rank]) for rank in [*range(first, len(pgs)), *range(first)]}
     for work, _ in started.values():
         await work
@@ -49,7 +49,7 @@ def chosen_count(number: int, size: int, dtype: str) -> int:
 
 
 async def compare_with_pure_job(job: str, chosen: Sequence[tuple[str, int]]) -> None:
-    """Check that a job and a pure job have the same results for all calls with the chosen dtypes and counts."""
+    """Check that a job and a pure job give equal results for all calls with the chosen dtypes and counts."""
     size, native, turns = len(job), native_ranks(job), itertools.cycle(range(len(job)))
     async with group_of_ranks(native) as pgs, group_of_ranks([False] * size, "pure") as pure:
         for dtype, count in chosen:
@@ -71,7 +71,7 @@ async def compare_with_pure_job(job: str, chosen: Sequence[tuple[str, int]]) -> 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("job", JOBS)
 async def test_job_of_native_and_pure_ranks_gives_the_same_bits_as_a_pure_job(job: str) -> None:
-    """Check one count per dtype; each job takes other counts."""
+    """Check one element count per dtype; each job uses different counts."""
     size, start = len(job), JOBS.index(job)
     chosen = [(dtype, chosen_count(start + place, size, dtype)) for place, dtype in enumerate(DTYPES)]
     await compare_with_pure_job(job, chosen[start % 2 :: 2] if size > 2 else chosen)
@@ -90,7 +90,7 @@ async def test_job_of_native_and_pure_ranks_gives_the_same_bits_as_a_pure_job_fo
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("count", [1, 2, 17])
 async def test_nan_bits_are_equal_on_all_ranks(count: int) -> None:
-    """Check each count: NumPy computes different NaN bits for scalars, arrays of one element and longer arrays."""
+    """Check each element count, since NumPy computes other NaN bits for scalars, single elements and longer arrays."""
     async with group_of_ranks([True, False, True]) as pgs:
         for (op, dtype), seed in itertools.product(nans.cases(), range(25)):
             arrays = [array.copy() for array in nans.inputs(dtype, count, 3, seed)]
@@ -176,7 +176,7 @@ async def test_overlapping_groups_with_native_ranks_share_links(job: str) -> Non
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_native_rank_that_runs_ahead_overwrites_no_unread_slot(job: str) -> None:
-    """Check a root that makes many broadcasts before the reader calls; the root waits for no rank."""
+    """Let a root make many broadcasts, waiting for no rank, before the reader calls."""
     async with group_of_ranks(native_ranks(job)) as (zero, one):
         sent = [bits("uint8", count, call) for call, count in enumerate([1, 32, 33, 4096, 4097] * 40)]
         got = [np.zeros_like(array) for array in sent]

@@ -37,7 +37,7 @@ def _debug_level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def reasons(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
-    """Return the reasons that rank 0 has logged since the last call; check that all have this level."""
+    """Return the reasons that rank 0 has logged since the last check; all must have this level."""
     found = [
         record
         for record in caplog.records

@@ -1,4 +1,4 @@
-"""Native calls that run Python code which makes, finishes or hands over other calls."""
+"""Native calls that run Python code, which makes, finishes or hands over other calls."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ OTHERS: dict[str, Callable[[Ranks], Awaitable[None]]] = {
 
 
 def count_references() -> tuple[int, int]:
-    """Return the number of references to all reachable objects, and the number of allocated memory blocks."""
+    """Return the total number of references to all reachable objects, and the number of allocated memory blocks."""
     gc.collect()
     objects = gc.get_objects()
     reachable = {id(each): each for each in objects} | {id(each): each for each in gc.get_referents(*objects)}
@@ -178,7 +178,7 @@ def count_references() -> tuple[int, int]:
 async def check_no_growth(
     turn: Callable[[], Awaitable[None]], turns: int = TURNS, warm: int = WARM, allowed: float = 0.5
 ) -> int:
-    """Check that turns leave no references and no memory; return the growth of a debug interpreter's total.
+    """Check that repetitions leave no references and no memory; return the growth of a debug interpreter's total.
 
     A leak grows in each of several rounds. Caches and free lists stop growing when they are full.
     """
@@ -231,7 +231,7 @@ async def test_handed_over_and_refused_native_calls_leave_no_references(name: st
 
 
 async def test_closed_native_groups_leave_no_references() -> None:
-    """Check groups with a wider limit: a group has thousands of references, and free lists keep a few of them."""
+    """Check groups with a wider limit, since a group has thousands of references and free lists keep a few."""
     made = arrays()["list"]
 
     async def turn() -> None:

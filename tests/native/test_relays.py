@@ -58,7 +58,7 @@ def queue_writer(pg: ProcessGroup) -> Any:
 
 
 def counts(size: int, chunk: int) -> list[int]:
-    """Return counts around those that need another chunk, and one count whose last chunk may have one element."""
+    """Return element counts near multiples of a chunk, and one count whose last chunk may have one element."""
     return [chunk * size + extra for extra in (-size - 1, -1, 0, 2 * size, size)] + [5 * chunk + 7]
 
 
@@ -395,7 +395,7 @@ async def test_error_names_both_mismatched_native_gathers(job: str) -> None:
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 @pytest.mark.parametrize("kind", ["gather", "broadcast"])
 async def test_mismatch_of_finished_native_calls_is_reported(job: str, kind: str, limits: Limits) -> None:
-    """Check calls that both finish although no rank reads the chunks of its peer."""
+    """Check calls that finish on both ranks although no rank reads the chunks of its peer."""
     limits(stray_after=0.01)
     async with group_of_ranks(native_ranks(job)) as pgs:
         zero, one = pgs
@@ -557,7 +557,7 @@ async def test_native_relays_reduce_registered_arrays() -> None:
 
 @pytest.mark.parametrize("shift", [0, 1, 15])
 async def test_non_temporal_stores_write_results_at_any_address(shift: int) -> None:
-    """Check messages above 16 MiB, where such stores are used; the bytes around the target stay unchanged."""
+    """Check messages above 16 MiB, which use non-temporal stores; the bytes around the target stay unchanged."""
     count = (17 << 20) + 13
     async with group_of_ranks([True, True]) as pgs:
         given = [np.arange(count + rank, dtype=np.uint32).view(np.uint8)[: count + 40] for rank in range(2)]
@@ -620,7 +620,7 @@ async def test_native_broadcast_and_allgather_of_several_ranks_use_relays(job: s
 
 
 async def test_native_allgather_of_uneven_blocks_does_not_use_a_relay() -> None:
-    """Check that blocks of different lengths take another path: ranks would not agree on the number of chunks."""
+    """Check blocks of different lengths, for which ranks would not agree on the number of chunks."""
     async with group_of_ranks([True] * 3) as pgs:
         lengths = [2 * CHUNK, 2 * CHUNK + 1, 5 * CHUNK]
         outputs = [[np.zeros(length) for length in lengths] for _ in pgs]

@@ -20,7 +20,7 @@ SPECIAL = {"__init__", "__await__"}
 
 
 def names_of(body: list[ast.stmt]) -> set[str]:
-    """Return the names that a part of the stub defines."""
+    """Return the names that a part of the type stub defines."""
     named = {node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     return named | {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
 
@@ -37,7 +37,7 @@ FUNCTIONS = dict(stub_functions())
 
 
 def object_named(name: str) -> Callable[..., Any]:
-    """Return the object of the module with a dotted name; for `__init__`, the class."""
+    """Return the object with a dotted name in the module; for `__init__`, the class."""
     made: Any = core
     for part in name.removesuffix(".__init__").split("."):
         made = getattr(made, part)

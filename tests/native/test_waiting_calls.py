@@ -113,7 +113,7 @@ async def test_inspection_of_a_waiting_native_call_hands_the_call_over() -> None
 
 
 async def test_waiting_native_call_is_listed_as_in_flight() -> None:
-    """Check that a waiting call is found in flight.
+    """Check that an inspection lists a waiting call as in flight.
 
     A broadcast finishes on its root as soon as it is posted. Without a record, it would count as never made.
     """
@@ -141,7 +141,7 @@ async def test_keyed_native_call_does_not_wait_for_other_calls() -> None:
 
 
 async def test_native_call_of_another_group_does_not_wait_for_a_slot() -> None:
-    """Check that a call uses frames if a group with late ranks occupies its slot."""
+    """Check that a call uses frames if another group, whose ranks are late, occupies its slot."""
     async with group_of_ranks([True, True]) as pgs:
         others = [pg for pg in await asyncio.gather(*(pg.split(0) for pg in pgs)) if pg is not None]
         for pg in (*pgs, *others):

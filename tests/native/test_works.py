@@ -29,13 +29,13 @@ Ranks = tuple[ProcessGroup, ProcessGroup]
 
 @pytest.fixture(params=WORKS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of the works that a test starts on rank 0."""
+    """Return the kind of works that a test starts on rank 0."""
     return str(request.param)
 
 
 @pytest.fixture
 async def ranks(kind: str) -> AsyncIterator[Ranks]:
-    """Yield two ranks; the works of rank 0 are of one kind."""
+    """Yield two ranks; all works of rank 0 are of the kind under test."""
     async with group_of_ranks([kind != "completion", True]) as (zero, one):
         yield zero, one
 
@@ -45,7 +45,7 @@ def ones() -> np.ndarray:
 
 
 async def finish_calls(ranks: Ranks, **named: Any) -> None:
-    """Make the call on rank 1, and wait until all calls of rank 0 have finished."""
+    """Make the matching call on rank 1, and wait until all calls of rank 0 have finished."""
     await ranks[1].allreduce(ones(), **named)
     await until(lambda: not len(comm_of(ranks[0]).in_flight))
 
@@ -540,7 +540,7 @@ async def warnings_of(kind: str, use: Callable[[Any], Awaitable[object]] | None)
 
 
 async def inspect_too_early(work: Any) -> None:
-    """Read the result too early. This does not count as a use of the work."""
+    """Read the result too early, which does not count as a use of the work."""
     assert not work.done()
     with pytest.raises(asyncio.InvalidStateError):
         work.result()

@@ -33,12 +33,12 @@ TIMEOUT = 0.3
 
 @pytest.fixture(params=WORKS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of the works that a test starts on rank 0."""
+    """Return the kind of works that a test starts on rank 0."""
     return str(request.param)
 
 
 async def make_mismatch(zero: ProcessGroup, one: ProcessGroup) -> None:
-    """Make another call on rank 1."""
+    """Make a different call on rank 1, so that the calls mismatch."""
     with pytest.raises(CollectiveMismatchError):
         await one.broadcast(np.ones(3), 0)
 

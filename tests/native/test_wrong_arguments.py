@@ -1,4 +1,4 @@
-"""Arguments from the Python package that the accelerator refuses, so that a mistake there accesses no wrong memory."""
+"""Wrong arguments from the Python package, which the accelerator refuses so that no wrong memory is accessed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_accelerator_object_refuses_a_second_initialization() -> None:
 
 
 def make_steps(size: int = 2, buffers: int = 2, dtype: str = "f8", **parts: Any) -> Any:
-    """Return the steps of an allreduce of two elements; `parts` replace some of them."""
+    """Return the schedule steps of an allreduce of two elements; `parts` replaces some fields."""
     assert core is not None
     given = {
         "copies": (),
@@ -138,7 +138,7 @@ def test_accelerator_refuses_inconsistent_schedule_steps(parts: dict[str, Any]) 
 
 
 def make_relay(**parts: Any) -> Any:
-    """Return the steps of a reduction from one rank to its peer; `parts` replace some of them."""
+    """Return the relay steps of a reduction from one rank to its peer; `parts` replaces some fields."""
     assert core is not None
     size = parts.pop("size", 2)
     given = {"chunk": 4, "behind": 1, "puts": (), "takes": ((0, 0, 9),), "sources": ((0, 0, 9),), "copy": ()} | parts

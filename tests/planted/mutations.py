@@ -1,4 +1,4 @@
-"""Mutants: small faults that a programmer could make, each at one place, as valid Python code."""
+"""Mutants: small faults that a programmer could make, each at one code place, as valid Python code."""
 
 from __future__ import annotations
 

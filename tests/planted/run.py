@@ -1,4 +1,4 @@
-"""A test of the tests: plant faults in a copy of the tree, one at a time, and report those that no test catches.
+"""Mutation testing: plant faults in a copy of the tree, one at a time, and report those that no test catches.
 
 python -m tests.planted                     all faults: written by hand, and drawn at random
 python -m tests.planted --only relay        the faults of a subject, or of a function
@@ -82,7 +82,7 @@ def key(mutant: Mutant) -> tuple[str, str, str]:
 
 
 class Tree:
-    """A copy of the tree that has at most one fault at a time.
+    """A copy of the source tree that contains at most one fault at a time.
 
     Args:
         root: the original tree.
@@ -191,7 +191,7 @@ class Limits:
         self._lock = threading.Lock()
 
     def of(self, subject: str, tree: Tree) -> list[float]:
-        """Return the limit in seconds for each run of a subject's tests; `tree` must have no fault."""
+        """Return the time limit for each run of a subject's tests, in seconds; `tree` must contain no fault."""
         found = SUBJECTS[subject]
         with self._lock:
             for run in found.tests:

@@ -1,4 +1,4 @@
-"""The parts of the package that get planted faults, and the tests that must catch them."""
+"""The parts of the package in which faults are planted, and the tests that must catch the faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RedisStore`: outages, lost data, passwords, certificates, and data left on the server."""
+"""The Redis store: outages, lost data, passwords, certificates, and data left on the server."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_aclose_of_a_redis_store_ends_waits_at_once(
 async def test_aclose_during_a_redis_read_leaves_no_subscription(
     own_server: RedisServer, open_store: OpenStore
 ) -> None:
-    """The store closes after the wait has read that its key is absent, before it subscribes."""
+    """Close the store after a wait has read that its key is absent, before the wait subscribes."""
     store = open_store(own_server.url)
     call = store._client.call
 
@@ -123,7 +123,7 @@ async def test_aclose_during_a_redis_read_leaves_no_subscription(
 async def test_redis_queue_pop_continues_to_wait_after_a_notification_without_an_item(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    """The wait must not poll the server."""
+    """Check that the wait does not poll the server."""
     limits(redis_look_every=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     pops = [asyncio.create_task(store.queue_pop("q")) for _ in range(2)]
@@ -197,7 +197,7 @@ async def test_reached_attribute_is_the_address_of_the_redis_server(redis: Redis
 
 @pytest.mark.parametrize("assigned", [False, True])
 async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own_server: RedisServer, assigned: bool) -> None:
-    """Each rank and the newcomer opens its own store."""
+    """Let each rank and the newcomer open a separate store."""
     options = GroupOptions(transport="unix")
 
     async def rank(number: int) -> Any:
@@ -340,7 +340,7 @@ async def test_redis_change_whose_reply_is_lost_is_made_once(
 async def test_requests_to_a_stalled_redis_server_are_carried_out_once(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    """The server receives a request several times, and carries it out once."""
+    """Check that the server, which receives a request several times, carries it out once."""
     limits(redis_patience=0.05)
     store = open_store(own_server.url)
     await store.set("k", b"v")
@@ -666,7 +666,7 @@ async def test_redis_certificate_of_another_ca_is_refused_at_once(
 async def test_connection_to_a_silent_redis_server_closes_at_once(
     redis: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    """An orderly TLS shutdown would wait for the server."""
+    """Check that the close does not wait for an orderly TLS shutdown of the server."""
     stores = [open_store(redis.url), open_store(redis.tls_url, tls_ca=redis.ca)]
     for store in stores:
         await store.set("k", b"v")

@@ -1,4 +1,4 @@
-"""The examples and errors in the documentation of the functional API, with `await`."""
+"""The examples and errors in torch's documentation of the functional API, ported to `await`."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ async def test_batch_isend_irecv_errors(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 async def test_monitored_barrier_example(pg: ProcessGroup) -> None:
-    """Rank 1 does not call the barrier, and the other ranks report it."""
+    """Let rank 1 not call the barrier; the other ranks report rank 1."""
     if dist.get_rank() != 1:
         with pytest.raises(CollectiveTimeoutError, match=r"1 failed to pass monitoredBarrier in 500 ms"):
             await dist.monitored_barrier(timeout=0.5, wait_all_ranks=True)

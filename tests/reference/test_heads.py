@@ -1,4 +1,4 @@
-"""The heads of programs for torch.distributed: heads/ has each one after the edit that docs/porting.md shows.
+"""The first lines of torch.distributed programs: heads/ has each one after the edit that docs/porting.md shows.
 
 Each head runs under `aiocoll run`, under torchrun, and with variables or arguments set by hand. A head that cannot run
 fails at once, and names the cause.
@@ -39,7 +39,7 @@ every_head = pytest.mark.parametrize("name", names)
 
 
 def head_command(name: str) -> list[str]:
-    """Return the path of a head and its argument, a free port for the rendezvous."""
+    """Return the path of a program in heads/ and its argument, a free port for the rendezvous."""
     return [str(HEADS / f"{name}.py"), *([] if name == "local_rank_argument" else [str(free_port())])]
 
 

@@ -1,4 +1,4 @@
-"""A PMI-1 launcher inside the test process, with one socket per process and the strictness of MPICH."""
+"""A PMI-1 launcher inside the test process, with one socket per process and as strict as MPICH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of notices that end a rendezvous while its store closes."""
+"""Tests of cancellation notices, which end a rendezvous while its store closes."""
 
 from __future__ import annotations
 

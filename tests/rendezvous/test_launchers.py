@@ -72,7 +72,7 @@ NAMES = ["torchrun", "explicit variables", "PMI-1", "Open MPI", "Kubernetes", "S
 
 @pytest.fixture(autouse=True)
 def _private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a private folder of the test for sockets."""
+    """Use a separate private folder for the sockets of each test."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
@@ -185,7 +185,7 @@ def test_open_mpi_without_a_host_name_is_refused() -> None:
 
 
 def test_incomplete_variables_are_not_mixed_with_a_launcher() -> None:
-    """The error names the launcher that would be used without them."""
+    """Check that the error names the launcher that would be used without the incomplete variables."""
     with pytest.raises(ValueError, match="world_size is missing") as caught:
         parameters_of(SLURM | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
     assert str(caught.value).endswith(
@@ -260,7 +260,7 @@ def test_rank_0_hosts_the_store_if_the_program_changed_the_port() -> None:
 
 
 def test_jobs_on_one_host_use_private_unix_sockets(tmp_path: Path) -> None:
-    """The name of the socket differs for each job."""
+    """Check that the socket name is different for each job."""
     alone = {"XDG_RUNTIME_DIR": str(tmp_path)}
     slurm = SLURM | alone | {"SLURM_STEP_NUM_NODES": "1"}
     places = {
@@ -392,7 +392,7 @@ def test_local_numbers_are_read_from_launcher_variables(monkeypatch: pytest.Monk
 def test_single_copy_permits_memory_reads_only_to_children_of_the_launcher(
     name: str, env: dict[str, str], address: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the launcher is permitted, and no process if `single_copy` is off."""
+    """Check that only the launcher's children may read memory, and no process if `single_copy` is off."""
     named: list[int] = []
     monkeypatch.setattr(same_host, "permit_reading", named.append)
     by_hand = env is EXPLICIT

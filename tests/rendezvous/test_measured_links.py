@@ -47,7 +47,7 @@ class Recorder:
     [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 5e-3 / BURST), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
 )
 def test_tuning_uses_the_slowest_link_between_the_hosts(hosts: str, latency: float, beta: float) -> None:
-    """Latency adds to the software latency. No link is faster than loopback. Unmeasured links count as the slowest."""
+    """Check that latencies add up, no link is faster than loopback, and unmeasured links count as the slowest."""
     assert LINKS.tune(TUNING, set(hosts)) == TUNING._replace(
         tcp=Machine(1e-4 + latency, 2e-5, beta, 3e-10), medium="tcp"
     )
@@ -119,7 +119,7 @@ def test_invalid_link_measurements_are_refused(value: bytes) -> None:
 
 
 async def machine_figures(hosts: str, path: Path) -> list[dict[str, Machine]]:
-    """Return the tuning of each rank in the world and in the group of its host. Each rank has its own loop."""
+    """Return the tuning of each rank in the whole group and in its host's group; each rank has its own loop."""
 
     async def rank(number: int) -> dict[str, Machine]:
         how = GroupOptions(host_id=hosts[number], job_key=b"k" * 32, bind="127.0.0.1")

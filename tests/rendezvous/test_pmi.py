@@ -236,7 +236,7 @@ async def test_given_job_key_is_not_published_by_pmi(stores: dict[str, PmiStore]
 
 
 async def test_rank_0_publishes_an_address_that_other_hosts_can_reach(stores: dict[str, PmiStore]) -> None:
-    """Rank 0 does not know the other hosts, so the options determine the address."""
+    """Check that the options determine the address, since rank 0 does not know the other hosts."""
     async with PmiLauncher(2) as launcher:
         one_per_host = {"MPI_LOCALNRANKS": "1"}
         options = GroupOptions.resolve(GroupOptions(bind="127.0.0.2", advertise="198.51.100.3"), {})

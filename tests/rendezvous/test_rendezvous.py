@@ -34,7 +34,7 @@ Rank = Callable[[int], Awaitable[Any]]
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Remove the variables of launchers and of aiocoll from the environment."""
+    """Remove the environment variables of launchers and of aiocoll."""
     for name in list(os.environ):
         if name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or (
             name.startswith(("AIOCOLL_", "TORCHELASTIC_")) and name != "AIOCOLL_TEST_LOOP"
@@ -119,7 +119,7 @@ async def test_rank_and_world_size_come_from_the_environment(environment: pytest
 
 
 async def test_rank_0_can_start_last(port: int) -> None:
-    """Rank 0 hosts the store, so the other ranks wait for it."""
+    """Start rank 0, which hosts the store, last; the other ranks wait for it."""
     started_ranks: list[int] = []
 
     async def rank(rank: int) -> None:
@@ -228,7 +228,7 @@ async def test_rendezvous_error_explains_a_missing_rank_0() -> None:
 async def test_rendezvous_errors_of_both_ranks_name_a_missing_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The ranks have published their cards, but no connection succeeds. A warning reports it before the timeout."""
+    """Prevent all connections between ranks that have published their cards; a warning comes before the timeout."""
 
     async def reach(*_: Any, **__: Any) -> socket.socket:
         await asyncio.Event().wait()
@@ -270,7 +270,7 @@ async def test_late_rank_is_reported_in_a_warning(caplog: pytest.LogCaptureFixtu
 
 
 async def test_process_that_restarts_as_a_member_rank_is_advised_to_use_join() -> None:
-    """The store assigns it a rank of a second rendezvous, in which no other rank takes part."""
+    """Start a third process, to which the store assigns a rank of a second rendezvous without other ranks."""
     store = HashStore()
 
     async def rank(_: int) -> None:
@@ -288,7 +288,7 @@ async def test_process_that_restarts_as_a_member_rank_is_advised_to_use_join() -
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4), (3, 4, 3), (4, 3, 3)])
 @pytest.mark.parametrize("backwards", [False, True])
 async def test_different_world_sizes_are_reported_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
-    """Every rank fails at once, without waiting for the timeout."""
+    """Check that every rank fails at once, without waiting for the timeout."""
     store = HashStore()
 
     async def rank(rank: int) -> Any:
@@ -309,7 +309,7 @@ async def test_different_world_sizes_are_reported_on_every_rank(sizes: tuple[int
 
 
 async def test_second_process_with_the_same_rank_is_refused() -> None:
-    """Two stores on one server stand for two processes with the same rank."""
+    """Use two stores on one server, which stand for two processes with the same rank."""
     store = HashStore()
     first = PrefixStore("job", store)
     second = PrefixStore("job", store)
@@ -324,7 +324,7 @@ async def test_second_process_with_the_same_rank_is_refused() -> None:
 
 
 async def test_rendezvous_can_be_cancelled(port: int) -> None:
-    """A later attempt on the same address succeeds."""
+    """Check that a later rendezvous on the same address succeeds."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await new_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
@@ -346,7 +346,7 @@ async def test_port_0_is_permitted_for_a_single_rank() -> None:
 async def test_wildcard_master_address_means_this_host(
     host: str, encryption: str, port: int, environment: pytest.MonkeyPatch
 ) -> None:
-    """A wildcard as destination means loopback, so both ends agree on encryption."""
+    """Check that a wildcard as destination means loopback, so that both ends agree on encryption."""
     environment.setenv("MASTER_ADDR", host)
     environment.setenv("MASTER_PORT", str(port))
     options = GroupOptions(job_key="k" * 32, encryption=encryption)

@@ -57,7 +57,7 @@ async def switch_strangers(visitor: Process, changes: list[float]) -> None:
 
 
 async def measured_times(what: str, conduct: str, transport: str) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the durations with and without strangers, for each part of the run."""
+    """Return the durations of work with and without strangers, for each part of the run."""
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-soak-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
     host, port = server.start()

@@ -130,7 +130,7 @@ def resident_bytes() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_ranks_with_different_keys_do_not_meet(transport: str) -> None:
-    """Run all pairs of ranks at once, since rank 0 waits until its timeout."""
+    """Run all pairs of ranks concurrently, since rank 0 waits until its timeout."""
     await asyncio.gather(
         *(assert_ranks_do_not_meet(transport, *keys) for keys in [(KEY, OTHER), (KEY, None), (None, KEY)])
     )
@@ -233,7 +233,7 @@ async def test_replayed_store_requests_do_not_change_the_store() -> None:
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
 async def test_reflected_handshake_challenge_is_refused(flavour: str, kind: ConnKind) -> None:
-    """The attacker makes the challenging rank reply to its own challenge."""
+    """Let the attacker send a rank's challenge back, so that the rank would reply to its own challenge."""
     async with listening_rank(flavour, 1) as rank:
         with pytest.raises(HandshakeRefusedError, match="rank 1 and rank 1 of 2 cannot be peers"):
             await rank.transport.connect(0, rank.card, kind)
@@ -243,7 +243,7 @@ async def test_reflected_handshake_challenge_is_refused(flavour: str, kind: Conn
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(ConnKind))
 async def test_echoed_handshake_is_refused(kind: ConnKind) -> None:
-    """The peer sends the received bytes back, padded to the required length."""
+    """Let the peer send the received bytes back, padded to the required length."""
     loop = asyncio.get_running_loop()
     listener = address.open_tcp("127.0.0.1")
 
@@ -320,7 +320,7 @@ async def test_socket_of_another_user_is_refused() -> None:
 
 
 async def test_announced_frame_length_allocates_no_memory_in_a_store() -> None:
-    """Clients announce the longest permitted frame and send nothing of its body."""
+    """Let clients announce the longest permitted frame and send nothing of its body."""
     server = StoreServer(key=KEY)
     endpoint = server.start()
     identity = Identity(job_id(""), 0, -1, 0, ConnKind.STORE)
@@ -359,7 +359,7 @@ async def test_announced_frame_length_allocates_no_memory_in_a_link(flavour: str
 
 
 async def test_authenticated_peer_is_not_disconnected_for_unauthenticated_clients() -> None:
-    """The peer has a verdict, so a closed connection would count as its death."""
+    """Check a peer that has received a verdict and would take a closed connection for a death."""
     async with listening_rank("unix") as rank:
         with await connected_socket(*socket_address(rank.card)) as sock:
             client = ClientHandshake(Identity(job_id("job"), 0, 1, 2, DATA), KEY, os.urandom)
@@ -389,7 +389,7 @@ def raised_descriptor_limit() -> Iterator[None]:
 
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_1000_unauthenticated_clients_do_not_disturb_a_job(transport: str) -> None:
-    """Silent clients and clients that send garbage connect to the store and to each rank during the whole job."""
+    """Let silent clients and clients that send garbage connect to the store and to each rank during the whole job."""
     server = StoreServer(key=KEY)
     endpoint = server.start()
     crowd: list[socket.socket] = []

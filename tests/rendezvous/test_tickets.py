@@ -250,7 +250,7 @@ async def test_program_without_a_launcher_gets_a_hint() -> None:
 
 @pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 3])
 async def test_meeting_reports_the_death_of_a_rank_to_the_other_ranks(hosts: int) -> None:
-    """The report also reaches the ranks of a grown group and the reported process."""
+    """Check that the ranks of a grown group and the reported process also receive the report."""
     came: asyncio.Queue[None] = asyncio.Queue()
 
     async def rank(number: int, ticket: Ticket) -> str:

@@ -1,4 +1,4 @@
-"""A stranger as a process: a client without the job key. Its argument names its conduct.
+"""A stranger process, a client without the job key; its argument names its behaviour.
 
 Lines of standard input name listeners ("at FAMILY ADDRESS", with the address as a Python literal) and start or stop
 the connections ("on", "off"). The process ends at the end of its input.

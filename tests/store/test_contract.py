@@ -39,7 +39,7 @@ def base_kind(request: pytest.FixtureRequest) -> str:
 
 
 def copy_of(function: FunctionType) -> FunctionType:
-    """Return a copy of a function, which can have its own marks."""
+    """Return a copy of a function, which can have separate pytest marks."""
     return FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )

@@ -21,7 +21,7 @@ async def stored_keys(path) -> list[str]:
 
 @pytest.fixture
 async def log(tmp_path):
-    """Return the path of a closed store with keys a, b and c, and its sizes before each key."""
+    """Return the path of a closed file store with keys a, b and c, and the file sizes before each key."""
     path = tmp_path / "store"
     sizes = [HEADER_SIZE]
     async with FileStore(path) as store:

@@ -87,7 +87,7 @@ async def test_queue_items_are_popped_once_and_in_push_order() -> None:
 @pytest.mark.parametrize("turns", range(24))
 @pytest.mark.parametrize("again", [None, 0, 1, 2, 4])
 async def test_queue_pop_cancelled_at_any_loop_iteration_loses_no_items(turns: int, again: int | None) -> None:
-    """With `again`, a second cancellation follows after as many iterations, before the first one has completed."""
+    """Cancel at each loop iteration, and with `again` a second time, before the first cancellation has completed."""
     near, far, _ = distant_stores(3)
     for item in (b"0", b"1"):
         await near.queue_push("q", item)
@@ -220,7 +220,7 @@ async def test_ranks_on_a_minimal_store_meet_split_and_wait(world_size: int) -> 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 async def test_group_can_grow_on_a_store_with_high_latency(world_size: int) -> None:
-    """Each rank and the newcomer is a client of its own, and requests take time."""
+    """Let each rank and the newcomer be a separate client whose requests take time."""
     entries: dict[str, bytes] = {}
 
     async def rank(number: int) -> list[int]:

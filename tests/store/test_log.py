@@ -1,4 +1,4 @@
-"""Damaged logs of `FileStore`: each raises an error with its reason, or has a torn tail that is not read."""
+"""Damaged logs of `FileStore`: each raises an error with its reason, or has an incomplete end that is not read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = ["a", "b", "c"]
 
 @pytest.fixture
 async def path(tmp_path):
-    """Return the path of a closed store with keys a, b and c."""
+    """Return the path of a closed file store with keys a, b and c."""
     path = tmp_path / "store"
     async with FileStore(path) as store:
         for key in KEYS:
@@ -34,7 +34,7 @@ async def path(tmp_path):
 
 
 def record_ends(whole: bytes) -> list[int]:
-    """Return the end positions of the header and of each record."""
+    """Return the end positions of the log's header and of each record."""
     found = [HEADER_SIZE]
     while found[-1] < len(whole):
         found.append(found[-1] + PREFIX_SIZE + int.from_bytes(whole[found[-1] : found[-1] + 4], "little"))
@@ -92,7 +92,7 @@ async def test_store_log_with_any_flipped_byte_is_refused(path) -> None:
 
 
 async def test_store_log_with_any_flipped_length_bit_is_refused(path) -> None:
-    """Some flipped lengths reach beyond the end of the file, as the length of an incomplete record does."""
+    """Flip each bit of the lengths; some lengths then reach beyond the file, as those of incomplete records do."""
     whole = path.read_bytes()
     for start in record_ends(whole)[:-1]:
         for bit in range(32):
@@ -104,7 +104,7 @@ async def test_store_log_with_any_flipped_length_bit_is_refused(path) -> None:
 
 @pytest.mark.slow
 async def test_damaged_store_log_with_a_truncated_end_is_refused(path) -> None:
-    """A torn tail does not hide damage before it."""
+    """Check that an incomplete end does not hide damage before it."""
     whole = path.read_bytes()
     first, second, *_ = record_ends(whole)
     for position in range(first, second):
@@ -117,7 +117,7 @@ async def test_damaged_store_log_with_a_truncated_end_is_refused(path) -> None:
 
 @pytest.mark.parametrize("filler", [b"\0", b"\xff"])
 async def test_store_log_end_that_no_writer_produces_is_refused(path, filler: bytes) -> None:
-    """A host crash can leave such bytes in place of records that processes may have read."""
+    """Check bytes that a host crash can leave in place of records which processes may have read."""
     whole = path.read_bytes()
     for start in record_ends(whole):
         await assert_refused(path, whole[:start] + filler * 4096, damage_pattern(start))
@@ -206,7 +206,7 @@ async def test_store_log_record_over_the_size_limit_is_refused(path) -> None:
 
 
 async def test_store_file_truncated_after_a_read_is_refused(path) -> None:
-    """A process that has read the lost records must not read or write any more."""
+    """Check that a process which has read the lost records neither reads nor writes any more."""
     whole = path.read_bytes()
     *_, third, end = record_ends(whole)
     async with FileStore(path) as old:
@@ -227,7 +227,7 @@ async def test_store_file_truncated_after_a_read_is_refused(path) -> None:
 
 
 async def test_apparent_damage_of_a_store_log_is_checked_again_under_the_lock(path) -> None:
-    """A reader may see a mixture of old and new bytes while a writer replaces a torn tail."""
+    """Read a mixture of old and new bytes, as while a writer replaces an incomplete end."""
     whole = path.read_bytes()
     async with FileStore(path) as reader:
         with path.open("rb+") as writer:
@@ -247,7 +247,7 @@ async def test_apparent_damage_of_a_store_log_is_checked_again_under_the_lock(pa
 
 
 async def test_reader_of_a_half_replaced_store_log_end_recovers(path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader sees the pages of one write arrive one by one."""
+    """Let the reader read the pages of one write one by one."""
     whole = path.read_bytes()
     torn = whole[: record_ends(whole)[-2]] + seal(b"x" * 40, 7)[0][:-1]
     pread = os.pread

@@ -251,7 +251,7 @@ async def test_queue_item_for_a_lost_client_goes_to_the_next_client(server):
         done = threading.Event()
 
         def abort_and_push() -> None:
-            """Push before the server notices the closed connection: both happen in one iteration of its loop."""
+            """Push an item before the server notices a closed connection; both happen in one iteration of its loop."""
             session.abort()
             server.core.apply("queue_push", ("q", b"1"))
             server.core.apply("queue_push", ("q", b"2"))
@@ -347,7 +347,7 @@ async def test_error_names_a_port_without_a_server():
 
 @pytest.mark.parametrize("name", ["master", "localhost", "localhost.localdomain", "127.0.1.1"])
 async def test_error_explains_a_host_name_that_resolves_to_the_loopback(monkeypatch, name):
-    """The error explains it only for names that resolve to loopback by accident, as in the /etc/hosts of Debian."""
+    """Check that only names which resolve to loopback by accident, as in Debian's /etc/hosts, are explained."""
     port = free_port()
 
     async def resolve(host, port):
@@ -429,7 +429,7 @@ async def test_silent_clients_use_no_memory_for_tls():
 
 
 async def test_store_connection_succeeds_with_concurrently_made_certificates(monkeypatch):
-    """Certificates made by several threads at the same time differ."""
+    """Check that certificates made by several threads at the same time differ."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     monkeypatch.setattr(server._tls, "get", make_own_contexts.__wrapped__)
     server.start()
@@ -460,7 +460,7 @@ async def test_store_server_disconnects_a_silent_client_at_the_deadline(limits, 
 
 
 async def test_authenticated_store_client_has_no_handshake_deadline(limits):
-    """The client confirms after a later client was disconnected at its deadline."""
+    """Let the client confirm after a later client was disconnected at its deadline."""
     limits(store_handshake=0.05)
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
@@ -479,7 +479,7 @@ async def test_authenticated_store_client_has_no_handshake_deadline(limits):
 
 
 async def test_handshake_deadline_does_not_end_a_session_with_unread_data():
-    """The timers of the session fire in one callback while HELLO is unread in the socket."""
+    """Let the session's timers fire in one callback while HELLO is unread in the socket."""
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
 
@@ -506,7 +506,7 @@ async def test_handshake_deadline_does_not_end_a_session_with_unread_data():
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_timeout_does_not_discard_an_unread_reply(server, name, waits):
-    """The loop of the client is blocked until the reply has arrived and the timeout has expired."""
+    """Block the client's loop until the reply has arrived and the timeout has expired."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
 
@@ -639,7 +639,7 @@ WRONG_OUTCOMES = [3, -1, None, "0", [0], True, 1.0]
 
 @pytest.mark.parametrize("command", CALLS)
 async def test_invalid_store_reply_closes_the_connection_with_a_reason(server, command, monkeypatch):
-    """Each invalid reply raises the same kind of error at once."""
+    """Check that each invalid reply raises the same kind of error at once."""
     call, results = CALLS[command]
     answers = [(0, wrong) for wrong in results]
     answers += [(1, wrong) for wrong in (None, b"", [], 7)]
@@ -661,7 +661,7 @@ def send(session: Session, message: list) -> None:
 
 
 async def test_cancelled_store_wait_is_removed_after_its_reply(server):
-    """The request is removed at once, not only when the connection ends."""
+    """Check that the request is removed at once, not only when the connection ends."""
     async with client(server) as store:
         for command in (store.get, store.queue_pop):
             waiting = asyncio.create_task(command("never"))
@@ -758,7 +758,7 @@ def started_uvloop() -> None:
 @pytest.mark.usefixtures("started_uvloop")
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 def test_cancelled_program_with_a_tcp_store_leaves_no_resources(name, tmp_path):
-    """The leak check of the test suite makes the assertions."""
+    """Cancel the run at each step; the leak check of the test suite makes the assertions."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
     new_loop = uvloop.new_event_loop if name == "uvloop" else asyncio.new_event_loop
@@ -822,7 +822,7 @@ async def test_second_join_request_of_a_store_client_is_refused(server):
 
 
 async def test_store_opening_cancelled_after_encryption_does_not_affect_the_next_opening(monkeypatch):
-    """The next socket gets the descriptor number of the cancelled one."""
+    """Open another store, whose socket gets the descriptor number of the cancelled one."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
 

@@ -1,4 +1,4 @@
-"""A function for every rank that makes all collectives and messages, and compares each result with its closed form."""
+"""A function that makes all calls on every rank, and compares each result with its closed form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LARGE = 100_003
 
 
 def block(rank: int, count: int) -> np.ndarray:
-    """Return the contribution of `rank`: integers, so that sums are exact in float64."""
+    """Return the contribution of `rank`: integer values, so that sums are exact in float64."""
     return np.arange(count, dtype="f8") + rank
 
 

@@ -22,7 +22,7 @@ KILLED = {2: signal.SIGKILL}
 
 
 async def survive(pg: ProcessGroup, how: str, dying: int = 2) -> Any:
-    """Let one rank die; the others continue without it."""
+    """Let one rank die; the other ranks continue without it."""
     if pg.rank() == dying:
         match how:
             case "kill":

@@ -145,7 +145,7 @@ async def test_retrieved_failures_do_not_fail_a_test() -> None:
 
 
 async def test_error_raised_by_a_peer_takes_precedence_over_unretrieved_failures() -> None:
-    """Abort the group by an error: the resulting failures of other ranks are not reported."""
+    """Abort the group by an error; the resulting failures of other ranks must not be reported."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
@@ -187,7 +187,7 @@ async def test_error_of_a_peer_has_a_note_about_the_unretrieved_failure() -> Non
 
 
 async def test_unretrieved_failures_of_groups_outside_of_the_run_are_ignored() -> None:
-    """Leave a failure in a group that no rank of the run has made."""
+    """Leave a failure in a group that no rank of the run has created."""
 
     async def rank(pg: ProcessGroup) -> int:
         return pg.rank()

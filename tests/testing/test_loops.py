@@ -20,7 +20,7 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _pipe_of_libuv() -> None:
-    """Make a first loop: libuv never closes its pipe, which must not count as a leak of the first test."""
+    """Make a first loop in advance, since libuv never closes its pipe, which must not count as a leak."""
     with contextlib.suppress(ImportError):
         loop_factory("uvloop")().close()
 

@@ -84,7 +84,7 @@ async def test_result_that_cannot_be_pickled_raises_an_error() -> None:
 
 @pytest.mark.slow
 async def test_timeout_error_shows_the_stack_of_every_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let the time expire when all ranks hang, and again when two have reported their stacks, on a busy machine too."""
+    """Let the timeout expire when all ranks hang, and also when only two ranks have reported their stacks."""
     file = tmp_path / "hanging"
     os.mkfifo(file)
     limit, wait, answers = 1000.0, asyncio.wait, []
@@ -145,7 +145,7 @@ async def test_cancelled_run_ends_the_rank_processes_and_their_children(tmp_path
 
 
 def wait_for_end(process: int) -> bool:
-    """Wait until a process has ended, whatever its parent is then; its pidfd is readable from then on."""
+    """Wait until a process has ended; its pidfd becomes readable then, for any parent process."""
     return bool(select.select([process], [], [], LIMIT)[0])
 
 

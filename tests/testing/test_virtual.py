@@ -202,7 +202,7 @@ def test_different_seeds_change_the_order_of_ranks() -> None:
 
 
 def test_virtual_loop_keeps_the_order_of_task_steps_and_callbacks() -> None:
-    """Keep the order of tasks and callbacks that a program schedules, which it may rely on."""
+    """Check that tasks and callbacks run in the order in which a program schedules them."""
 
     async def main() -> list[str]:
         order: list[str] = []

@@ -196,7 +196,7 @@ def test_run_on_a_virtual_clock_starts_no_top_listener(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_top_listener_sends_no_answer_to_another_user(source: Any, tmp_path: Path) -> None:
-    """Check the permissions of the folder, and then, without them, the check of the user."""
+    """Check the permissions of the folder, and then, with permissions for all, the check of the user."""
     path = tmp_path / f"{os.getpid()}.sock"
     common = Path(tempfile.gettempdir())
     short = common / f"aiocoll-test-{os.getpid()}"

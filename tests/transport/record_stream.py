@@ -1,4 +1,4 @@
-"""A byte stream with the difficulties of an encrypted stream, but without encryption."""
+"""A byte stream that imitates the difficulties of an encrypted stream, without encryption."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class RecordStream:
         self._arm()
 
     def _move(self) -> None:
-        """Send and receive as much as the socket allows without blocking."""
+        """Send and receive as much data as the socket allows without blocking."""
         try:
             while self._leaving:
                 del self._leaving[: self.sock.send(self._leaving)]

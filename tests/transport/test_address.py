@@ -160,7 +160,7 @@ async def test_reach_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_reach_raises_connection_reset_error_for_a_listener_that_resets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full listener may reset the connection between two system calls of `reach`."""
+    """Use a full listener, which resets the connection between two system calls of `reach`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         class ResetSocket(socket.socket):
@@ -257,7 +257,7 @@ async def test_close_of_a_listener_without_free_descriptors_cancels_the_accept_r
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_listener_that_was_finalized_before_its_owner_is_closed(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    """Garbage collection finalizes the objects of a cycle in any order, so the loop may be closed first."""
+    """Close the loop first, since garbage collection finalizes the objects of a cycle in any order."""
     running = loop()
     listeners = address.Listeners(Runtime(running), socket.socket.close)
     listener, name = address.open_unix(os.urandom)

@@ -1,4 +1,4 @@
-"""Batches of small frames: frames in quick succession share a system call, and a single frame leaves at once."""
+"""Batches of small frames: frames in quick succession share a system call, and a single frame is sent at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CountingSocket(socket.socket):
 
 
 class ManualClock(Runtime):
-    """A runtime whose clock is set by the test."""
+    """A runtime whose clock the test sets."""
 
     def __init__(self) -> None:
         super().__init__(asyncio.get_running_loop())

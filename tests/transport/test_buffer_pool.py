@@ -26,7 +26,7 @@ def frame_bytes(op: int, data: bytes) -> bytes:
 
 
 class CheckedPool(BufferPool):
-    """A pool that knows its buffers in use, and overwrites the returned ones."""
+    """A pool that records its buffers in use, and overwrites returned buffers."""
 
     def __init__(self) -> None:
         super().__init__()

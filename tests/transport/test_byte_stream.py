@@ -1,4 +1,4 @@
-"""The contract of byte streams, and its users: links, handshakes and heartbeats need nothing else from a stream."""
+"""The contract of byte streams, and checks that links, handshakes and heartbeats need nothing beyond it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ each_stream = pytest.mark.parametrize("kind", [*STREAMS, *STRIPED])
 
 
 async def opened(kind: str) -> list[ByteStream]:
-    """Return both ends of a connection."""
+    """Return both ends of a connection as byte streams."""
     loop = asyncio.get_running_loop()
     opening = (STREAMS[kind](loop, sock, dialled=bool(end)) for end, sock in enumerate(sockets("unix")))
     return await asyncio.gather(*opening)
@@ -110,7 +110,7 @@ class Reader:
 
 
 def fill(stream: ByteStream, message: bytes) -> int:
-    """Send until the stream accepts no more; return the number of accepted bytes."""
+    """Send until the stream accepts no more data; return the number of accepted bytes."""
     sent = 0
     with suppress(BlockingIOError):
         while sent < len(message):
@@ -180,7 +180,7 @@ async def test_large_data_is_sent_in_both_directions_at_once(kind: str, nbytes: 
 
 @each_stream
 async def test_readable_callback_is_called_until_all_data_is_received(kind: str) -> None:
-    """The data may be left in the stream by an earlier receive, or arrive during a pause in reading."""
+    """Leave data in the stream by an earlier receive, or let data arrive while reading is paused."""
     async with stream_ends(kind) as (near, far):
         near.send(random_bytes(900))
         reader = Reader(far, 10)
@@ -249,7 +249,7 @@ async def test_plain_byte_streams_call_socket_methods_directly() -> None:
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
 async def test_transport_sends_and_receives_only_through_its_byte_streams(flavour: str) -> None:
-    """Handshakes, frames and heartbeats all pass through it; the peer understands only records."""
+    """Use a stream of records, so that handshakes, frames and heartbeats outside of the stream would fail."""
     opened: list[bool] = []
 
     async def opening(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> RecordStream:
@@ -281,7 +281,7 @@ async def test_transport_sends_and_receives_only_through_its_byte_streams(flavou
 
 
 async def test_connection_whose_stream_fails_to_open_is_dialled_again() -> None:
-    """The dialling rank dials once more."""
+    """Let the stream of a connection fail to open; the dialling rank dials once more."""
     failing = [True]
 
     async def opening(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> PlainStream:
@@ -300,7 +300,7 @@ async def test_connection_whose_stream_fails_to_open_is_dialled_again() -> None:
 
 @each_stream
 async def test_watchdogs_exchange_heartbeats_through_any_kind_of_byte_stream(kind: str, limits: Limits) -> None:
-    """The watchdogs run in threads, so heartbeats arrive while the event loop is blocked."""
+    """Check that heartbeats, exchanged by watchdog threads, arrive while the event loop is blocked."""
     limits(
         watchdog_round=watchdog.ROUND / 20,
         unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
@@ -328,7 +328,7 @@ async def test_watchdogs_exchange_heartbeats_through_any_kind_of_byte_stream(kin
 
 @each_stream
 async def test_readable_callback_reports_data_left_by_a_receive_outside_the_loop(kind: str) -> None:
-    """A polling await leaves data in the stream this way, before it suspends."""
+    """Leave data in the stream as a polling await does before it suspends."""
     async with stream_ends(kind) as (near, far):
         rest, received = bytearray(), asyncio.Event()
 

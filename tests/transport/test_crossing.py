@@ -1,4 +1,4 @@
-"""Crossing dials: two ranks that dial each other at once get one link, the same at both ends, in every order."""
+"""Simultaneous dials: two ranks that dial each other at once get one link, equal at both ends, in every order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMISED = 3
 
 
 class Links:
-    """The table of links that `Crossing` queries."""
+    """A stand-in for the table of links that `Crossing` queries."""
 
     def __init__(self) -> None:
         self.live = False
@@ -62,7 +62,7 @@ async def test_simultaneous_dials_are_decided_by_promises_and_confirmations(rank
 
 
 class Gate:
-    """A gate for each handshake message of two connections, one dialled by each rank; `let_through` releases one.
+    """Gates for the handshake messages of two connections, one dialled by each rank.
 
     A connection is identified by the rank that dials it. Further connections of a rank are not held.
     """
@@ -112,7 +112,7 @@ class Gate:
         return data
 
     async def let_through(self, dialled_by: int) -> None:
-        """Release the next message of the connection dialled by `dialled_by`, and run the loop until it took effect."""
+        """Release the next message of the connection dialled by `dialled_by`, and run the loop until it is handled."""
         self.through[dialled_by] += 1
         self.changed.set()
         self.changed = asyncio.Event()
@@ -155,7 +155,7 @@ async def test_simultaneous_dials_make_one_link_in_every_message_order(flavour: 
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
 @pytest.mark.parametrize("held", [0, 1])
 async def test_dial_succeeds_while_a_simultaneous_dial_of_the_peer_is_stuck(held: int, flavour: str) -> None:
-    """The other dial stops after any number of its messages. Its link wins only if it has been promised."""
+    """Stop the other dial after any number of its messages; its link wins only if it has been promised."""
     for before in range(MESSAGES):
         async with gated_ranks(flavour) as (ranks, gate):
             dials = await start_both_dials(ranks)

@@ -33,7 +33,7 @@ def virtual_runner() -> Iterator[asyncio.Runner]:
 
 
 async def failure_reason(connect_timeout: float = 5.0, *, set_all_met: bool = False) -> str:
-    """Dial rank 1; return the reported failure reason."""
+    """Let rank 0 dial rank 1; return the reported failure reason."""
     runtime = Runtime.of(asyncio.get_running_loop())
     options = StreamOptions(transport="tcp", connect_timeout=connect_timeout)
     transport = StreamTransport(runtime, 0, 2, "job", b"k" * 32, options)
@@ -73,7 +73,7 @@ def test_shortened_dial_attempt_does_not_replace_the_reported_failure_reason(
     connect_timeout: float,
     reason: str,
 ) -> None:
-    """The host first refuses, then is silent. Only an attempt with a full handshake timeout proves the silence."""
+    """Let the host first refuse, then be silent; only an attempt with a full handshake timeout proves the silence."""
 
     async def reach(loop: VirtualLoop) -> socket.socket:
         if loop.time() >= silent_from:
@@ -87,7 +87,7 @@ def test_shortened_dial_attempt_does_not_replace_the_reported_failure_reason(
 def test_blocked_loop_does_not_use_up_connect_timeout(
     virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop is blocked for longer than the timeout. The rest of the timeout is used afterwards."""
+    """Block the loop for longer than the timeout; the rest of the timeout is used afterwards."""
     attempts: list[float] = []
 
     async def reach(loop: VirtualLoop) -> socket.socket:
@@ -127,7 +127,7 @@ def test_dial_in_a_constantly_blocked_loop_times_out(
 def test_blocked_loop_does_not_make_a_peer_host_count_as_silent(
     virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After one network error the loop is blocked for longer than a host may be silent. The host is dialled again."""
+    """Block the loop, after a network error, for longer than a host may be silent; the host is dialled again."""
     attempts: list[float] = []
 
     async def reach(loop: VirtualLoop) -> socket.socket:

@@ -12,7 +12,7 @@ from .links import Recorder, frame
 
 
 async def network(world_size: int, latency: list[float] | None = None) -> tuple[Hub, dict[tuple[int, int], MemoryLink]]:
-    """Link every rank to every other; each frame takes the next entry of `latency`."""
+    """Link every rank to every other rank; each frame takes the next entry of `latency`."""
     hub = Hub(Runtime.of(asyncio.get_running_loop()), None if latency is None else lambda a, b: latency.pop(0))
     links: dict[tuple[int, int], MemoryLink] = {}
 

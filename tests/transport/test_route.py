@@ -171,7 +171,7 @@ def test_bind_any_listens_on_all_addresses_and_publishes_one_address() -> None:
 def test_store_host_publishes_the_address_by_which_other_ranks_reached_the_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is the one address of this host among those by which the other ranks reached the store."""
+    """Check the choice of this host's address among the addresses by which other ranks reached the store."""
     replaced(
         monkeypatch,
         is_own_address=lambda host: host == FOREIGN[1],

@@ -1,4 +1,4 @@
-"""Negotiation of shared memory: both ranks share it, or both use the socket, whichever step fails."""
+"""Negotiation of shared memory: both ranks share memory, or both use the socket, for a failure at any step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Ends:
             raise
 
     async def negotiate(self) -> list[Any]:
-        """Return the result of each rank: the parts of a link, None, or an error."""
+        """Negotiate a link; return the result of each rank: the parts of a link, None, or an error."""
         return await asyncio.wait_for(asyncio.gather(self.propose(), self.accept(), return_exceptions=True), 20)
 
     def end(self, results: list[Any]) -> None:
@@ -168,7 +168,7 @@ FAILURES: dict[str, tuple[Any, str, int]] = {
 
 
 class FailingCall:
-    """A function whose calls fail from number `first` on, for `times` calls, counted over both ranks."""
+    """A function whose calls from number `first` on fail `times` times, counted over both ranks."""
 
     def __init__(self, module: Any, name: str, code: int, first: int, times: int) -> None:
         self.original: Callable[..., Any] = getattr(module, name)
@@ -188,7 +188,7 @@ class FailingCall:
 async def test_refused_system_call_makes_both_ends_use_the_socket(
     failure: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both ranks use the socket whichever call fails. The rank of the failed call warns once, with the reason."""
+    """Check that both ranks use the socket whichever system call fails, and one rank warns once with the reason."""
     module, name, code = FAILURES[failure]
     for first in range(20):
         failing = FailingCall(module, name, code, first, times)
@@ -221,7 +221,7 @@ async def test_rank_without_shared_memory_warns_once(
 async def test_lack_of_file_descriptors_at_any_step_makes_both_ends_use_the_socket(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The kernel drops received descriptors beyond the limit of a process, without an error."""
+    """Limit the open files: the kernel drops received descriptors beyond the limit without an error."""
     outcomes = []
     for more in range(40):
         ends = Ends()
@@ -243,7 +243,7 @@ async def test_lack_of_file_descriptors_at_any_step_makes_both_ends_use_the_sock
 
 
 async def test_dialler_cancelled_at_any_step_leaves_no_one_sided_link() -> None:
-    """The dialler decides: the acceptor must not use a link that the dialler has given up."""
+    """Check that the acceptor uses no link that the dialler, which decides, has given up."""
     completed = []
     for turns in range(1, 100):
         ends = Ends()
@@ -265,7 +265,7 @@ async def test_dialler_cancelled_at_any_step_leaves_no_one_sided_link() -> None:
 
 
 async def test_dialler_whose_timeout_expires_in_a_blocked_loop_has_no_link() -> None:
-    """The reply and the timeout reach the dialler in the same iteration of the loop; neither rank has a link."""
+    """Let the reply and the timeout reach the dialler in the same loop iteration; neither rank has a link."""
     ends = Ends()
     tasks = [asyncio.ensure_future(ends.propose()), asyncio.ensure_future(ends.accept())]
     cancelled = asyncio.Event()
@@ -305,7 +305,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 async def test_acceptor_cancelled_at_any_step_leaves_no_one_sided_link() -> None:
-    """Before the dialler's decision, the dialler gets an error. Afterwards it has a link whose socket is closed."""
+    """Check that a dialler before its decision gets an error, and afterwards has a link whose socket is closed."""
     completed = []
     for turns in range(1, 100):
         ends = Ends()
@@ -338,7 +338,7 @@ async def test_socket_closed_during_negotiation_raises_an_error_at_the_peer(sile
 
 
 async def test_busy_thread_pool_does_not_delay_a_shared_memory_link() -> None:
-    """The link needs no thread of the default executor."""
+    """Occupy the default executor, of which the link needs no thread."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadlessExecutor())
     async with negotiated() as (_, results):
@@ -346,7 +346,7 @@ async def test_busy_thread_pool_does_not_delay_a_shared_memory_link() -> None:
 
 
 async def test_abandoned_shared_memory_link_returns_its_lane() -> None:
-    """An outbox has one lane per rank, and a few spare lanes for links that will be given up."""
+    """Check that lanes are returned: an outbox has one lane per rank and a few spare lanes."""
     ends = Ends()
     kept, socks = await ends.negotiate(), ends.socks  # this link keeps the outboxes open
     for _ in range(OutboxLayout(2).lanes + 1):
@@ -558,7 +558,7 @@ async def test_malformed_reply_to_a_shared_memory_offer_is_refused(
 
 
 async def test_full_doorbell_of_a_peer_does_not_block_the_link() -> None:
-    """A full doorbell wakes its owner anyway, so a rank that rings it may drop the ring."""
+    """Fill the doorbell, which wakes its owner anyway, so that a rank may skip the ring."""
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await wait_until_readable(ends.socks[1])
@@ -622,7 +622,7 @@ async def test_process_without_atomic_64_bit_stores_uses_sockets(
 async def test_python_without_memfd_uses_the_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A Python built for old systems has no `os.memfd_create`."""
+    """Simulate a Python built for old systems, which has no `os.memfd_create`."""
     monkeypatch.delattr(os, "memfd_create")
     async with negotiated() as (ends, results):
         assert results == [None, None]
@@ -650,7 +650,7 @@ async def test_doorbell_is_closed_with_the_last_shared_memory_link() -> None:
 
 
 async def test_lane_of_an_abandoned_shared_memory_link_is_reused() -> None:
-    """Another link keeps the outbox open, so lanes that are not returned would run out."""
+    """Keep the outbox open by another link, so that lanes which are not returned would run out."""
     ends = Ends()
     first = await ends.negotiate()
     lanes = [first[0].own.lane.number]

@@ -1,4 +1,4 @@
-"""Doorbells: a model in which no order of events loses a wake-up, and the calls of the real doorbell."""
+"""Doorbells: a model in which no order of events loses a wake-up, and system calls of the real doorbell."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_doorbell_loses_no_wake_up_in_any_order_of_many_events(case: Case) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("without", ["look again", "look at status", "look at waiting", "another number", "last look"])
 def test_doorbell_model_detects_a_lost_wake_up_for_each_omitted_step(without: str) -> None:
-    """The model needs each fence, the last poll before sleeping, and a new number for each sleep."""
+    """Omit each fence, the last poll before sleeping, or the new number for each sleep from the model."""
     found = (explore(case._replace(without=without))[1] for case in CASES)
     assert any(received_count(end) < case.total for case, ends in zip(CASES, found, strict=True) for end in ends)
 
 
 @pytest.mark.slow
 def test_doorbell_model_loses_no_wake_up_without_the_fence_of_a_waiting_writer() -> None:
-    """The writer polls again after a fence before it sleeps."""
+    """Omit the fence of a waiting writer, which polls again after another fence before it sleeps."""
     for case in CASES:
         _, ends = explore(case._replace(without="look at taken"))
         assert {received_count(end) for end in ends} == {case.total}
@@ -56,7 +56,7 @@ def test_doorbell_model_loses_no_wake_up_without_the_fence_of_a_waiting_writer()
 
 
 class Link:
-    """A link that counts its polls, and reports progress for the first `moves` of them."""
+    """A stand-in for a link, which counts its polls and reports progress for the first `moves` of them."""
 
     def __init__(self) -> None:
         self.polls = 0
@@ -79,7 +79,7 @@ class ImpatientPolling:
 
 
 class Pair:
-    """A doorbell with a link, and the doorbell of a peer that rings it."""
+    """A doorbell with a link, and the doorbell of a peer that rings the first one."""
 
     def __init__(self) -> None:
         runtime = Runtime.of(asyncio.get_running_loop())
@@ -170,7 +170,7 @@ async def test_doorbell_rings_once_per_sleep_and_never_while_awake(pair: Pair) -
 
 
 async def test_doorbell_ring_that_a_peer_withdraws_still_wakes_the_owner(pair: Pair) -> None:
-    """A peer that may ring a doorbell may also read its eventfd, which withdraws the ring."""
+    """Let a peer read the eventfd of a doorbell that it rings, which withdraws the ring."""
     loop = asyncio.get_running_loop()
     events: list[Any] = []
     loop.set_exception_handler(lambda _, context: events.append(context))
@@ -263,7 +263,7 @@ async def test_closed_doorbell_does_not_poll(pair: Pair) -> None:
 
 
 async def test_exception_during_a_poll_does_not_prevent_later_wake_ups(pair: Pair) -> None:
-    """The loop reports the exception, and the next ring still wakes the rank."""
+    """Check that the loop reports the exception, and that the next ring still wakes the rank."""
     loop = asyncio.get_running_loop()
     events: list[Any] = []
     loop.set_exception_handler(lambda _, context: events.append(context["exception"]))

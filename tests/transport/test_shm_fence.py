@@ -1,4 +1,4 @@
-"""The fences of each machine architecture."""
+"""Memory fences of each machine architecture."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_32_bit_process_on_a_64_bit_machine_is_refused(monkeypatch: pytest.Monke
 
 
 class Fence:
-    """A function of a library, loaded by ctypes."""
+    """A stand-in for a library function that ctypes has loaded."""
 
     argtypes: object = None
     restype: object = int
@@ -91,7 +91,7 @@ class Interrupted(BaseException):
 
 
 def test_interrupted_memory_fence_does_not_block_later_fences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C can be raised between any two instructions. The cleanup after it must not block."""
+    """Interrupt at each instruction, as a second Ctrl-C can; the cleanup afterwards must not block."""
 
     class Lock:
         def __init__(self) -> None:

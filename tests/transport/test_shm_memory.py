@@ -1,4 +1,4 @@
-"""Memory of a link: it grows with the sent data, and the writer reserves it before use."""
+"""Memory of a shared-memory link, which grows with the sent data and is reserved by the writer before use."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Kernel:
         self.spans.append((which, start, start + nbytes))
 
     def reserved(self) -> int:
-        """Return the bytes of all populated pages, for one region and all outboxes."""
+        """Return the number of bytes in all populated pages, for one region and all outboxes."""
         pages: set[tuple[int, int]] = set()
         for which, start, end in self.spans:
             pages.update((which, page) for page in range(start // PAGE, -(-end // PAGE)))
@@ -146,7 +146,7 @@ MakeHost = Callable[[int], Host]
 
 
 def post(host: Host, common: bool, slot: int, identity: int, array: np.ndarray) -> bool:
-    """Post `array` to a lane; return whether the slot had memory."""
+    """Post `array` to a lane; return whether memory for the slot could be reserved."""
     if common:
         return host.boxes[0].common.post(slot, identity, 7, 1, array, array.nbytes, [host.lanes[1]])
     return host.lanes[1].post(slot, identity, 7, 1, array, array.nbytes)
@@ -186,7 +186,7 @@ def resident_bytes(nbytes: int) -> list[int]:
 
 
 async def test_idle_link_takes_less_memory_than_documented() -> None:
-    """Count the touched pages of the region and the objects of each end."""
+    """Count the accessed pages of the region and the objects of each end."""
     async with linked("shm") as (near, far):  # makes the objects that all links share
         near.start()
     tracemalloc.start()
@@ -295,7 +295,7 @@ async def test_frames_arrive_intact_while_the_ring_grows(nbytes: int) -> None:
 def test_unreserved_memory_pages_are_never_accessed(
     ranks: int, seed: int, make_region_ends: MakeEnds, make_host: MakeHost, kernel: Kernel
 ) -> None:
-    """Touching an unreserved page would allocate it, in either process."""
+    """Check both processes, in either of which touching an unreserved page would allocate the page."""
     ends, host, chance = make_region_ends(ranks, seed % 2), make_host(ranks), random.Random(seed)
     out, (writer, reader) = ends.outgoing(), ends.chunk_queue()
     words = ends.reading.cast("Q")
@@ -375,7 +375,7 @@ async def test_all_calls_work_on_an_old_kernel(kernel: Kernel) -> None:
 
 
 def test_process_that_cannot_reserve_memory_uses_no_shared_memory(kernel: Kernel, make_region_ends: MakeEnds) -> None:
-    """The abilities of the peer do not help a process that cannot reserve memory."""
+    """Check a process that cannot reserve memory, whatever its peer can do."""
     ends, layout = make_region_ends(2), LinkLayout(2)
     kernel.fail_with(errno.EINVAL)
     with pytest.raises(OSError, match=NO_MEMORY):

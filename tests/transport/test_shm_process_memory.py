@@ -94,7 +94,7 @@ def test_memory_of_an_ended_process_raises_lookup_error() -> None:
 
 
 def test_process_with_a_reused_pid_is_not_read() -> None:
-    """Its memory has no secret word at the address, so nothing of it is returned."""
+    """Read a process without the secret word at the expected address; none of its memory is returned."""
     with readable_child() as child:
         memory = PeerMemory(child.process.pid, child.address, child.word ^ 1)
         with pytest.raises(ProcessLookupError, match="another process has its number"):
@@ -105,7 +105,7 @@ def test_process_with_a_reused_pid_is_not_read() -> None:
 
 
 def test_change_of_the_secret_word_is_detected_for_any_value() -> None:
-    """A word of zeros or ones is as valid as any other."""
+    """Check secret words of all zeros and all ones, which are as valid as any other value."""
     for word in (0, (1 << 64) - 1):
         held = ctypes.c_uint64(word)
         memory = PeerMemory(os.getpid(), ctypes.addressof(held), word)
@@ -142,7 +142,7 @@ def test_address_of_an_array_is_the_address_of_its_first_element(readonly: bool)
 
 
 def test_peer_process_is_identified_by_its_socket() -> None:
-    """Both ends are in this process, which may always read itself."""
+    """Use two ends in this process, which may always read itself."""
     own = OwnMemory(os.urandom)
     near, far = socket.socketpair()
     with near, far:
@@ -159,7 +159,7 @@ SHOW = f"{DROP}; ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE"
 
 
 def read_by_other_process(child: ReadableChild, before: str) -> str:
-    """Return the output of another process that reads the child after the statements `before`."""
+    """Run another process that reads the child after the statements `before`; return its output."""
     code = (
         f"{IMPORTS}\n{before}\n"
         "into = bytearray(11)\n"
@@ -199,7 +199,7 @@ assert prctl(22, 2, ctypes.create_string_buffer(filter_), 0, 0) == 0  # PR_SET_S
 
 
 def test_seccomp_filter_is_reported_as_a_refusal() -> None:
-    """Containers have such filters. `can_read` detects one without a peer."""
+    """Use a seccomp filter as in containers, which `can_read` detects without a peer."""
     with readable_child() as child:
         assert read_by_other_process(child, FILTER) == "PermissionError\n"
         assert read_by_other_process(child, f"{FILTER}\nprint(can_read())").startswith(

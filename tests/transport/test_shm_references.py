@@ -1,4 +1,4 @@
-"""Frames by reference: the peer reads the payload in place, in a segment or in the memory of another process."""
+"""Frames by reference, whose payload the peer reads in place, from a segment or from another process's memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Ends:
         self._where = where
 
     async def array(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return an array of known bytes that the far end can read."""
+        """Return an array of known bytes in memory that the far end can read."""
         if self._where == "segment":
             array = await registered_memory(self.near).make(nbytes)
         else:
@@ -146,7 +146,7 @@ async def test_frames_by_reference_keep_their_order(where: str) -> None:
 
 
 async def test_writer_has_at_most_two_unread_references(where: str) -> None:
-    """Later frames then wait a bounded time. The sink is notified when there is room again."""
+    """Check that later frames wait a limited time, and that the sink is notified when there is space again."""
     async with linked_ends(where) as both:
         array = await both.array(SEGMENT)
         assert both.near.writable
@@ -162,7 +162,7 @@ async def test_writer_has_at_most_two_unread_references(where: str) -> None:
 async def test_reader_that_reads_a_reference_at_once_wakes_the_writer(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peer may read everything before the writer continues. The writer must have requested a wake-up before."""
+    """Let the peer read everything before the writer continues, which must have requested a wake-up earlier."""
     async with linked_ends(where) as both:
         array = await both.array(1000)
         doorbell, point = both.far._peer_doorbell, RingWriter.point
@@ -192,7 +192,7 @@ async def test_reference_waits_for_space_in_the_frame_ring(where: str) -> None:
 
 
 async def test_withdrawn_reference_is_not_delivered(where: str) -> None:
-    """The owner may change the memory after the call, and the reader must not deliver the change."""
+    """Change the memory after the call's failure; the reader must not deliver the changed data."""
     async with linked_ends(where) as both:
         array, owner = await both.array(SEGMENT), object()
         assert both.write(array, 1, owner)
@@ -207,7 +207,7 @@ async def test_withdrawn_reference_is_not_delivered(where: str) -> None:
 
 @pytest.mark.parametrize("placed", [False, True])
 async def test_reference_withdrawn_during_its_read_is_not_delivered(where: str, placed: bool) -> None:
-    """The frame is voided in `route`, between the two checks around the read of a piece."""
+    """Withdraw the frame in `route`, between the two checks around the read of a piece."""
     async with linked_ends(where) as both:
         array, owner = await both.array(3 * SEGMENT), object()
         found = bytearray(array.nbytes)
@@ -320,7 +320,7 @@ async def test_sink_may_close_the_link_within_a_frame(where: str) -> None:
 
 
 async def test_reference_is_not_read_after_the_writer_closed(where: str) -> None:
-    """The writer has released its memory, so the link cannot have ended in order."""
+    """Close the writer, whose memory is then released; the link cannot have ended in order."""
     async with linked_ends(where) as both:
         array = await both.array(1000)
         both.write(array)
@@ -345,7 +345,7 @@ async def test_reference_to_an_ended_process_fails_the_link() -> None:
 
 
 async def test_unreadable_memory_of_a_withdrawn_reference_causes_no_failure(where: str) -> None:
-    """Its memory was unmapped because its operation had failed."""
+    """Use a reference whose memory was unmapped because its operation had failed."""
     async with linked_ends(where) as both:
         await both.array(1)
         owner = object()
@@ -414,7 +414,7 @@ async def test_references_are_used_only_if_both_ends_want_them(single_copy: tupl
 async def test_memory_that_other_processes_cannot_read_is_not_sent_by_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A device driver may map such memory into this process. It is copied instead."""
+    """Check memory that a device driver has mapped into this process, which is copied instead."""
     async with linked_ends("process") as both:
         array = await both.array(1000)
         memory = both.near.references._memory

@@ -1,4 +1,4 @@
-"""Anonymous shared memory: reserved from the start, of fixed size, and read-only for peers where required."""
+"""Anonymous shared memory: fully reserved, of fixed size, and read-only for peers where required."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_on_old_kernel(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def make_reserved(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make a region that is reserved in full."""
+    """Make a fully reserved region."""
     fd, made = asyncio.run(SharedRegion.create(nbytes, [(0, nbytes)]))
     return fd, made.memory
 
@@ -66,7 +66,7 @@ def make_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
 
 @pytest.fixture(autouse=True)
 def _collect_garbage() -> None:
-    """Release memory that earlier tests have left to garbage collection."""
+    """Collect garbage, to release memory that earlier tests have left."""
     gc.collect()
 
 
@@ -96,7 +96,7 @@ def test_size_of_a_shared_memory_region_cannot_be_changed(make: Make) -> None:
 
 
 def test_memory_pages_released_by_a_peer_read_as_zeros() -> None:
-    """A hole in the file must not raise SIGBUS."""
+    """Punch a hole into the memory file, which must not raise SIGBUS."""
     fd, memory = make_mapped(NBYTES)
     memory[:] = b"x" * NBYTES
     punched = subprocess.run(["fallocate", "-p", "-o", "0", "-l", str(NBYTES), f"/proc/self/fd/{fd}"], pass_fds=[fd])
@@ -180,7 +180,7 @@ def test_failed_creation_of_a_region_leaves_no_open_descriptors(
 
 
 def test_failed_reservation_of_a_region_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither end leaves a mapping, even if the error and its traceback are kept."""
+    """Check that neither end leaves a mapping, even if the error and its traceback are referenced."""
     fd, memory = make_mapped(NBYTES)
     memory.close()
     monkeypatch.setattr(SharedRegion, "reserve", lambda region, start, end: False)

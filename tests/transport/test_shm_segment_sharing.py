@@ -99,7 +99,7 @@ async def test_memory_segment_is_offered_to_a_peer_once(ends: Ends, monkeypatch:
 
 
 async def test_segment_offer_that_exceeds_the_socket_buffer_is_sent_later(ends: Ends) -> None:
-    """An offer is repeated, and the notice that a segment has ended is kept."""
+    """Check that an offer is repeated, and that the notice about an ended segment is kept."""
     segments = [await ends.share() for _ in range(3)]
     _array, late = await ends.make()
     fill(sock_of(ends.near))

@@ -1,4 +1,4 @@
-"""Outboxes and chunk queues in this process, where the peer acts between any two memory accesses of a rank.
+"""Outboxes and chunk queues in one process, where the peer acts between any two memory accesses of a rank.
 
 A slot behaves the same in every lane. So most tests get a `Box`, which posts through the common lane or a peer's lane.
 """
@@ -48,7 +48,7 @@ class Stepwise:
 
 
 class Steps:
-    """A counter of accesses to words, which runs a callback before a given one."""
+    """A counter of memory word accesses, which runs a callback before a chosen access."""
 
     def __init__(self) -> None:
         self.until = -1
@@ -68,7 +68,7 @@ WORDS = ("_words", "_lines", "_named", "_consumed", "common_named", "common_cons
 
 
 def watch_steps(*parts: Any) -> Steps:
-    """Return the `Steps` of all accesses that these parts make to the words shared by both ranks."""
+    """Return the `Steps` of all accesses by the given objects to the words that both ranks share."""
     steps = Steps()
     for part in parts:
         for name in WORDS:
@@ -82,7 +82,7 @@ PRINT = 1 << 31 | 1
 
 
 class Box:
-    """A lane of rank 0, and its reader on rank 1."""
+    """A lane of rank 0's outbox, and its reader on rank 1."""
 
     def __init__(self, host: Host, is_common: bool) -> None:
         self.host = host
@@ -156,7 +156,7 @@ def block_of(number: float) -> np.ndarray:
 
 
 def take(reader: SlotReader, slot: int, identity: int, group: int) -> float | None:
-    """Read and free the contribution to an operation; return None without one."""
+    """Read and free the contribution to an operation; return None if there is none."""
     if reader.look(slot, identity, group) != PRINT:
         return None
     got = reader.view(slot, np.dtype("f8"), 3).copy()
@@ -224,7 +224,7 @@ def test_parts_of_the_memory_layouts_do_not_overlap(ranks: int) -> None:
 
 
 def test_memory_words_of_a_lane_do_not_overlap(box: Box) -> None:
-    """Write each kind of word once, and check that the others did not change."""
+    """Write each kind of word once, and check that no other word has changed."""
     lane, reader = box.host.lanes[1], box.outbox
     rows = [lane._named, lane.common_named]
     for number, row in enumerate(rows, 1):
@@ -244,7 +244,7 @@ def test_memory_words_of_a_lane_do_not_overlap(box: Box) -> None:
 def test_end_of_an_old_group_during_a_post_keeps_the_new_post(
     step: int, order: Any, make_box: Callable[..., Box]
 ) -> None:
-    """The end frees the slots of the group, but not the slot of a post that is just being written."""
+    """End an old group, whose slots are freed, except the slot of a post that is just being written."""
     box = make_box(Fences(order, lambda: None))
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
@@ -275,7 +275,7 @@ def test_post_during_the_end_of_another_group_is_kept(step: int, box: Box) -> No
 
 @pytest.mark.parametrize("step", range(10))
 def test_equal_operation_numbers_of_two_groups_are_distinguished(step: int, box: Box) -> None:
-    """The line has the new operation number before any other part of the new contribution."""
+    """Check that the line has the new operation number before any other part of the new contribution."""
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
     got: list[float | None] = []
@@ -293,7 +293,7 @@ def test_equal_operation_numbers_of_two_groups_are_distinguished(step: int, box:
 
 @pytest.mark.parametrize("step", range(10))
 def test_unfinished_post_is_not_reported_as_the_previous_operation(step: int, box: Box) -> None:
-    """The writer may be preempted for long; the previous operation of the slot has ended and matches no call."""
+    """Interrupt the writer during a post, when the slot's previous operation has ended and matches no call."""
     assert box.post(5, 5, NEW, block_of(1))
     assert take(box.reader, 5, 5, NEW) == 1
     seen: list[list[tuple[int, int, int]]] = []
@@ -322,7 +322,7 @@ def test_slot_that_is_read_during_a_write_is_consistent(step: int, box: Box) -> 
 
 @pytest.mark.parametrize("step", range(10))
 def test_new_posts_flag_is_not_lost_if_it_is_read_during_a_post(step: int, box: Box) -> None:
-    """A reader that sees the flag finds the post, or the flag is set again afterwards."""
+    """Check that a reader that reads the flag finds the post, or that the flag is set again afterwards."""
     found: list[bool] = []
     steps = box.step_writer()
     steps.interrupt(step, lambda: found.append(box.outbox.has_news() and take(box.reader, 5, 6, NEW) == 2))
@@ -353,7 +353,7 @@ def test_post_for_a_finished_group_is_not_listed_as_unread(box: Box) -> None:
 
 
 def test_read_slot_is_not_freed_again_after_its_group_ended(box: Box) -> None:
-    """The line belongs to the writer again: the reader must not read it, nor change its consumed number."""
+    """End the group of a read slot, whose line the reader must then neither read nor change."""
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
     box.reader.purge(OLD)
@@ -365,7 +365,7 @@ def test_read_slot_is_not_freed_again_after_its_group_ended(box: Box) -> None:
 
 
 def test_withdrawn_post_is_not_freed(make_host: Callable[..., Host]) -> None:
-    """A number that a reader has consumed before stays consumed."""
+    """Withdraw a post; a number that a reader has consumed before stays consumed."""
     host = make_host(3)
     common, lanes, reader = host.boxes[0].common, list(host.lanes.values()), host.readers[2].common
     assert common.post(5, 5, OLD, PRINT, block_of(1), 24, lanes)
@@ -473,7 +473,7 @@ def test_reader_without_a_link_blocks_no_slot(make_host: Callable[..., Host]) ->
 
 @pytest.mark.parametrize("step", range(12))
 def test_reader_given_up_by_the_writer_detects_overwritten_data(step: int, make_host: Callable[..., Host]) -> None:
-    """Its reader may stop at any instruction, and continue when the slot has other contents."""
+    """Stop the reader at each instruction, and let it continue when the slot has other contents."""
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
     reader = host.readers[2].common
@@ -530,7 +530,7 @@ def test_new_link_to_a_rank_finds_no_posts_of_the_old_link(make_host: Callable[.
 
 
 def test_posts_are_kept_if_a_link_is_opened_twice_at_once(make_host: Callable[..., Host]) -> None:
-    """Both ranks may dial, or a peer may reconnect before its loss was noticed. Each link has its own lane."""
+    """Open two links, as when both ranks dial or a peer reconnects early; each link has a separate lane."""
     host = make_host(2)
     old, box = host.lanes[1], host.boxes[0]
     assert old.post(5, 5, NEW, PRINT, block_of(1))
@@ -548,7 +548,7 @@ def test_posts_are_kept_if_a_link_is_opened_twice_at_once(make_host: Callable[..
 
 
 def test_reader_of_a_closed_link_does_not_affect_the_next_link(make_host: Callable[..., Host]) -> None:
-    """Its late reads and releases refer to the lane of the old link, in an outbox that is closed."""
+    """Let a reader read and release late: it refers to the lane of the old link, in a closed outbox."""
     host = make_host(2)
     old = host.readers[1]
     for slot in (5, 6):
@@ -569,7 +569,7 @@ def test_reader_of_a_closed_link_does_not_affect_the_next_link(make_host: Callab
 
 
 def test_closed_outbox_is_unmapped_while_its_lanes_are_referenced(make_host: Callable[..., Host]) -> None:
-    """A traceback may keep cached plans alive, which keep the lanes alive."""
+    """Reference the lanes, as a traceback that keeps cached plans alive may."""
     host = make_host(2)
     inode = f" {os.fstat(host.boxes[0].fd).st_ino} "
     outbox, reader = host.boxes[0], host.readers[1]
@@ -595,7 +595,7 @@ def test_lane_number_outside_of_the_peers_outbox_is_refused(make_host: Callable[
 
 @pytest.mark.parametrize("value", [0, 1, 2**63, 2**64 - 1])
 def test_malformed_lane_of_a_peer_is_tolerated(value: int, box: Box) -> None:
-    """A faulty peer may have written anything. Lookups then succeed or fail, but read no other memory."""
+    """Write arbitrary words as a faulty peer may; lookups succeed or fail, but read no other memory."""
     for words in (*(lane._named for lane in box.lanes), *(lane.common_named for lane in box.lanes), box.writer._lines):
         for index in range(len(words)):
             words[index] = value
@@ -674,7 +674,7 @@ def test_reader_of_a_chunk_queue_wakes_a_waiting_writer() -> None:
 
 @pytest.mark.parametrize("step", range(8))
 def test_chunk_freed_while_the_writer_starts_waiting_is_detected(step: int) -> None:
-    """The writer finds the space, or the reader notifies it."""
+    """Check that the writer finds the freed chunk, or that the reader notifies the writer."""
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     for number in range(CHUNKS):

@@ -1,4 +1,4 @@
-"""The stream transport: accepted and refused connections, crossing dials, timeouts and harmless strangers."""
+"""The stream transport: accepted and refused connections, simultaneous dials, timeouts, unauthenticated clients."""
 
 import asyncio
 import gc
@@ -59,7 +59,7 @@ FLAVOURS = [*PLAIN, "tls"]
 
 
 class Rank:
-    """A transport with its links. It is the sink of all of them."""
+    """A transport with its links, which receives the frames of all of them."""
 
     def __init__(self, transport: StreamTransport) -> None:
         self.transport = transport
@@ -208,7 +208,7 @@ def make_client(rank: int, world_size: int = 2, **changes: object) -> ClientHand
 
 
 async def prove_key(sock: socket.socket, client: ClientHandshake) -> Status:
-    """Prove the job key; return the received status. After OK, the client's last message is not sent yet."""
+    """Prove the job key; return the received status, before the client's last message is sent."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, client.hello())
     await loop.sock_sendall(sock, client.prove(await read(sock, CHALLENGE_SIZE)))
@@ -278,7 +278,7 @@ async def test_sixteen_ranks_can_open_links_between_all_pairs(flavour: str) -> N
 
 
 async def test_simultaneous_dials_make_one_link(flavour: str) -> None:
-    """There is one link in every order of events. It is the same for both ranks, and carries frames."""
+    """Check that there is one link for every order of events, equal for both ranks, which transfers frames."""
     chance = random.Random(5)
     async with started(2, flavour) as (a, b):
 
@@ -314,7 +314,7 @@ async def test_simultaneous_dials_of_all_ranks_make_one_link_per_pair(flavour: s
 
 @pytest.mark.parametrize("sent_bytes", [0, HELLO_SIZE, HELLO_SIZE + PROOF_SIZE])
 async def test_dial_to_an_unauthenticated_peer_does_not_affect_other_handshakes(sent_bytes: int) -> None:
-    """The reply to another rank must not depend on an unproven dial, however far it has come."""
+    """Check that the reply to another rank does not depend on the progress of an unproven dial."""
     async with started(3) as (low, middle, high):
         for rank in (low, high):
             async with stuck_dial(rank, middle) as (dial, served), stranger(rank.card) as sock:
@@ -329,7 +329,7 @@ async def test_dial_to_an_unauthenticated_peer_does_not_affect_other_handshakes(
 
 @pytest.mark.parametrize("sent_bytes", range(4))
 async def test_unauthenticated_client_does_not_stop_a_dial(sent_bytes: int) -> None:
-    """The client sends nothing, half a HELLO, a correct HELLO, or a proof with another key."""
+    """Let a client send nothing, half a HELLO, a correct HELLO, or a proof with another key."""
     for rank in range(2):
         async with started(2, connect_timeout=3600.0, handshake_timeout=3600.0) as ranks:
             one, other = ranks[rank], ranks[1 - rank]
@@ -368,7 +368,7 @@ async def test_connect_dials_if_the_connection_of_an_authenticated_peer_fails(wo
 
 
 async def test_higher_rank_keeps_the_link_that_it_has_promised() -> None:
-    """After its promise, the higher rank waits for the lower one, even if its own dial is accepted."""
+    """Check that after its promise, the higher rank waits for the lower one, even if its own dial is accepted."""
     async with started(2) as (a, b), stuck_dial(b, a) as (dial, served), stranger(b.card) as sock:
         _, verdict = await serve(served, 0, lambda peer: Status.OK)
         client = make_client(0)
@@ -417,7 +417,7 @@ async def test_close_of_the_transport_cancels_a_dial() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("confirmed_first", [False, True])
 async def test_two_final_handshake_replies_in_one_iteration_make_one_link(rank: int, confirmed_first: bool) -> None:
-    """The peer accepts both connections, which no correct rank does. Still only one becomes the link."""
+    """Let the peer accept both connections, as no correct rank does; only one becomes the link."""
     async with started(2) as ranks:
         one, other = ranks[rank], ranks[1 - rank]
         async with stranger(one.card) as sock, stuck_dial(one, other) as (dial, served):
@@ -560,7 +560,7 @@ async def test_silent_client_is_disconnected_at_the_handshake_timeout(flavour: s
 
 @pytest.mark.parametrize("flavour", PLAIN, indirect=True)
 async def test_authenticated_client_has_no_handshake_timeout(flavour: str) -> None:
-    """The client has a link once its last message is sent, so the server must wait for this message."""
+    """Check that the server waits for the client's last message, after which the client has a link."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
         client = make_client(0)
@@ -577,7 +577,7 @@ async def test_authenticated_client_has_no_handshake_timeout(flavour: str) -> No
 
 
 async def test_authenticated_client_from_another_host_has_tcp_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a client has no timeout, so only keepalive probes detect the loss of its host."""
+    """Check that keepalive probes are on, which alone detect the loss of a host after the handshake timeout."""
     probed: list[socket.socket] = []
     monkeypatch.setattr("aiocoll.transport.stream.transport.enable_keepalive", probed.append)
     loop = asyncio.get_running_loop()
@@ -595,7 +595,7 @@ async def test_authenticated_client_from_another_host_has_tcp_keepalive(monkeypa
 
 @pytest.mark.parametrize("nbytes", [HELLO_SIZE, HELLO_SIZE - 1])
 async def test_handshake_timeout_does_not_discard_an_arrived_message(nbytes: int) -> None:
-    """HELLO arrives while the loop is blocked, when earlier timers are due."""
+    """Let HELLO arrive while the loop is blocked and earlier timers are due."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, runtime=runtime) as (_, b), stranger(b.card) as sock:
         await runtime.held_one.wait()
@@ -629,7 +629,7 @@ async def test_unread_messages_extend_the_handshake_timeout_at_most_three_times(
 async def test_dial_reads_arrived_handshake_messages_when_its_timeout_expires(
     last: str, connect_timeout: float
 ) -> None:
-    """The message arrives while the loop is blocked, when the timer of the attempt or of the dial is due."""
+    """Let a message arrive while the loop is blocked and the timer of the attempt or of the dial is due."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with (
         started(2, runtime=runtime, connect_timeout=connect_timeout) as (a, b),
@@ -668,7 +668,7 @@ async def test_failed_dial_ends_a_connection_inherited_by_a_forked_child() -> No
 
 
 async def test_handshake_message_that_arrived_while_the_loop_was_blocked_is_in_time() -> None:
-    """A deadline that passes in a blocked loop must not fail a peer that has already replied."""
+    """Let a deadline pass in a blocked loop; a peer that has already replied must not fail."""
     async with started(2, handshake_timeout=0.01) as (_, b), stranger(b.card) as sock:
         client = make_client(0)
         assert await prove_key(sock, client) is Status.OK
@@ -679,7 +679,7 @@ async def test_handshake_message_that_arrived_while_the_loop_was_blocked_is_in_t
 
 
 async def test_handshake_can_take_several_slow_loop_iterations(flavour: str) -> None:
-    """Iterations are longer than the handshake timeout, as when many ranks of one loop connect at once."""
+    """Make iterations longer than the handshake timeout, as when many ranks of one loop connect at once."""
     loop, seconds = asyncio.get_running_loop(), 0.01
 
     def slow_iteration() -> None:
@@ -770,7 +770,7 @@ async def test_connect_to_an_unreachable_peer_raises_peer_lost_error(flavour: st
 
 
 async def test_authenticated_peer_is_not_reported_as_silent() -> None:
-    """The promised link fails after some seconds, and the rank dials."""
+    """Let the promised link fail after some seconds; the rank then dials."""
     runtime = TickingClock(asyncio.get_running_loop(), 3)
     async with started(2, runtime=runtime, connect_timeout=1000.0, handshake_timeout=0.01) as (a, b):
         b.transport.set_all_met()
@@ -875,7 +875,7 @@ async def test_auto_transport_uses_unix_on_one_host_and_tcp_between_hosts() -> N
 
 @pytest.mark.parametrize("trouble", ["missing", "another user"])
 async def test_tcp_is_used_if_the_unix_socket_is_unusable(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both cards name one host, but the unix socket belongs to another machine or another user."""
+    """Use cards that name one host although the unix socket belongs to another machine or another user."""
     runtime = Runtime(asyncio.get_running_loop())
     ranks = [Rank(StreamTransport(runtime, r, 2, "job", KEY, StreamOptions(host_id="one"))) for r in range(2)]
     for rank in ranks:
@@ -1007,7 +1007,7 @@ async def test_cancelled_connect_leaves_no_open_sockets(flavour: str, turns: int
 
 
 async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
-    """Rank 1 missed the end of the link. It accepts a new one, because rank 0 proves that it has no link."""
+    """Let rank 1 miss the end of the link; it accepts a new one, since rank 0 proves that it has no link."""
     async with started(2, flavour) as (zero, one):
         for ended in range(3):
             link = await zero.connect(one)
@@ -1027,7 +1027,7 @@ async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
 
 
 async def test_earlier_dial_does_not_end_a_newer_link(flavour: str) -> None:
-    """The proof that a peer has lost its link ends only links that began before."""
+    """Check that the proof that a peer has lost its link ends only links that began earlier."""
     async with started(2, flavour) as (zero, one):
         kind = DATA if flavour == "shm" else CONTROL
         link = await zero.connect(one)

@@ -1,4 +1,4 @@
-"""Links over byte streams: frames cut anywhere, invalid frames, resets, and polls of limited time."""
+"""Links over byte streams: frames cut at any byte, invalid frames, resets, and polls of limited time."""
 
 from __future__ import annotations
 

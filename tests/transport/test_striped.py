@@ -70,7 +70,7 @@ async def test_frames_of_a_striped_link_arrive_in_order_over_all_connections(fla
 async def test_connections_to_distant_hosts_are_paced(
     count: int, host: str, rtt: float, paced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without pacing, a fast link loses packets of a burst after a pause, and slows down."""
+    """Check pacing, without which a fast link loses packets of a burst after a pause, and slows down."""
     replaced(monkeypatch, round_trip=lambda sock: rtt)
     async with started(2, "tcp") as ranks:
         ranks[1].card = await ranks[1].transport.listen_tcp(host)
@@ -167,7 +167,7 @@ async def test_blocks_of_a_striped_stream_are_delivered_in_order() -> None:
 
 
 async def test_block_received_early_can_be_read_in_parts() -> None:
-    """The loop calls the reader again for the rest of the block, which a poller no longer reports."""
+    """Read a part of an early block; the loop calls the reader again for the rest, which a poll no longer reports."""
     with Ends() as ends:
         ends.send_block(1, 1, bytes(range(100)), announced=200)
         with pytest.raises(BlockingIOError):
@@ -193,7 +193,7 @@ async def test_block_received_early_can_be_read_in_parts() -> None:
 
 
 async def test_early_blocks_of_a_striped_stream_are_kept_up_to_a_limit() -> None:
-    """Further blocks wait in the kernel. The block that is due next is received nevertheless."""
+    """Check that further blocks wait in the kernel, except the block that is due next."""
     with Ends() as ends:
         block = 1
         full = False
@@ -221,7 +221,7 @@ async def test_striped_stream_refuses_a_block_of_another_length(length: int) -> 
 
 @pytest.mark.parametrize("block", [0, 2])
 async def test_striped_stream_refuses_a_repeated_block(block: int) -> None:
-    """The first copy was delivered, or waits for its turn."""
+    """Repeat a block whose first copy was delivered, or waits for its turn."""
     with Ends() as ends:
         ends.send_block(0, 0, b"0")
         ends.send_block(1, 2, b"2")
@@ -232,7 +232,7 @@ async def test_striped_stream_refuses_a_repeated_block(block: int) -> None:
 
 
 async def test_writable_callback_of_a_striped_stream_follows_the_connection_in_use() -> None:
-    """The stream may switch connections: here another one has more room and takes the next blocks."""
+    """Let another connection with more space take the next blocks."""
     with Ends() as ends:
         calls = 0
 

@@ -1,4 +1,4 @@
-"""The verdicts of mypy and pyright on programs that use the library. The programs are not run."""
+"""The verdicts of mypy and pyright on programs that use the library, which are not run."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def pyright() -> Verdict:
 
 
 def without_modules(shown: str) -> str:
-    """Return a type without the modules of its names."""
+    """Return a type's text without the module names in it."""
     return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", shown)
 
 
 def comments_of(path: Path, pattern: str) -> dict[tuple[str, int], str]:
-    """Return the group in the pattern from each line that matches it."""
+    """Return the matched group of the pattern for each line that matches."""
     lines = enumerate(path.read_text().splitlines(), 1)
     return {(path.name, number): found[1] for number, line in lines if (found := re.search(pattern, line))}
 

@@ -144,7 +144,7 @@ class RailLink:
             self._end_both()
 
     def _complete(self) -> None:
-        """Handle a complete header or payload."""
+        """Handle a completely received header or payload."""
         try:
             if self._header is None:
                 header = HEADER.unpack(self._target)
@@ -176,12 +176,12 @@ class RailLink:
         self._header, self._target, self._filled = header, target.cast("B"), 0
 
     def _end_both(self) -> None:
-        """Close in order once both ends have finished and the peer has received everything."""
+        """Close the connection in order, once both ends have finished and the peer has received everything."""
         if self._peer_has_ended and not self._waiting:
             self._lose(None)
 
     def _stream_ended(self) -> None:
-        """Handle the closed `_stream`: the peer closes it only with the link, so its data is on the rail."""
+        """Handle the end of `_stream`, which the peer closes only with the link; its data is on the rail."""
         self._stream.stop_reading()
         while self.poll():
             pass

@@ -1,4 +1,4 @@
-"""A rank of two on one device that call NCCL through aiocoll; it fails if the machine does not support this.
+"""A rank of a pair that calls NCCL through aiocoll on one device; it fails if the machine does not support this.
 
 ``python -m tests.gpu.on_device.two aiocoll_rank HOW KIND FOLDER`` starts both.
 
@@ -69,7 +69,7 @@ async def time_allreduce(pg: ProcessGroup, made: World, count: int) -> float:
 
 
 async def make_communicator(pg: ProcessGroup, made: World) -> None:
-    """Make the first call, which creates the communicator, and check that NCCL is used."""
+    """Make the first call, which creates the communicator, and check that the group uses NCCL."""
     start = perf_counter()
     await time_allreduce(pg, made, 1)
     assert dispatcher_of(pg).device_calls is not None
@@ -87,7 +87,7 @@ async def make_sums(pg: ProcessGroup, made: World) -> None:
 
 
 async def start_held_up_call(pg: ProcessGroup, made: World) -> Any:
-    """Make the kernel of rank 0 wait for rank 1; return the work on rank 0, and on rank 1 the gate that holds it up."""
+    """Make the kernel of rank 0 wait for rank 1; return the work on rank 0, and the gate that holds it on rank 1."""
     tensor = made.tensor(np.ones(1000, np.float32))
     if pg.rank() == 0:
         work = pg.allreduce(tensor)

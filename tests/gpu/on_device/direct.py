@@ -141,7 +141,7 @@ class Direct:
     def _pieces(
         self, address: int, values: NDArray[Any], device: int
     ) -> Iterator[tuple[NDArray[Any], NDArray[Any], int]]:
-        """Yield an array in pieces: the bytes, page-locked memory for them, and their address on the device."""
+        """Yield the pieces of an array: its bytes, page-locked memory for them, and their address on the device."""
         flat = values.reshape(-1).view(np.uint8)
         with self.on(device), self._copying:
             for start in range(0, flat.size, NBYTES):

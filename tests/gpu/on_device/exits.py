@@ -1,4 +1,4 @@
-"""A process that must end by itself: ``python -m tests.gpu.on_device.exits HOW KIND``. It prints results and errors.
+"""A process that must exit by itself: ``python -m tests.gpu.on_device.exits HOW KIND``; it prints results and errors.
 
 aborting    the process ends while a thread aborts its communicator
 lonely      its communicator waits for a rank that does not exist

@@ -1,4 +1,4 @@
-"""Real devices with arrays of CuPy or torch. The library makes arrays and streams; the driver does the rest."""
+"""Real devices with arrays of CuPy or torch: the library makes arrays and streams, the driver does the rest."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Flag(NamedTuple):
 
 
 class RealWorld(World):
-    """Real devices, with a subclass for each array library."""
+    """A base class for real devices, with a subclass for each array library."""
 
     slow = 1.0
 

@@ -86,7 +86,7 @@ def test_communicator_that_waits_for_a_missing_peer_is_reported(kind: str) -> No
 
 
 def test_process_can_exit_during_an_abort_of_a_communicator(kind: str) -> None:
-    """Check that NCCL is not unloaded while that thread uses it."""
+    """Check that NCCL is not unloaded while the aborting thread uses it."""
     assert output_of_process("aborting", kind).splitlines()[-1] == "aborted"
 
 
@@ -95,7 +95,7 @@ def test_process_can_exit_with_an_open_group(kind: str) -> None:
 
 
 def test_new_group_works_after_a_group_that_was_not_closed(kind: str) -> None:
-    """Check that no garbage collection ends a communicator, because its end waits for other ranks."""
+    """Check that garbage collection does not end a communicator, because its end waits for other ranks."""
 
     async def forget(made: World) -> None:
         pg = await new_group(store=HashStore(), rank=0, world_size=1)

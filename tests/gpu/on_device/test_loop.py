@@ -55,7 +55,7 @@ async def test_delay_between_device_end_and_await_end_is_measured(kind: str) -> 
         mark = cuda.event_create()
 
         async def time_to_notice(poll: bool) -> float:
-            """Return the seconds from the end on the device to the end of an await, or of a loop that polls."""
+            """Return the seconds from the end of device work to the end of an await, or of a loop that polls."""
             gate = made.gate(0)
             work = pg.allreduce(tensor)
             await work.on_stream()
@@ -93,7 +93,7 @@ async def test_delay_between_device_end_and_await_end_is_measured(kind: str) -> 
 
 @both
 async def test_other_threads_can_use_the_device_during_calls(kind: str, way: str) -> None:
-    """Check for a deadlock between the GIL and CUDA's locks, while other threads call the runtime."""
+    """Check that the GIL and CUDA's locks cause no deadlock while other threads call the runtime."""
     seconds = 0.2 if kind in PLAYED else 8.0
     stop = threading.Event()
     pokes = [0] * 4

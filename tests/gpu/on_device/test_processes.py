@@ -24,7 +24,7 @@ LIMIT = 45.0
 
 
 async def make_checked_calls(pg: ProcessGroup, made: World) -> str:
-    """Make calls of all kinds, compare them with NumPy, and return the way that they took."""
+    """Make calls of all kinds, compare the results with NumPy, and return whether NCCL or staging was used."""
     rank, size, device = pg.rank(), pg.size(), pg.rank() % made.devices
     for count in (0, 1, 1000, 300_000):
         values = [np.arange(count) * 1.0 + each for each in range(size)]

@@ -1,4 +1,4 @@
-"""Order on streams, before a call and after `on_stream`; and memory that lives until the device is done."""
+"""Order of work on streams before a call and after `on_stream`; and memory that lives until the device is done."""
 
 from __future__ import annotations
 

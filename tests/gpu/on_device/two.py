@@ -58,12 +58,12 @@ def rank_settings(rank: int, by: str) -> dict[str, str]:
 
 
 def way_for_version(version: int) -> str:
-    """Return the way that this version of NCCL supports."""
+    """Return the setting for two ranks on one device that this version of NCCL supports."""
     return WAYS[version >= MULTI_RANK]
 
 
 class PosingCuda(Delegate):
-    """A wrapper of CUDA with another bus id on each rank; otherwise calls of ranks on one device are staged.
+    """A wrapper of CUDA with a different bus id on each rank, since aiocoll stages calls of ranks on one device.
 
     Attributes:
         staged: the number of copies to the host.

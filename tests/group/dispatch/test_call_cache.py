@@ -1,4 +1,4 @@
-"""The call cache: which arrays find a plan, and which plan."""
+"""The call cache: the arrays for which a cached plan is found, and the plans found."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_array_with_an_alias_dtype_misses_the_call_cache(pg: ProcessGroup)
 
 @pytest.mark.ranks(1)
 async def test_cached_plan_keeps_its_op_alive(pg: ProcessGroup) -> None:
-    """Another op could get its id."""
+    """Check that a cached plan keeps its op alive, since another op could get the same id."""
     op = ReduceOp.PREMUL_SUM(2.0)
     alive = weakref.ref(op) if hasattr(op, "__weakref__") else None
     plan = one(pg, np.ones(3), op)
@@ -158,7 +158,7 @@ async def test_planner_function_is_called_once_per_plan(pg: ProcessGroup, monkey
 
 @pytest.mark.ranks(1)
 async def test_inlined_cache_lookup_agrees_with_the_call_cache(pg: ProcessGroup) -> None:
-    """`Dispatcher.one` has a copy of `CallCache.one`."""
+    """Check `Dispatcher.one`, into which `CallCache.one` is inlined."""
     plans = dispatcher_of(pg).plans
     for tensor in (np.ones(3), np.ones((2, 2), "f4"), np.ones(4)[::2], np.ones(3, ONE), np.ones(3, OTHER)):
         plans.known.clear()
@@ -170,7 +170,7 @@ async def test_inlined_cache_lookup_agrees_with_the_call_cache(pg: ProcessGroup)
 
 @pytest.mark.ranks(2)
 async def test_plan_of_a_gather_stores_no_counts_of_other_ranks(pg: ProcessGroup) -> None:
-    """In a gather, only the two ends of a message know its count; in an allgather all do."""
+    """Check a gather, where only the two ends of a message know its count, and an allgather, where all ranks know."""
     plans = dispatcher_of(pg).plans
     outputs = [np.ones(3), np.ones(3)]
     found = plans.lists("gather", outputs if pg.rank() == 0 else None, np.ones(3), root=0)

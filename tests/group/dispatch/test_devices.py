@@ -1,4 +1,4 @@
-"""Devices of another kind: a backend that is registered, without a line in the core."""
+"""Devices of another kind: a backend that a plugin registers, without changes to the core."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LINES: list[str] = []
 
 
 class Beads(aiocoll_abacus.Beads):
-    """An array of the library of that device."""
+    """An array of the plugin's array library."""
 
     __module__ = "beadlib"
 
 
 class AbacusCalls(aiocoll_abacus.AbacusCalls):
-    """Records some calls in `LINES`."""
+    """The device calls of one group, which record their names in `LINES`."""
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
         return all(each is None or each.device == 0 for each in arrays)
@@ -56,7 +56,7 @@ class AbacusBackend(aiocoll_abacus.AbacusBackend):
 
 @pytest.fixture(autouse=True)
 def abacus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register the device, and forget it at the end."""
+    """Register the device, and unregister it at the end."""
     LINES.clear()
     for registry in (adapters, devices):
         for name in ("_targets", "_has_read"):
