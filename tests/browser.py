@@ -26,7 +26,7 @@ SCHEMES = ("light", "dark")
 MISSING = "no Chromium is on the PATH (apt-get install chromium): pages are not looked at in a browser"
 #: Seconds within which a browser must answer, or an awaited condition must hold.
 PATIENCE = 60.0
-#: A program that becomes the browser, with the ends of two pipes as descriptors 3 and 4.
+#: A program that executes the browser, with the ends of two pipes as descriptors 3 and 4.
 _EXEC = """
 import fcntl, os, sys
 ends = [fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3]]
@@ -50,7 +50,8 @@ _FLAGS = (
     "--no-default-browser-check",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-#: A promise that is kept when an expression is true. It is evaluated after each change or load of the page.
+#: A promise that resolves when an expression is true. The expression is evaluated after each change or load of the
+#: page.
 _UNTIL = """new Promise(done => {
     const look = () => { if (%s) { observer.disconnect(); done(true) } }
     const observer = new MutationObserver(look)

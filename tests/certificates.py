@@ -97,7 +97,7 @@ class Authority:
             .not_valid_before(now + days[0] * DAY)
             .not_valid_after(now + days[1] * DAY)
             .add_extension(constraints, critical=True)
-            # Python 3.13 and newer refuse certificates without these two by default.
+            # Python 3.13 and newer refuse certificates without these two extensions by default.
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer._key.public_key()), critical=False)
         )

@@ -19,7 +19,7 @@ OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
 #: Numbers of elements: one, less than a vector, more than a vector, and many vectors.
 COUNTS = (1, 2, 3, 5, 16, 17, 33, 131, 1000)
 
-#: Numbers that produce NaNs, and NaNs of both signs with payloads, as bits.
+#: By dtype, the bits of numbers that produce NaNs, and of NaNs of both signs with payloads.
 _BITS = {
     np.dtype("float32"): (0x7FC00000, 0xFFC00000, 0x7FC00001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x3F800000, 0),
     np.dtype("float64"): (

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
-#: The only accepted reasons not to run a block.
+#: The only accepted reasons for not running a code block.
 EXCUSES = (
     "needs a GPU",
     "needs an MPI library",
@@ -103,7 +103,7 @@ async def execute(fragment: str, **names: Any) -> dict[str, Any]:
 
 def shell(script: str, folder: Path, **environ: str) -> str:
     """Run commands of a page in `folder`, with the Python of the test; return their output."""
-    # Debug mode is for the tests themselves: it warns about slow steps.
+    # Remove asyncio's debug mode, which warns about slow steps.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIOCOLL_", "PYTHONASYNCIO"))}
     path = {"PYTHONPATH": str(ROOT), "PATH": f"{_tools()}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(

@@ -37,7 +37,7 @@ OPERATORS = {"__add__", "__aenter__", "__aexit__", "__aiter__", "__await__", "__
              "__enter__", "__eq__", "__exit__", "__getitem__", "__hash__", "__iter__", "__len__", "__or__"}  # fmt: skip
 
 
-#: A program, and modules that need CuPy, Ray, Dask or torch.
+#: Modules not to import: a program, and modules that need CuPy, Ray, Dask or torch.
 _LEFT = ("aiocoll.__main__", "aiocoll.gpu.cupy_api", "aiocoll.integrations.", "aiocoll.torch")
 
 
@@ -98,7 +98,7 @@ def _parameters(found: Any, *, method: bool = False) -> str:
         return ""
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(found).parameters.values()]
     signature = inspect.Signature(parameters[1:] if method else parameters)
-    return re.sub(r"<_\w+\.(\w+): .*?>", r"\1", str(signature))  # a member of one of the package's enumerations
+    return re.sub(r"<_\w+\.(\w+): .*?>", r"\1", str(signature))  # shows an enumeration member by its name
 
 
 def _has_constructor(cls: type) -> bool:

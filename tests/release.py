@@ -91,7 +91,7 @@ def check(archive: Path) -> None:
         output_of("python", "-m", "pip", "check")
         output_of("python", "-W", "error", "-c", f"import {', '.join(MODULES)}")
         version = output_of("aiocoll", "--version")
-        if not archive.name.endswith(".tar.gz"):  # the native part of a source archive depends on this machine
+        if not archive.name.endswith(".tar.gz"):  # whether a source archive builds natively depends on this machine
             kind = "native" if "-abi3-" in archive.name else "pure Python"
             assert f" ({kind}), Python {sys.version.split()[0]}, " in version, version
         program, expected = first_program()
@@ -99,7 +99,7 @@ def check(archive: Path) -> None:
         printed = sorted(output_of("aiocoll", "run", "-n", "2", "hello.py").splitlines())
         assert printed == expected, printed
         (folder / "work" / "test_it.py").write_text(TEST)
-        scope = "asyncio_default_fixture_loop_scope=function"  # without this option, pytest-asyncio warns
+        scope = "asyncio_default_fixture_loop_scope=function"  # without this option, pytest-asyncio emits a warning
         assert "2 passed" in output_of("python", "-W", "error", "-m", "pytest", "-q", "-o", scope, "test_it.py")
         print(f"{archive.name}: {version}", end="", flush=True)
 

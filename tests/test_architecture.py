@@ -30,7 +30,7 @@ from .test_house import MODULES, imports
 PACKAGE = generate.ROOT / "aiocoll"
 FAKES = generate.ROOT / "tests" / "fakes"
 PAGE = (generate.DOCS / "architecture.md").read_text()
-#: The block of the page that begins with a call.
+#: The text block of the page that begins with a call, which is the drawing.
 DRAWING = next(block for block in re.findall(r"^```text\n(.*?)^```$", PAGE, re.S | re.M) if "pg.allreduce(x)" in block)
 
 
@@ -68,7 +68,7 @@ class Profiler:
             self.trees[-1].lines.append("  " * len(self._open) + line)
             self.trees[-1].objects.append(frame.f_locals.get("self"))
             self._open.append(frame)
-        elif event == "return" and self._open:  # no frame is open if the call came before the profiler
+        elif event == "return" and self._open:  # no frame is open if the call began before the profiler
             self._open.pop()
 
     def lines_of(self, work: Work[Any]) -> list[str]:
@@ -97,8 +97,8 @@ async def test_architecture_drawing_shows_the_functions_of_a_call(monkeypatch: p
             await work
             await pg.send(message, 0)
             return []
-        await pg.recv(message, 1)  # the next frame is the first one since the link was read
-        # While an operation is in flight, a timer for all operations runs, and the next operation does not start it.
+        await pg.recv(message, 1)  # the link has been read, so the next frame is the first one
+        # Keep an operation in flight, so that the timer for all operations runs and the next call does not start it.
         in_flight = pg.recv(message, 1)
         gc.disable()
         sys.setprofile(profiler)
@@ -116,7 +116,7 @@ async def test_architecture_drawing_shows_the_functions_of_a_call(monkeypatch: p
 
     profiler = Profiler()
     done, _ = await run_ranks(2, body, transport="tcp")
-    # The accelerator makes its own works, without a Python function.
+    # Lines about works may be missing, since the accelerator makes its works without a Python function.
     assert done == [line for line in drawn_calls() if core is None or "work: Handle.__init__" not in line]
 
 

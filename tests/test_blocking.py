@@ -70,7 +70,7 @@ def test_submitted_call_runs_in_the_background() -> None:
         other = 1 - group.rank()
         got = group.submit(ProcessGroup.recv_object, other)
         assert not got.done()
-        group.barrier()  # no rank sends before all have looked
+        group.barrier()  # no rank sends before all ranks have called `iprobe`
         group.send_object(group.rank(), other)
         assert not got.cancel()
         return got.result(20)

@@ -15,9 +15,9 @@ from .pages import ROOT, Block, blocks, commands, files, shell, write
 
 PAGE = "CONTRIBUTING.md"
 SECURITY = "SECURITY.md"
-#: The examples, with the number of changed files of the package.
+#: The worked examples, with the number of package files that each one changes.
 EXAMPLES = {"A hook": 0, "A store": 1, "A schedule": 3, "A collective": 4, "A transport": 2}
-#: Examples whose commands run many tests, as on the page; `make test` only applies their changes.
+#: Examples whose commands run many tests; `make test` only applies the changes of these examples.
 SLOW = ("A schedule", "A collective")
 
 
@@ -55,7 +55,7 @@ def run(script: str, root: Path) -> str:
 
 
 def apply(diff: str, root: Path) -> None:
-    # If `root` is inside a repository, git would apply the paths to that repository.
+    # Keep git from using a repository around `root`, to which it would apply the paths.
     environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
     subprocess.run(["git", "apply"], input=diff, text=True, cwd=root, env=environ, check=True)
 

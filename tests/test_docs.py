@@ -118,7 +118,7 @@ def test_each_code_block_of_the_pages_is_run_or_excused(page: str) -> None:
             assert is_used(block), f"{where}: no test runs it; see tests/pages.py"
         else:
             assert block.excuse in EXCUSES, f"{where}: not one of the EXCUSES of tests/pages.py"
-            # `files` and `commands` omit excused blocks, so only `code` could return one.
+            # Only `code` can return an excused block, since `files` and `commands` omit them.
             assert place(block) not in used_blocks(), f"{where}: it has an excuse, but a test runs it"
             assert list(errors_in(block)) == [], where
 
@@ -154,7 +154,7 @@ def used_blocks() -> frozenset[tuple[Any, ...]]:
         if "pages import" not in (text := path.read_text()):
             continue
         module = ast.parse(text)
-        #: An argument may be the name of a module-level string.
+        # The names of module-level strings, which arguments of these functions may be.
         names = {
             target.id: node.value.value
             for node in module.body

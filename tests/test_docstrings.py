@@ -27,13 +27,13 @@ from aiocoll.store import KeyValueStore
 
 from .each import each
 
-#: The sections, in this order, each at most once.
+#: The allowed docstring sections, in this order, each at most once.
 SECTIONS = ("Attributes", "Args", "Returns", "Raises", "Cost", "Source")
 
-#: Calls of a group without a section on costs: they send nothing, or their costs are those of other calls.
+#: Group methods without a section on costs: they send nothing, or have the costs of other calls.
 FREE = {"abort", "add_hook", "aclose", "backend_for", "coords", "drain", "pending", "rank", "rank_at", "shift",
         "shutdown", "size", "stats", "time_estimator", "wait_revoked"}  # fmt: skip
-#: Calls that cannot fail.
+#: Calls without a section on errors, since they cannot fail.
 SAFE = {"pending", "rank", "size", "add_done_callback", "cancelled", "done", "dump", "get_future", "is_completed",
         "is_success", "remove_done_callback", "signalled", "process_group", "current_process_group"}  # fmt: skip
 
@@ -105,7 +105,7 @@ def test_docstring_documents_results_errors_and_costs(name: str) -> None:
         assert ("Cost" in found) is (last not in FREE)
 
 
-#: Other public functions and methods: of torch.distributed, of stores, for tests.
+#: Other public functions and methods: torch.distributed, stores, and testing.
 OTHERS = dict(other_calls())
 
 

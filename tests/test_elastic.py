@@ -29,7 +29,7 @@ from .ranks import until
 LIMIT = 20.0
 STEPS = 12
 
-#: A function that each rank calls in each step, with the number of its process; a true result ends the process.
+#: A function (rank, process number) that each rank calls in each step; a true result ends the process.
 Fault = Callable[[int, int], bool]
 
 

@@ -19,7 +19,7 @@ RAW = os.fsencode(KEY)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/PID/environ")
 
-#: A program that makes a group on request, and then prints where the key is left.
+#: A program that makes a group on request, and then prints the places where the job key remains.
 PROGRAM = """
 import asyncio, ctypes, os, posix, subprocess, sys
 import aiocoll

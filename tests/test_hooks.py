@@ -100,7 +100,7 @@ async def test_hook_receives_one_start_and_one_end_per_call(size: int, debug: st
 @over("memory", "unix", "tcp", "shm")
 async def test_hook_receives_the_operation_info(pg: ProcessGroup, transport: str) -> None:
     recorder = Recorder()
-    await pg.allreduce(np.ones(1))  # this call opens the links
+    await pg.allreduce(np.ones(1))  # the first call opens the links
     pg.add_hook(recorder)
     await pg.allreduce(np.ones((2, 3), np.float32), key="grad")
     if pg.rank() == 0:
@@ -124,7 +124,7 @@ async def test_hook_receives_the_transport_of_an_operation_whose_links_have_clos
     recorder = Recorder()
 
     async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()  # this call opens the links
+        await pg.barrier()  # the first call opens the links
         if pg.rank() == 0:
             pg.add_hook(recorder)
         await pg.gather_object("a" if pg.rank() == 0 else ["b"] * 200_000, 0)
@@ -221,7 +221,7 @@ async def test_hook_that_raises_is_removed(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.ERROR, "aiocoll"):
         await run_ranks(2, rank)
     removals = [record for record in caplog.records if "the hook is removed" in record.getMessage()]
-    assert len(removals) == 2  # once per rank
+    assert len(removals) == 2  # the hook is removed once per rank
     assert all("Broken.on_start raised" in record.getMessage() for record in removals)
     assert all(record.exc_info is not None for record in removals)
 

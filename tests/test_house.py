@@ -48,11 +48,11 @@ PUBLIC_SIGNATURES = {
 #: `ProcessGroup` has every call of a group. `Endpoint` makes the parts of a rank.
 LARGE_CLASSES = {"group.process_group.ProcessGroup", "engine.endpoint.Endpoint"}
 
-#: Packages that are loaded on demand or never.
+#: Heavy packages, which aiocoll loads on demand or never.
 HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop", "redis", "prometheus_client",
          "opentelemetry")  # fmt: skip
 
-#: Modules that few programs need, and that take a millisecond or more to import, with their own imports.
+#: Modules that few programs need, and that take 1 ms or more to import, including their imports.
 LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.arrays", "aiocoll.elements.sparse", "aiocoll.gpu",
          "aiocoll.group.sparse_reduce", "aiocoll.redis", "aiocoll.testing", "argparse", "decimal", "email", "fractions",
          "http", "json", "multiprocessing", "tempfile", "urllib.request", "uuid", "xml", "zoneinfo")  # fmt: skip
@@ -132,7 +132,7 @@ def test_every_module_belongs_to_a_layer() -> None:
     assert {folder(name) for name in MODULES} == LEVEL.keys(), "add the module to the table in docs/architecture.md"
 
 
-#: Imports for type checkers: a lower module loads these public names on first use.
+#: Allowed upward imports, for type checkers: a lower module loads these public names on first use.
 PUBLIC_FROM_ABOVE = {("store", "redis.store")}
 
 
@@ -150,7 +150,7 @@ def test_module_imports_only_lower_layers() -> None:
 
 #: Devices, array libraries and tools, which only modules of the edge may name in identifiers and literals.
 EDGE_WORD = re.compile(r"cuda|nccl|cupy|torch|redis|(?<![a-z])(ray|dask|jax)(?![a-z])", re.IGNORECASE)
-#: Modules of base and core that may use such names, by pattern, with the reason.
+#: By pattern, modules of base and core that may use names in `EDGE_WORD`, with the reason.
 NAMES_OF_THE_EDGE = {
     "backends": "Backend.NCCL, and the remedy for names of torch's backends: programs for torch.distributed use them",
     "typing": "SupportsCudaArrayInterface is a public protocol, which type checkers have to see",
@@ -456,7 +456,7 @@ def test_attributes_are_declared_in_the_file_that_sets_them() -> None:
                 for node in all_nodes(name.rpartition(".")[0])
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
             }
-            # Another module may set public attributes.
+            # Count public attributes that other modules set.
             found |= {f"{name}.{each}" for each in texts[name].bare - stored if each.startswith("_")}
     assert not found
 

@@ -230,6 +230,6 @@ def test_forked_child_starts_its_own_loop_thread(thread: LoopThread) -> None:
 
 def test_loop_thread_keeps_no_result_of_a_finished_call(thread: LoopThread) -> None:
     made = weakref.ref(thread.start(threading.Event).result(20))
-    thread.start(lambda: None).result(20)  # the loop may refer to its last call
+    thread.start(lambda: None).result(20)  # make another call, since the loop may reference its last call
     gc.collect()
     assert made() is None

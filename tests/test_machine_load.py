@@ -72,7 +72,7 @@ def test_load_of_other_processes_excludes_the_processes_of_the_measurement(machi
     machine.process(200, 1, own=99)
     machine.cores({0: 15, 2: 25})
     machine.uptime(1004.0)
-    # 10 busy seconds in 4, of which the tree had 1 + 3 + 1 + 2.
+    # In 4 s there are 10 busy core seconds, of which the own process tree used 1 + 3 + 1 + 2.
     assert meter.lap().others == pytest.approx(3 / 4)
 
 

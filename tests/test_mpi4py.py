@@ -52,7 +52,7 @@ async def test_names_and_arguments_on_the_mpi4py_page_exist(pg: ProcessGroup) ->
             elif isinstance(node, ast.Call):
                 function = eval(ast.unparse(node.func), names)
                 given = {str(keyword.arg): keyword.value for keyword in node.keywords}
-                with suppress(ValueError):  # builtins have no signature
+                with suppress(ValueError):  # builtins may have no signature
                     inspect.signature(function).bind(*node.args, **given)
 
 
@@ -103,6 +103,6 @@ async def test_dtypes_and_operations_of_the_mpi4py_page_work(pg: ProcessGroup) -
     x["charge"] = pg.rank()
     await pg.broadcast(x, root=1)
     assert x["charge"].tolist() == [1, 1]
-    # Logical operations.
+    # Check logical operations.
     for op, expected in ((ReduceOp.LAND, [0.0, 0.0]), (ReduceOp.LOR, [1.0, 0.0]), (ReduceOp.LXOR, [1.0, 0.0])):
         assert (await pg.allreduce(np.array([pg.rank() * 2.5, 0.0]), op)).tolist() == expected

@@ -29,7 +29,7 @@ print(next(iter(WheelBuilder(".").build(directory=sys.argv[1], versions=[sys.arg
 """
 NEEDS = "from hatchling.build import get_requires_for_build_wheel as needs; print(*needs())"
 SHOW = "from aiocoll.native import describe_implementation as describe; print(describe())"
-#: Two ranks in one process, which prints its log.
+#: A program with two ranks in one process, which prints its log.
 LOGGED = """
 import asyncio, logging
 import aiocoll, aiocoll.testing

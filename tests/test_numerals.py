@@ -17,7 +17,7 @@ from aiocoll.options import GroupOptions, job_key
 
 from .each import each
 
-#: Texts without a plain number, most of which Python's `int` and `float` accept.
+#: Texts that are not plain numbers, most of which Python's `int` and `float` accept.
 NO_NUMBERS = ["1_0", " 1", "1 ", "1\n", "+1", "\u0661", "\uff11", "", "-", "--1", "0x1", "9" * 5000]
 
 
@@ -77,7 +77,7 @@ def test_key_descriptor_in_non_ascii_digits_is_not_opened() -> None:
         assert pipe.read() == b"0123456789abcdef"
 
 
-#: Commands that end with another error if the text is accepted as a number.
+#: Command lines with a numeric argument, which end with another error if the text is accepted as a number.
 ARGUMENTS = [
     ("run", "-n", "{}", "script"),
     ("run", "-n", "1", "--nnodes", "{}", "script"),

@@ -57,7 +57,7 @@ async def test_overlap_trains_equal_weights_from_different_data(pg: ProcessGroup
 
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(0.0)
-    # With this rate, the first step reaches the average of all y, which is 3, and the second changes nothing.
+    # With this learning rate, the first step reaches 3, the average of all y, and the second changes nothing.
     batches = [(torch.ones(4, 1), torch.full((4, 1), 2.0 + 2.0 * pg.rank()))] * 2
     loop = code(PAGE, "Overlap with backward")
     names = {"Overlap": Overlap, "torch": torch, "optimizer": Optimizer(model)}
@@ -110,6 +110,6 @@ async def test_overlap_can_compress_gradients_and_broadcast_buffers(pg: ProcessG
 def test_program_of_the_training_page_prints_the_shown_output(tmp_path: Path) -> None:
     write(files(PAGE), tmp_path)
     _, measure = commands(PAGE)
-    # A smaller model than the page's.
+    # Use a smaller model than the page does.
     output = shell(re.sub(r"8 1024 256.*", "2 32 8", measure), tmp_path)
     assert is_shown(code(PAGE, "How to check the overlap", language="text"), output), output

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "pyproject.toml").read_text()
 PROJECT = tomllib.loads(TEXT)["project"]
 VERSION = PROJECT["version"]
-#: Files that only the source archive has, and files of the repository that it leaves out.
+#: Files only in the source archive, and files of the repository that the archive omits.
 MADE, LEFT_OUT = {"PKG-INFO"}, {".ci/run"}
 BUILD = """
 import sys

@@ -350,7 +350,7 @@ def test_original_example_of_the_porting_page_runs(tmp_path: Path, port: int) ->
     assert "ran" in shell(script, tmp_path, **environ)
 
 
-#: A job like the one on the page about the recorder: rank 2 is late, and at the end waits for rank 0.
+#: A program like the one on the recorder page: rank 2 is late, and at the end waits for rank 0.
 TRAIN = """
 import asyncio
 import contextlib

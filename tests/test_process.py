@@ -36,7 +36,7 @@ from .internals import replaced_call
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 
-#: A child that gives itself a misleading name in /proc, prints its identity, and waits.
+#: A child program that gives itself a misleading name in /proc, prints its identity, and waits.
 CHILD = """
 import pathlib, sys
 from aiocoll.process import this_process
@@ -84,7 +84,7 @@ def test_later_process_with_a_reused_pid_is_recognized_as_another_process() -> N
 
 #: Errors whose cause is the observer, not the observed process.
 OWN_ERRORS = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO, errno.EAGAIN, errno.EINTR]
-#: Number of the system call that ends one thread.
+#: The number of the system call that ends a single thread.
 SYS_EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
 
 

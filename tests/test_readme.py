@@ -15,7 +15,7 @@ from .layers import HOUSES, LAYERS, module
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-#: The block that has the name of the package on a line of its own.
+#: The block of the page whose first line is the name of the package: the package map.
 MAP = next(
     text for text in re.findall(r"^```text\n(.*?)^```$", ARCHITECTURE, re.DOTALL | re.MULTILINE) if "aiocoll/\n" in text
 )

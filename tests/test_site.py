@@ -27,7 +27,7 @@ pytest.importorskip("myst_parser", reason="myst-parser is not installed: pip ins
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-#: Files and folders that the pages include or name.
+#: Files and folders that the site's pages include or name.
 SOURCES = ("docs", "examples", "bench", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 
 #: The brightness of the paper, from 0 to 1, and the contrast of each piece of text with it, as WCAG 2 defines them.

@@ -104,10 +104,10 @@ def test_peer_of_a_loopback_connection_is_on_this_host(pair: tuple[socket.socket
 @pytest.mark.parametrize(
     ("sent_again", "probes", "since_data", "since_answer", "expected"),
     [
-        (0, 0, 60_000, 60_000, 0.0),  # idle: no probe is unanswered
+        (0, 0, 60_000, 60_000, 0.0),  # an idle connection has no unanswered probe
         (4, 0, 60_000, 5_300, 5.3),
-        (0, 5, 5_300, 60_000, 5.3),  # data is an answer too
-        (2, 1, 60_000, 60_000, 0.0),  # no probe was sent for a while, as after a pause of this host
+        (0, 5, 5_300, 60_000, 5.3),  # data counts as an answer
+        (2, 1, 60_000, 60_000, 0.0),  # no recent probe was sent, as after a pause of this host
     ],
 )
 def test_silence_of_a_tcp_peer_is_measured_by_unanswered_probes(

@@ -63,7 +63,7 @@ class StoppingStore(HashStore):
         requests: the number of requests since `stop_at`.
     """
 
-    _may_stop = True  # like a store in another process
+    _may_stop = True  # marks the store as able to stop, like a store in another process
 
     def __init__(self, carried_out: bool = False) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def _grow(size: int, newcomers: int, count: int, least: int) -> Scenario:
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
         async with open_groups(store, size) as groups:
             stop()
-            # If fewer newcomers come, the group grows when the time for them ends.
+            # With fewer newcomers than requested, the group grows only at the timeout for newcomers.
             limit = TIMEOUT if count == newcomers else 2 * TIMEOUT
             try_limited_lock = Timed(limit)
             joining = [
@@ -277,7 +277,7 @@ SCENARIOS: dict[str, Scenario] = {
     "elastic with a newcomer": _lose_rank(3, True, 1.0),
     "elastic that waits too long": _lose_rank(2, False, 60.0),
 }
-#: The error of calls that fail although the store answers: newcomers are missing.
+#: Errors of calls that fail although the store answers, since newcomers are missing.
 MISSING = {
     "grow without newcomers": "0 of 1 newcomers came within 5 s",
     "elastic that waits too long": "no new group within mend_timeout=5 s, waiting for 1 newcomer(s)",
@@ -311,7 +311,7 @@ async def _halo(pg: ProcessGroup) -> None:
     await grid.halo(np.zeros(4), timeout=TIMEOUT)
 
 
-#: A call of each method with a timeout, on both of two ranks.
+#: By method with a timeout, a function that calls it on both of two ranks.
 GROUP_CALLS: dict[str, Callable[[ProcessGroup], Awaitable[Any]]] = {
     "allgather": lambda pg: pg.allgather([_ones(), _ones()], _ones(), timeout=TIMEOUT),
     "allgather_into_tensor": lambda pg: pg.allgather_into_tensor(np.ones(4), _ones(), timeout=TIMEOUT),
@@ -564,7 +564,7 @@ async def test_call_ends_in_time_if_the_lock_of_a_file_store_is_held(
     locked_files[path] = 0
     timed = Timed(SHORT)
     await timed(WAITS[call](store, SHORT))
-    assert bool(timed.failures) == (call in ("queue_pop", "set"))  # other calls take no lock
+    assert bool(timed.failures) == (call in ("queue_pop", "set"))  # calls other than these two take no lock
     await Timed(0.0)(store.aclose())
 
 
@@ -611,7 +611,7 @@ def test_blocking_call_ends_in_time_if_its_store_stops(last: int) -> None:
 # -- all calls
 
 
-#: Calls that no scenario covers, with the reason.
+#: Public calls that no scenario covers, with the reason.
 _ELSEWHERE = {
     "(Work).wait": "it waits for a collective, from another thread",
     "aiocoll.HashStore": "it is in the process of its users, so it cannot stop",
@@ -648,7 +648,7 @@ def test_stopped_store_tests_cover_every_public_call_with_a_timeout() -> None:
     assert len(found) > 100
     for name in found:
         home, _, call = name.rpartition(".")
-        if home == "aiocoll.BlockingGroup":  # waits for the call of the group
+        if home == "aiocoll.BlockingGroup":  # each method waits for the awaitable call of the group
             assert getattr(BlockingGroup, call).__wrapped__ is getattr(ProcessGroup, call)
             name = f"(ProcessGroup).{call}"
         assert name in _EXERCISED or name in _ELSEWHERE or home in _ELSEWHERE, f"no test stops the store of {name}"

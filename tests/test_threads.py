@@ -106,7 +106,7 @@ async def test_many_threads_can_wait_for_one_work(pg: ProcessGroup) -> None:
         else:
             assert await asyncio.gather(*waiting) == ["all of you"] * 4
             await pg.allreduce(np.zeros(5, int))
-        # The work has ended, so the thread need not wait.
+        # The work has ended, so the thread's wait returns at once.
         assert await loop.run_in_executor(threads, work.wait, 0) is work.result()
 
 
@@ -135,7 +135,7 @@ async def test_thread_that_waits_for_a_work_gets_its_failure(pg: ProcessGroup) -
     if work is not None:
         with pytest.raises(CollectiveTimeoutError, match="ALLREDUCE"):
             await loop.run_in_executor(None, work.wait)
-        # The failure counts as retrieved, so it is not logged.
+        # The thread retrieves the failure, so that it is not logged.
         assert isinstance(await loop.run_in_executor(None, work.exception), CollectiveTimeoutError)
     else:
         await pg.wait_revoked()
@@ -217,7 +217,7 @@ def test_thread_can_wait_for_a_work_while_the_event_loop_is_stopped_and_restarte
     loop = asyncio.new_event_loop()
     groups = loop.run_until_complete(pair())
     work = loop.run_until_complete(make_call(groups[0].allreduce, 1))
-    # The loop of this thread cannot run during the wait.
+    # A wait in the loop's thread is refused, since the loop could not run meanwhile.
     with pytest.raises(RuntimeError, match="its event loop belongs to this thread and does not run"):
         work.wait()
     with ThreadPoolExecutor(1) as threads:
@@ -271,7 +271,7 @@ def test_call_from_another_thread_is_refused_with_a_remedy(inside: bool) -> None
 
         with pytest.raises(RuntimeError, match=r"belongs to another event loop .*run_coroutine_threadsafe"):
             asyncio.run(call()) if inside else groups[0].allreduce(1)
-        # A blocked loop may wait for a work of another loop.
+        # Block this loop by a wait for works of another loop, which is allowed.
         works = [elsewhere.run(make_call(pg.allreduce, 1)) for pg in groups]
         assert [work.wait(30) for work in works] == [2, 2]
         elsewhere.run(close(groups))

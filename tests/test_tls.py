@@ -128,7 +128,7 @@ async def test_tls_listener_refuses_a_client_without_tls(received: bytes, dialle
         far.settimeout(5)
         with suppress(ConnectionResetError):
             while far.recv(4096):
-                pass  # the end sends an alert, then closes the connection
+                pass  # the refusing end sends an alert, and then closes the connection
 
 
 async def test_cancelled_tls_handshake_closes_the_socket() -> None:

@@ -24,7 +24,7 @@ from aiocoll.tuning import default_path, dumps, from_wire, load, to_wire
 
 from .internals import comm_of, plans_of, replaced
 
-#: A message that costs so much to start that all data are sent at once, whatever the size.
+#: A machine with so high a latency that all data are sent at once, whatever the size.
 DEAR = Machine(1.0, 0.001, 1e-9, 1e-10)
 CHEAP = Machine(1e-6, 1e-6, 1e-9, 1e-10)
 LARGE = 1 << 20
@@ -57,7 +57,7 @@ def test_tuning_is_written_to_and_read_from_its_file_unchanged(path: Path) -> No
 def test_single_copy_sizes_are_read_from_the_tuning_file(single_copy: SingleCopy, path: Path) -> None:
     path.write_text(dumps({}, "2026-01-01", single_copy))
     assert load(str(path), {}) == Tuning(single_copy=single_copy)
-    json.loads(path.read_text(), parse_constant=pytest.fail)  # only constants that JSON has
+    json.loads(path.read_text(), parse_constant=pytest.fail)  # fails for constants that JSON does not have
     told = to_wire(Tuning(single_copy=single_copy), 4)
     assert from_wire(told, "shm", 2) == Tuning(medium="shm", single_copy=single_copy)
 
@@ -231,7 +231,7 @@ async def test_tuning_of_rank_0_is_used_by_all_ranks(path: Path, transport: Any)
     for pg in groups:
         assert comm_of(pg).tuning._replace(crowd=1.0) == Tuning(**machines(), medium=transport)
     arrays = [np.full(LARGE // 4, rank + 1, np.float32) for rank in range(2)]
-    # A scaled sum, since plain sums in shared memory do not depend on the tuning.
+    # Use a scaled sum, since plain sums in shared memory do not depend on the tuning.
     await asyncio.gather(
         *(pg.allreduce(array, ReduceOp.PREMUL_SUM(2)) for pg, array in zip(groups, arrays, strict=True))
     )

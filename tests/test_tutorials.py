@@ -15,7 +15,7 @@ from .pages import code, commands, execute, files, shell, write
 
 TRAINING = "docs/training.md"
 SERVER = "docs/parameter-server.md"
-#: A function that kills its process, once, at the 50th call with a true argument.
+#: The code of a function that kills its process, once, at the 50th call with a true argument.
 DEATH = """
 import os
 

@@ -130,7 +130,7 @@ def test_unawaited_work_is_not_reported_without_debug_mode() -> None:
 def test_failed_unawaited_work_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pg.recv(np.zeros(1), 1 - pg.rank(), timeout=0.01)
-        with pytest.raises(GroupError):  # the reason may also be that the other rank has left
+        with pytest.raises(GroupError):  # another possible error is that the other rank has left
             await pg.recv(np.zeros(1), 1 - pg.rank(), tag=1, timeout=0.05)
 
     assert warnings_of(rank) == []
@@ -180,7 +180,7 @@ async def _drain(pg: ProcessGroup) -> None:
 
 async def _drain_later(pg: ProcessGroup) -> None:
     forget(pg)
-    await pg.barrier()  # the work has ended and is deleted
+    await pg.barrier()  # by now, the work has ended and is deleted
     await pg.drain()
 
 

@@ -803,7 +803,7 @@ def test_store_server_with_unusable_certificate_files_does_not_start(authority: 
     with pytest.raises(ValueError, match=r"job_id='': certificates of your own CA name the job"):
         StoreServer("127.0.0.1", 0, **stores(files, "")).start()
     server = StoreServer("127.0.0.1", 0, **stores(files, encryption="auto"))
-    server.start()  # this server encrypts nothing on the loopback
+    server.start()  # on the loopback, this server does not encrypt
     server.close()
 
 

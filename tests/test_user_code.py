@@ -211,7 +211,7 @@ def test_system_exit_in_user_code_of_a_thread_is_raised_in_the_event_loop(fatal:
         with pytest.raises(UserCodeError) as caught:
             await asyncio.to_thread(raise_contained, fatal)
         contain(caught.value)
-        contain(caught.value)  # the second time, nothing is handed to the loop
+        contain(caught.value)  # the second time, no exception is passed to the loop
         await asyncio.Event().wait()
 
     with pytest.raises(fatal):
@@ -228,7 +228,7 @@ def test_event_loop_raises_each_system_exit_of_user_code_once() -> None:
 
         with pytest.raises(SystemExit, match="first"):
             runner.run(fail(SystemExit("first"), SystemExit("second")))
-        runner.run(asyncio.sleep(0))  # the second exception is not raised later
+        runner.run(asyncio.sleep(0))  # check that the second exception is not raised later
         with pytest.raises(KeyboardInterrupt, match="third"):
             runner.run(fail(KeyboardInterrupt("third")))
 
@@ -323,7 +323,7 @@ async def test_exception_in_a_result_conversion_fails_its_work(pg: ProcessGroup,
 @pytest.mark.ranks(2, 3)
 async def test_result_that_cannot_be_written_back_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
     """Fail to write the result back, as to an array of a foreign library."""
-    work = pg.allreduce(np.ones(6)[::2])  # not contiguous, so the result is copied back
+    work = pg.allreduce(np.ones(6)[::2])  # a noncontiguous array, so the result is copied back
     completion = completion_of(work)
     assert completion.unwrap is not None
     completion.unwrap = function_raising(error)
@@ -344,7 +344,7 @@ async def test_exception_in_a_done_callback_is_passed_to_the_loops_exception_han
         loop.set_exception_handler(lambda _, context: raised.append(type(context["exception"])))
         work.add_done_callback(function_raising(error))
     assert await work == 2
-    assert await pg.allreduce(1) == 2  # takes another loop iteration
+    assert await pg.allreduce(1) == 2  # this call takes another loop iteration
     assert raised == ([error] if pg.rank() == 0 else [])
 
 

@@ -20,7 +20,7 @@ from aiocoll.users import owner_trouble, peer_trouble, peer_uid
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and SO_PEERCRED")
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
 
-#: Ids of two users, without an id in the user namespaces of these tests.
+#: Ids of two users that have no id in the user namespaces of these tests.
 OWN, FOREIGN = 12345, 23456
 
 #: The process becomes another user, possibly in a user namespace without ids. It can import nothing afterwards, and
@@ -208,7 +208,7 @@ def test_users_without_an_id_in_the_namespace_are_distinguished(inside: bool, tm
         refused = "belongs to user 65534, which may be any user without a number in this user namespace: run as a user"
         assert all(line.startswith(f"65534;{refused}") for line in lines[2:]), lines
         for uid, trouble in ((FOREIGN, refused), (OWN, "None")):
-            # The second peer is the observer's user, in another namespace.
+            # The second peer runs as the observer's user, in another namespace.
             subprocess.run(python(PEER, name, uid, inside), timeout=60, check=True)
             assert observer.stdout.readline().startswith(trouble)
         assert observer.stdout.readline() == "None\n"

@@ -41,7 +41,7 @@ async def test_keyed_works_match_in_any_order(pg: ProcessGroup) -> None:
         works.append((work, int(key[5:]) * 10 + count))
     for work, value in works:
         assert (await work == 3 * value).all()
-    # The keyed calls have taken no sequence number.
+    # Keyed calls have taken no sequence number, so the barrier has number 1.
     assert pg.barrier().seq == 1
     await pg.drain()
 
@@ -68,7 +68,7 @@ async def test_awaiting_a_finished_work_does_not_suspend(pg: ProcessGroup) -> No
     work = pg.allreduce(np.ones(2))
     await work
     await asyncio.sleep(0)
-    await work  # the first await may yield to the loop
+    await work  # only the first await may yield to the loop
     turns = 0
 
     def count_turn() -> None:

@@ -23,7 +23,7 @@ class Clockwork:
     def __init__(self, programs: list[Program], machine: Machine) -> None:
         self.programs = programs
         self.machine = machine
-        self.free: dict[tuple[str, int], float] = defaultdict(float)  # end of work on a processor or link direction
+        self.free: dict[tuple[str, int], float] = defaultdict(float)  # when a processor or link direction becomes free
         self.waits: dict[Place, int] = {}
         self.ready: dict[Place, float] = defaultdict(float)
         self.followers: dict[Place, list[Place]] = defaultdict(list)

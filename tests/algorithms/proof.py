@@ -25,8 +25,8 @@ class Proof:
         self.ranks = [rank for rank, program in enumerate(programs) for _ in program.actions]
         self._check_form()
         self.sender = self._match()
-        self.whole = [0] * len(self.actions)  # bit i: action i is complete before this one starts
-        self.aligned = [0] * len(self.actions)  # bit i: element k of action i is done before element k of this one
+        self.whole = [0] * len(self.actions)  # bit i: action i is complete before this action starts
+        self.aligned = [0] * len(self.actions)  # bit i: element k of action i is done before element k of this action
         self.steps = self._order()
         for rank in range(len(programs)):
             self._check_races(rank)

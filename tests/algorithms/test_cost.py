@@ -39,7 +39,7 @@ def test_cost_formulas_equal_the_costs_of_the_programs(kind: str, algorithm: str
     assert load.received == max(sum(action.region.count for action in rank) for rank in receives)
     assert load.worked == max(sum(map(worked, program.actions)) for program in programs)
     messages = max(len(rank) + len(receives[number]) for number, rank in enumerate(sends))
-    # The number of block runs that wrap around the end depends on the rank. The average is one less.
+    # The number of block runs that wrap around the end depends on the rank. The average over the ranks is one less.
     spare = 2 if (kind, algorithm) == ("allreduce", "circulant") else 0
     assert messages - spare <= load.sends + load.receives <= messages
 
@@ -57,7 +57,7 @@ def test_error_for_an_unknown_algorithm_lists_the_known_algorithms() -> None:
         cost("ring", "scatter", 4, 2)
 
 
-#: A machine that makes every part of a prediction a whole number.
+#: A machine with which every term of a prediction is a whole number.
 A, V, B, G = 1000.0, 100.0, 0.5, 0.25
 
 
@@ -68,9 +68,9 @@ A, V, B, G = 1000.0, 100.0, 0.5, 0.25
         ("dissemination", "barrier", 0, 5, 3 * A),
         ("ring", "allreduce", 0, 4, 0),
         ("exchange", "allreduce", 64, 2, A + 64 * B + 64 * G),
-        # Eager data is reduced as soon as the rank's own part is sent. The rest begins to arrive only then.
+        # Eager data is reduced as soon as the rank has sent its own part. The remaining data arrives only after that.
         ("exchange", "allreduce", 2 * PIECE, 2, A + 2 * PIECE * B + 2 * PIECE * G + PIECE * B),
-        # Three messages out and three in: the overhead of messages dominates for 64 bytes, the bytes for 6400.
+        # Three sent and three received messages: the overhead per message dominates for 64 bytes, the bytes for 6400.
         ("oneround", "allreduce", 64, 4, A + 4 * V + 192 * G),
         ("oneround", "allreduce", 6400, 4, A + 19200 * B + 19200 * G),
         ("linear", "broadcast", 64, 4, A + 2 * V),

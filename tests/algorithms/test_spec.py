@@ -113,7 +113,7 @@ def test_programs_read_all_inputs_and_write_all_outputs(kind: str, algorithm: st
             read, written = touched(program, len(memory[rank]))
             assert read <= whole(inputs, memory[rank])
             assert written <= whole(outputs, memory[rank])
-            # A single rank has nothing to do, and no rank uses the input of the last rank of an exscan.
+            # A single rank makes no action, and no rank uses the input of the last rank of an exscan.
             if size > 1:
                 assert written == whole(outputs, memory[rank])
                 if (kind, rank) != ("exscan", size - 1):

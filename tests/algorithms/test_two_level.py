@@ -158,11 +158,11 @@ def test_number_of_messages_between_hosts_does_not_grow_with_the_ranks_per_host(
     assert len(crossing(whole("reduce", "leaders", hosts))) == number - 1
     assert len(crossing(whole("broadcast", "leaders", hosts))) == number - 1
     assert len(crossing(whole("allgather", "leaders", hosts))) == number * (number - 1 if number <= 4 else rounds)
-    # One message per lane.
+    # Each lane sends one message between hosts.
     assert len(crossing(whole("allreduce", "lines", hosts))) == 2 * number * (number - 1) * per_host
     assert len(crossing(whole("broadcast", "lanes", hosts))) == (number - 1) * per_host
     assert len(crossing(whole("reduce", "lines", hosts))) == (number - 1) * per_host
-    # One message per block of a rank.
+    # Each block of a rank is sent in one message between hosts.
     assert len(crossing(whole("allgather", "lanes", hosts))) == (number - 1) * number * per_host
     assert len(crossing(whole("reduce_scatter", "lines", hosts))) == (number - 1) * number * per_host
 

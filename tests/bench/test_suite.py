@@ -139,7 +139,7 @@ def test_benchmark_case_has_at_most_one_limit_per_kind_of_peer(bench: Any) -> No
         "4 ranks, against awaited peers": 0,
         "2 ranks, against blocking MPI": all_cells,
         "4 ranks, against blocking MPI": small_ones + large_allreduces,
-        "2 ranks, against blocking Gloo": all_cells - len(sizes),  # it has no scan
+        "2 ranks, against blocking Gloo": all_cells - len(sizes),  # Gloo has no scan
         "4 ranks, against blocking Gloo": all_cells - len(sizes),
     }
     for against, count_iterations in counts.items():

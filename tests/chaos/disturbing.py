@@ -25,7 +25,7 @@ from tests.chaos.forked import Report, Reports, run_chosen, run_forked
 #: Kinds of disturbances. Another process kills or stops the victim; the victim itself cancels or aborts.
 WHAT = ("kill", "stop", "cancel", "abort")
 WORLD_SIZES = (2, 3)
-#: Elements of float64: in slots, in few and in many chunks, or read in place.
+#: Numbers of float64 elements: sent in slots, in few chunks, in many chunks, or read in place.
 COUNTS = (3, 9_000, 20_000, 70_000, 131_072, 200_001, 600_000)
 #: The number of calls after which undisturbed ranks end.
 CALLS = 60
@@ -33,7 +33,7 @@ CALLS = 60
 LATEST = 0.25
 #: Number of times that a victim is stopped, and the seconds of each stop.
 STOPS, STOPPED = 4, 0.05
-#: The value with which arrays are overwritten.
+#: The value that overwrites arrays after each check.
 SPOILED = -7.0
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

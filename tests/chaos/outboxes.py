@@ -25,12 +25,12 @@ from tests.chaos.forked import Report, Reports, run_chosen, run_forked
 
 from ..internals import comm_of
 
-#: What happens to the victim. "long" stops it until the other ranks declare it lost.
+#: Events that happen to the victim; "long" stops the victim until the other ranks declare it lost.
 WHAT = ("kill", "stop", "close", "long")
 WORLD_SIZES = (3, 4)
-#: Calls in each group: more than the larger slots, and in all groups together more than the small slots.
+#: Calls per group: more than there are larger slots, and over all groups more than there are small slots.
 CALLS = 48
-#: Elements of float64: in the line of a slot, in small and in larger slots, and in none.
+#: Numbers of float64 elements: for the line of a slot, for small and larger slots, and too many for a slot.
 COUNTS = (1, 3, 6, 100, 513, 2000, 9000)
 #: Seconds after which a call counts as hung.
 TIMEOUT = 30
@@ -42,7 +42,7 @@ def scenarios() -> list[dict[str, Any]]:
     return [
         {"what": what, "world": world, "victim": victim, "call": call, "seed": number}
         for number, (what, world, victim, call) in enumerate(every)
-        # Until a stopped rank is declared lost, seconds pass.
+        # A stopped rank is declared lost only after some seconds.
         if victim < world and (what != "long" or call == 11)
     ]
 
@@ -75,7 +75,7 @@ class Rank:
         self.chance = random.Random(f"{scenario['seed']} {number}")
         self.groups: dict[str, ProcessGroup] = {}
         self.started: dict[str, list[tuple[np.ndarray, float, Work[Any]]]] = {}
-        #: Errors by group, each once, with the time at which it was found.
+        #: By group, each error once, with the time at which the error was found.
         self.found: dict[str, list[Any]] = {}
 
     async def run(self, world: ProcessGroup) -> None:

@@ -16,11 +16,11 @@ from aiocoll.transport.shm.fence import Fences, fences
 
 from ..internals import comm_of
 
-#: Elements of float64: in the line of a slot, in slots of both sizes, and in chunks of a queue.
+#: Numbers of float64 elements: for the line of a slot, for slots of both sizes, and for chunks of a queue.
 COUNTS = (1, 2, 5, 6, 17, 100, 511, 513, 3000, 40_000)
-#: Name of the environment variable that makes a rank pause.
+#: The environment variable with the seed of a rank's random pauses.
 SEED = "PAUSES_SEED"
-#: The relative frequencies of these counts.
+#: The relative frequencies of the counts in `COUNTS`.
 WEIGHTS = (8, 8, 8, 8, 8, 8, 4, 4, 2, 1)
 
 #: The number of pauses of this process until now.

@@ -23,7 +23,7 @@ from aiocoll.transport.stream import addresses as address
 from ..internals import wrapped
 
 CHUNK = 1 << 16
-#: The kind of connection by HELLO of this process.
+#: The kind of each connection that this process has dialled, by its HELLO message.
 kinds: dict[bytes, ConnKind] = {}
 
 

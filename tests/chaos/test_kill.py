@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.forked import run_scenarios
 from tests.chaos.killing import CALLS, SINGLE_COPY, SMALL, TRANSPORTS, WORLD_SIZE, scenarios
 
-#: Seconds within which the other ranks must know.
+#: Seconds within which the other ranks must report the killed rank.
 SOON = 1.0
 #: The number of kills in `make test`.
 FEW = 20

@@ -74,7 +74,8 @@ async def check_deaths(step: int) -> None:
     for upstream in (True, False):
         sent = len(proxy.said[ConnKind.STORE, upstream]) // 3
         for results, _ in await asyncio.gather(*(results_until_death(at, upstream) for at in range(0, sent, step))):
-            # The last message of a rank to the store is its arrival. A rank that has all cards needs no store any more.
+            # The last message of a rank to the store reports its arrival. A rank that has all cards needs no store any
+            # more.
             assert all(result == "right" or isinstance(result, AiocollError) for result in results), results
             assert "right" not in results or upstream or results == ["right"] * 3, results
 

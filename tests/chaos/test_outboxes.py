@@ -10,9 +10,9 @@ import pytest
 from tests.chaos.forked import LIMIT, run_scenarios
 from tests.chaos.outboxes import CALLS, WHAT, WORLD_SIZES, members, scenarios
 
-#: Seconds within which a killed rank must be known, and a stopped rank.
+#: Seconds within which a killed rank ("kill") and a stopped rank ("long") must be reported.
 SOON = {"kill": 1.0, "long": 6.0}
-#: The errors of the other ranks, with how the rank was lost, by event.
+#: By event, the errors of the other ranks, with the reported kind of loss.
 FOUND = {
     "kill": [("PeerLostError", "killed")],
     "close": [("PeerLostError", "left")],

@@ -11,7 +11,7 @@ from aiocoll.testing import run_processes
 
 from . import pauses
 
-#: The number of sums in `make test` and in `make soak`, by world size. Four ranks may be more than there are cores.
+#: By world size, the number of sums in `make test`, and in `make soak`. A machine may have fewer than four cores.
 FEW = {2: 1000, 3: 600, 4: 400}
 MANY = {2: 400_000, 3: 300_000, 4: 300_000}
 

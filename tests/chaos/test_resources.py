@@ -32,7 +32,7 @@ def descriptor_limit(more: int) -> Iterator[None]:
     free = os.dup(0)
     os.close(free)
     used = {int(name) for name in os.listdir("/proc/self/fd")}
-    # Descriptors are numbers below the limit, and the lowest free one is taken.
+    # The limit is on descriptor numbers, and each new descriptor takes the lowest free number.
     limit = free
     while more:
         more -= limit not in used

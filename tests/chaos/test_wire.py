@@ -29,21 +29,21 @@ from ..internals import Limits
 
 KEY = b"k" * 32
 CONTROL, DATA, STORE = ConnKind.CONTROL, ConnKind.DATA, ConnKind.STORE
-#: Elements of the allreduces. The last two exceed a look-ahead buffer, and the eager window.
+#: Element counts of the allreduces. The last two exceed a read-ahead buffer and the eager window, respectively.
 COUNTS = (1, 300, 10_000, 40_000)
-#: Bytes of the handshake from the dialling end (True), and from the other end.
+#: Handshake bytes sent by the dialling end (True), and by the accepting end (False).
 GREETING = {True: HELLO_SIZE + PROOF_SIZE + CONFIRM_SIZE, False: CHALLENGE_SIZE + VERDICT_SIZE}
-#: Bytes of the handshake before the last message of the dialling end. Until then, a failed link is dialled again.
+#: Handshake bytes before the last message of the dialling end; a link that fails before is dialled again.
 UNDECIDED = {True: HELLO_SIZE + PROOF_SIZE, False: CHALLENGE_SIZE + VERDICT_SIZE}
-#: Bytes after the handshake that faults hit: more than all control frames, and some data frames.
+#: Bytes after the handshake in which faults occur: all control frames and some data frames.
 BEYOND = 200
-#: Seconds for the rendezvous, and for each operation. A stalled trial takes as long.
+#: The timeout of the rendezvous and of each operation, in seconds; a trial with a stall takes as long.
 DEADLINE = 3.0
-#: Seconds within which a trial must end, with its rendezvous and shutdown.
+#: Seconds within which a trial must end, including its rendezvous and shutdown.
 OVER = 20.0
 #: The number of concurrent trials, which mostly wait.
 TOGETHER = 100
-#: The wrong bits of a garbled byte. The first value turns a DATA frame into a frame of another kind.
+#: The bits that are flipped in a garbled byte. The first value turns a DATA frame into a frame of another kind.
 FLIPS = (0x04, 0x01, 0x80, 0xFF)
 
 
@@ -141,7 +141,7 @@ def check_outcome(fault: Fault, results: list[Any]) -> None:
     for rank, result in enumerate(results):
         if result != "right" and not isinstance(result, AiocollError):
             raise AssertionError(f"{fault}: rank {rank} ended with {result!r}") from result
-    # A store reports a wrong proof at once. A rank dials again, in case the proof was garbled.
+    # After a garbled proof, a store client fails at once, while a rank dials again.
     cured = ("cut",) if fault.kind is STORE else ("cut", "garble")
     if fault.what in cured and fault.offset < UNDECIDED[fault.upstream]:
         assert results == ["right", "right"], f"{fault}: the link was not dialled again"
@@ -151,12 +151,12 @@ async def try_links(what: str, step: int) -> None:
     trials = list(enumerate(await faults([what], (CONTROL, DATA), step)))
     for start in range(0, len(trials), TOGETHER):
         some = trials[start : start + TOGETHER]
-        # Shared memory is left out, because nothing between the ranks could lose or change a byte.
+        # Shared memory is excluded, since no proxy between the ranks can cut or change it.
         ended = await asyncio.gather(
             *(run_with_link_proxies(fault, ("unix", "tcp")[number % 2]) for number, fault in some)
         )
         for (_, fault), (results, detour) in zip(some, ended, strict=True):
-            # The last frames depend on the rank that leaves first, so that a fault in them may not happen.
+            # A fault in the last frames may not occur, because these frames depend on the rank that leaves first.
             assert detour.hits or fault.offset >= GREETING[fault.upstream], f"{fault} did not happen: {results}"
             check_outcome(fault, results)
 

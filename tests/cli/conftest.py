@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-#: Seconds within which a launcher must end. It usually takes less than a tenth of that.
+#: Seconds within which a launcher must end; it usually takes less than 10 % of this time.
 LIMIT = 60
 
 

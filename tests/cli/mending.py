@@ -69,7 +69,7 @@ MENDS = """
     asyncio.run(main())
 """
 
-#: The same program with `aiocoll.elastic`.
+#: The program of `MENDS`, written with `aiocoll.elastic`.
 ELASTIC = """
     import asyncio, json, os, sys, time
     from pathlib import Path

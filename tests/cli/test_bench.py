@@ -22,7 +22,7 @@ from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case, Workload, bus_factor
 from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_ranks
 
-#: Seconds within which a command must end. It usually takes less than a tenth of that.
+#: Seconds within which a command must end; it usually takes less than 10 % of this time.
 LIMIT = 60
 FEW = Effort(seconds=0, least=3, most=3)
 

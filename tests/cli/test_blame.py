@@ -22,7 +22,7 @@ from ..internals import Limits
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
 
-#: Ranks meet. Then rank 1 runs `fault`, and the others run `other`.
+#: A script: ranks meet, then rank 1 runs `fault` and the other ranks run `other`.
 SCRIPT = """
 import asyncio, ctypes, os, signal, sys
 import aiocoll
@@ -103,7 +103,7 @@ REACTIONS = {
 }
 
 
-#: Rank 1 ends only when no other rank holds the pipe open, so that the launcher sees the others end first.
+#: Rank 1 ends only when no other rank holds the pipe open, so that the launcher finds the others ended first.
 ENDING = """
 import select
 others = os.environ['RANK'] != '1'
@@ -483,7 +483,7 @@ def test_processes_spawned_by_a_rank_can_import_the_main_program(launch: Launch)
     assert (done.returncode, done.stdout) == (0, "[0] [1, 4, 9]\n"), done.stderr
 
 
-# -- the program's modules and names are those that Python itself provides
+# -- module names and import paths of the program, equal to those under Python itself
 
 PLACE = """
 import json, sys, __main__

@@ -33,7 +33,7 @@ from ..rendezvous.test_launchers import SLURM as OF_SLURM
 
 LIMIT = 120
 VERSION = f"{aiocoll.__version__}, {describe_implementation()}"
-#: Variables that change the outcome, or the output on a busy machine. They may be set where the tests run.
+#: Prefixes of variables to remove: they may be set where the tests run, and would change the outcome or output.
 OURS = ("AIOCOLL_", "MASTER_", "RANK", "WORLD_SIZE", "PYTHONASYNCIODEBUG")
 
 

@@ -35,7 +35,7 @@ from ..ranks import until
 
 KEY = b"of this test and no other"
 LIMIT = 60
-#: The facts of a host of which only its arrival is known.
+#: The facts about a host of which only the arrival is known.
 FACTS = ["elsewhere", "1 cores", "auto", "", "", "it has not reported its address; see its output"]
 
 Meet = Callable[..., Awaitable[HostsMet]]
@@ -212,7 +212,7 @@ async def publish_as_host_1(port: int, *values: Any) -> None:
 CAME = {"nnodes": 2, "store": "127.0.0.1", "listens": "", "facts": FACTS}
 
 
-#: The hosts that host 1 reaches.
+#: The connection results of host 1, which reaches host 0.
 REACHED = {0: (0.1, "")}
 
 

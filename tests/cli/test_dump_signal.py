@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-#: Ranks meet. Then all but rank 0 wait in a barrier, until rank 0 has read a byte.
+#: A script: ranks meet, then all except rank 0 wait in a barrier until rank 0 has read a byte.
 SCRIPT = """
 import asyncio, os, sys
 import aiocoll

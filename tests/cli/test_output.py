@@ -39,7 +39,7 @@ FULL = Path("/dev/full")
 #: Seconds after which a command counts as hung.
 LIMIT = 60
 SILENT = "import os; open(f'{os.environ[\"FOLDER\"]}/{os.environ[\"RANK\"]}', 'w')"
-#: A program that prints more than a pipe holds, then creates a file that proves that the rank has reached its end.
+#: A program that prints more than a pipe holds, and then creates a file, which shows that the rank has ended.
 CHATTY = f"for i in range(2000): print('x' * 99)\n{SILENT}"
 BOTH = "import sys\nfor i in range(2000): print('x' * 99, file=sys.stderr), print('out')"
 
@@ -198,7 +198,7 @@ def test_closed_output_stream_raises_only_at_a_write(monkeypatch: pytest.MonkeyP
     replace_streams(monkeypatch, None, None)
     with CommandOutput() as output:
         assert output.exit_code(0) == 0
-        print("diagnosis", file=sys.stderr)  # Python itself would print this to standard output
+        print("diagnosis", file=sys.stderr)  # if stderr is None, print() writes to standard output
         assert output.exit_code(0) == 1
         assert output.exit_code(3) == 3
     assert (sys.stdout, sys.stderr) == (None, None)
@@ -496,7 +496,7 @@ def test_drain_waits_for_a_slow_reader_but_not_for_an_open_pipe() -> None:
 
 
 def test_drain_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # No time passes, so only the amount of data can end the drain.
+    # The patched clock stands still, so only the amount of data can end the drain.
     monkeypatch.setattr("aiocoll.cli.output.time", SimpleNamespace(monotonic=lambda: 0.0))
     rank_reads, rank_writes = os.pipe()
     nowhere = os.open(os.devnull, os.O_WRONLY)

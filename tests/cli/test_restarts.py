@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 SIZE = 3
-#: Seconds from a kill to the full size: about 0.5 s on idle cores.
+#: Seconds from a kill until the group has its full size again; about 0.5 s on idle cores.
 WITHIN = 10.0
 
 
@@ -317,7 +317,7 @@ def test_store_is_empty_after_a_restart_of_all_ranks(launch: Launch) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4
-    # The second rank may see the key of the first one.
+    # The second rank may find the key that the first rank has set.
     assert {line.split(" ", 1)[1] for line in lines} <= {"0 0", "1 0"}
     assert {line for line in lines[2:] if line.endswith("0 0")}, lines
 

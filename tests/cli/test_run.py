@@ -24,7 +24,7 @@ from ..internals import Limits
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
 
-#: A loop: `signal.pause` would miss a signal that arrives just before it.
+#: A script that waits in a loop, since `signal.pause` would miss a signal that arrives just before the call.
 WAIT = "import time\nprint('ready')\nwhile True:\n    time.sleep(0.05)\n"
 
 

@@ -20,7 +20,7 @@ from .test_supervise import TwoHosts
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
 
-#: Rank 1 ignores the signal that it sends to the launcher. It ends other ranks.
+#: Rank 1 sends the launcher a signal and ignores that signal itself; other ranks end by it.
 IGNORES = """
     import os, signal, sys
     if os.environ["RANK"] == "1":
@@ -30,7 +30,7 @@ IGNORES = """
     while True:
         signal.pause()
 """
-#: The rank sends the signal to the launcher, and again when it receives it.
+#: The rank sends the signal to the launcher, and sends the signal again when the launcher forwards it.
 SENDS_AGAIN = """
     import os, signal, sys, time
     number = signal.Signals[sys.argv[1]]

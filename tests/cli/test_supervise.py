@@ -52,7 +52,7 @@ class TwoHosts:
     ("other", "replaced"),
     [
         (HostState(0, Phase.RUNS, elastic=True, members=2), [0]),
-        (HostState(0, Phase.RUNS), [0]),  # its report is late
+        (HostState(0, Phase.RUNS), [0]),  # the report of the other host is late
         (HostState(0, Phase.RUNS, elastic=True, members=0), []),
         (HostState(0, Phase.ENDED), []),
     ],

@@ -284,7 +284,7 @@ def test_launcher_in_another_container_counts_as_ended_if_its_lock_is_free(
     with job_folder(env, ["a.py"], 3) as (folder, _):
         about = os.path.join(folder, "job.json")
         assert [job.folder for job in jobs(env)] == [folder]
-        with open(about, "r+b") as file:  # as after its process has ended: the lock of the new file is free
+        with open(about, "r+b") as file:  # the lock of the new file is free, as after the end of a process
             content = file.read()
         os.unlink(about)
         with open(about, "wb") as file:

@@ -75,7 +75,7 @@ async def test_trace_of_a_hang_names_the_collective_the_line_and_the_missing_ran
     assert f"it waited in RECV (from rank 0, tag 5) at {HERE}:{lines[1] + 3} in hang" in output
     names = {event["name"] for event in json.loads(perfetto.read_text())["traceEvents"]}
     assert {"BARRIER 5", "ALLREDUCE 'layer1' 2", "RECV"} < names
-    # The dumps of the waiting ranks do not show the calls of the missing one.
+    # Pass only the dumps of the waiting ranks, which do not contain the calls of the missing rank.
     code, output = trace(capsys, *(files(tmp_path)[rank] for rank in (0, 2)))
     assert code == 1
     assert "no dump of rank 1: killed, blocked, or not given here" in output
@@ -89,7 +89,7 @@ async def test_trace_of_a_mismatch_names_both_calls(tmp_path: Path, capsys: pyte
     code, output = trace(capsys, *files(tmp_path))
     assert code == 1
     assert "failed: CollectiveMismatchError: Collectives differ in the following: counts, shape. Group" in output
-    # Rank 0 or rank 1 finds it first. The group's cause may be the comparison of the other rank.
+    # Either rank may find the mismatch first; the group's cause may come from the comparison of the other rank.
     lines = output.partition("diverged first: ALLREDUCE (sequence 5)\n")[2].splitlines()
     if lines[0].startswith("    Collectives differ in the following: counts, shape. Group 'world:0': rank "):
         del lines[0]
@@ -260,7 +260,7 @@ def test_trace_reports_several_groups_and_a_group_without_calls(
 
 # -- the verdict
 
-#: In each case, rank 1 is at fault.
+#: Causes of hangs by name; in each case, rank 1 is at fault.
 CAUSES = {
     "a lost rank": (
         {"kind": "PeerLostError", "text": "rank 1 of group 'g' is gone: its process is gone", "ranks": [1]},

@@ -27,15 +27,15 @@ from aiocoll.errors import SerializationError
 P = sys.hash_info.modulus
 #: The hash of all keys. Powers of two whose exponents differ by 61 also share a hash.
 CODE = 2
-#: In the hour that a clock change repeats, times of different zones are never equal, but share a hash.
+#: Time zones: in the hour repeated by a clock change, times of different zones are unequal but share a hash.
 ZONES = ("Berlin", "Paris", "Rome", "Madrid", "Vienna", "Brussels", "Oslo", "Prague", "Warsaw", "Zurich", "Amsterdam")
 #: The limit for the time per byte of a key, in units of the time per byte of small tuples in a list. Measured times are
 #: half of it, and quadratic algorithms take hundreds of times as long.
 RATIO = 60.0
-#: Numbers of keys of two kinds, and bytes per key: the longest keys, the largest numbers of keys, and some between.
+#: Numbers of keys of two types, and bytes per key: very long keys, very many keys, and cases between.
 MIXES = [(1, 1, 300_000), (1, 127, 1000), (64, 64, 200), (7, 16, 1000), (4, 4, 20_000)]
 
-#: For each kind, the key with a given number, of about a given size if the kind allows it; None after the last key.
+#: By type, a function (number, size) that returns a key of about this size if possible; None after the last key.
 KINDS: dict[str, Callable[[int, int], Hashable | None]] = {
     "int": lambda n, size: CODE + (P << 8 * size) + n * P,
     "small int": lambda n, size: CODE + n * P if n < 4 else None,

@@ -29,7 +29,7 @@ async def test_new_group_supports_every_kind_of_call(pg: ProcessGroup) -> None:
         assert (even.timeout, even.group_desc) == (20.0, "even ranks")
         assert dist.get_process_group_ranks(even) == list(range(0, p, 2))
         assert await dist.all_reduce(r, group=even) == sum(range(0, p, 2))
-    # The order of `ranks` does not change the order in the group.
+    # The order of `ranks` does not change the rank order in the new group.
     backwards = await dist.new_group(list(range(p))[::-1])
     assert dist.get_rank(backwards) == r
     current, groups = await dist.new_subgroups_by_enumeration([[rank] for rank in range(p)])
@@ -121,7 +121,7 @@ async def test_new_group_can_be_called_by_its_members_only(pg: ProcessGroup) -> 
             group = await dist.new_group([2, 1], timeout=20, use_local_synchronization=True, group_desc="upper")
             assert (group.size(), group.timeout, group.group_desc) == (2, 20.0, "upper")
             assert await dist.all_reduce(r, group=group) == 3
-    # Other ranks may omit the call. If rank 0 makes it, it gets NON_GROUP_MEMBER, and the sequence numbers still agree.
+    # Non-members can omit the call. If rank 0 calls, it gets NON_GROUP_MEMBER, and sequence numbers still agree.
     if r == 0:
         assert await dist.new_group([1, 2], use_local_synchronization=True) == OUTSIDE
     assert await dist.all_reduce(1, group=await dist.new_group()) == 3
@@ -175,7 +175,7 @@ async def test_shrunk_default_group_is_replaced_for_all_tasks(pg: ProcessGroup) 
             await world.wait_revoked()
             return
         await dist.shrink_group([excluded])
-    with aiocoll.process_group(pg):  # a task that was started earlier has this context
+    with aiocoll.process_group(pg):  # tasks that were started earlier have such a context
         assert dist.get_world_size() == 2
         assert await dist.all_reduce(pg.rank()) == 0 + 2
 

@@ -103,7 +103,7 @@ async def test_first_group_of_a_loop_is_the_default_of_tasks_without_a_group() -
     # A task passes its default group to the tasks that it starts.
     with aiocoll.process_group(second):
         assert await asyncio.create_task(query_default_group()) == (True, 1)
-        # A closed group is not replaced by the first group of the loop, which may belong to another rank.
+        # After its close, a default group is not replaced by the loop's first group, which may belong to another rank.
         if owner is first:
             await second.shutdown()
             assert await query_default_group() == (False, -1)

@@ -127,7 +127,7 @@ def test_garbage_collected_signal_listener_is_not_called(default: None) -> None:
             received.append(self)
             return ""
 
-    signals.listen(Listener(), asked=True)  # collected at once
+    signals.listen(Listener(), asked=True)  # the listener is garbage collected at once
     signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
     listener = Listener()
     signals.listen(listener, asked=True)

@@ -106,7 +106,7 @@ def test_staged_device_copy_is_written_back_once_on_its_stream(cupy: Cupy) -> No
     assert back is buffer.array.back is buffer.writeback
     back.on(0x90)
     assert host.all()
-    host[...] = 5  # a later write of the caller must stay
+    host[...] = 5  # this later write by the caller must not be overwritten
     assert buffer.finish() is buffer.result
     assert (host == 5).all()
     assert cupy.enqueued == [("dense", 0, 0), ("copy", 0, 0x90)]
@@ -244,7 +244,7 @@ def test_cuda_interface_that_declares_only_an_item_size_is_accepted(name: str) -
 def test_cuda_interface_without_a_device_is_accepted() -> None:
     assert view(Interface(np.ones(2), None)).array.device == UNKNOWN
     x = Interface(np.ones(2))
-    x.__dlpack_device__ = lambda: (13, 0)  # managed memory
+    x.__dlpack_device__ = lambda: (13, 0)  # 13 is the DLPack device type of managed memory
     assert view(x).array.device == UNKNOWN
 
 
@@ -305,7 +305,7 @@ class Capsule:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         self.device_queries += 1
-        # On the CPU from the second query on, because the look-alikes import it by NumPy.
+        # Claim to be on the CPU from the second query on, since the look-alikes import the object through NumPy.
         return (1, 0) if self.device_queries > 1 else (self.device, 0)
 
     def __dlpack__(self, **options: Any) -> object:
@@ -399,7 +399,7 @@ def test_arrays_on_different_devices_are_refused(cupy: Cupy) -> None:
     second, somewhere = view(cupy.ndarray(np.ones(2), 1)), view(Interface(np.ones(2), None))
     same_place(host, "a", host, "b")
     same_place(second, "a", second, "b", 3)
-    same_place(second, "a", somewhere, "b")  # the unknown device may be the same one
+    same_place(second, "a", somewhere, "b")  # an array without a known device may be on the same device
     same_place(somewhere, "a", second, "b")
     for a, b, rank, message in (
         (host, first, None, "a is on the host, b is on CUDA device 0"),

@@ -213,9 +213,9 @@ def test_downcast_rounds_like_ml_dtypes(name: str) -> None:
 def test_bfloat16_downcast_rounds_ties_to_even_and_keeps_nan() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F7FFFFF, 0x7F800001], np.uint32)
     assert [hex(code) for code in downcast("bfloat16", bits.view(np.float32))] == [
-        "0x3f80",  # half way, down to even
-        "0x3f82",  # half way, up to even
-        "0x3f81",  # above half way
+        "0x3f80",  # exactly half way, rounds down to even
+        "0x3f82",  # exactly half way, rounds up to even
+        "0x3f81",  # above half way, rounds up
         "0x7fc0",  # NaNs whose mantissa would carry over
         "0xffc0",
         "0x7f80",  # the largest float32 rounds to infinity

@@ -81,7 +81,7 @@ def test_fold_computes_the_closed_form_results(name: str, dtype_name: str, world
         operands = [x.copy() for x in inputs]
         out = np.empty(count, dtype.storage) if target < 0 else operands[target]
         made.fold(operands, out)
-        # The exact result is rounded once: two mantissa bits cannot hold 9, for instance.
+        # The exact result is rounded once; float8_e5m2 with two mantissa bits cannot represent 9, for instance.
         assert np.array_equal(out, encode(dtype, want))
         for rank, (operand, original) in enumerate(zip(operands, inputs, strict=True)):
             assert rank == target or np.array_equal(operand, original)
@@ -248,7 +248,7 @@ def test_comparison_of_signed_zeros_does_not_depend_on_the_position_in_the_array
 @each(
     ("dtype_name", "big", "small", "want"),
     [
-        # A small value is half a unit in the last place of the big one. It is lost alone, but two of them count.
+        # The small value is half a unit in the last place of the big value: lost if added once, not if added twice.
         ("float16", 2048.0, 1.0, 2050.0),
         ("bfloat16", 256.0, 1.0, 258.0),
         ("float8_e4m3fn", 16.0, 1.0, 18.0),

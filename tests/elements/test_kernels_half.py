@@ -23,7 +23,7 @@ from ..each import each
 BOTH = ["float16", "bfloat16"]
 CODES = np.arange(1 << 16, dtype=np.uint16)
 INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
-# Zeros, subnormals from the smallest on, numbers around 1, and the largest float16 numbers.
+# Float16 edge cases: zeros, the smallest subnormals, numbers around 1, and the largest numbers.
 FLOAT16 = [0.0, -0.0, 2**-24, -3 * 2**-24, 1023 * 2**-24, -(2**-14), 0.1, 1.0, -1.5, 1000.0, 65504.0, -65504.0]
 SPECIAL = [np.inf, -np.inf, np.nan]
 OPERANDS = {
@@ -89,7 +89,7 @@ def test_float16_sum_is_correct_for_every_bit_pattern(name: str, operand: float,
         check_codes(name, out, want)
     made.fold([a, b, b], out)
     check_codes(name, out, add(want, expand(name, right)))
-    for offset in range(17):  # short arrays take other code paths
+    for offset in range(17):  # short arrays use other code paths
         some = slice(offset, None, 17)
         few = out[some].copy()
         made.combine(a[some].copy(), b[some].copy(), few)

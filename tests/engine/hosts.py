@@ -73,7 +73,7 @@ class Hosts:
         def loop() -> VirtualLoop:
             return VirtualLoop(self.seed, LATENCY)
 
-        # In debug mode, thousands of jobs would take minutes.
+        # Without debug mode, in which thousands of jobs would take minutes.
         with self._simulated(), asyncio.Runner(debug=False, loop_factory=loop) as runner:
             return runner.run(bounded())
 

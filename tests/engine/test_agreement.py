@@ -14,7 +14,7 @@ from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.consensus.voter import PROMPT
 
 GROUP = 7
-#: The report of a rank that has completed no collective.
+#: The completion report of a rank that has completed no collective.
 NOTHING = Completed(0, frozenset(), frozenset()).as_data()
 Messages = list[tuple[int, dict[str, Any]]]
 
@@ -159,7 +159,7 @@ async def test_coordinator_that_has_sent_a_message_is_not_skipped(answer: str) -
     await asyncio.sleep(0)
     assert alone.sent_messages() == [(0, "vote", 0)]
     alone.receive(0, answer, ballot=0, outcome={"members": [0, 1], "excluded": [], "grown": ""})
-    for coordinator in (0, 1):  # rank 0 has sent nothing more by the second timeout
+    for coordinator in (0, 1):  # rank 0 has sent no further message by the second timeout
         alone.sent.clear()
         alone.wait(PROMPT)
         assert [each[0] for each in alone.sent_messages()] == [coordinator]

@@ -28,7 +28,7 @@ MIB = 1 << 20
 UNMADE = 77
 DATA, READY, GRANT, CONTROL = FrameKind.DATA, FrameKind.READY, FrameKind.GRANT, FrameKind.CONTROL
 
-#: Sends one item of a flood, given the link, the group and the number of the item.
+#: A function (link, group, number) that sends one item of a flood.
 Flood = Callable[[Link, ProcessGroup, int], None]
 
 
@@ -45,7 +45,7 @@ def send_device_message(link: Link, group: int) -> None:
     send_control_message(link, t="device", g=group, card=card)
 
 
-#: A narrow window, a payload that is large for it, and a low limit for items that are counted.
+#: A narrow window, a payload that is large for this window, and a low limit for the number of items.
 NARROW, SOME, FEW = LINK_WINDOW // 10, bytes(10_000), 300
 SEGMENT_OF_ONES = bytes([1]) * SEGMENT
 
@@ -286,7 +286,7 @@ def test_number_of_unknown_split_groups_is_limited_per_peer(limits: Limits) -> N
         for number in range(FEW):
             identity = peer * UNMADE * FEW + number
             kept.refuse_group(identity, peer, None, (0, peer), 0)
-            kept.refuse_group(identity, peer, None, (0, peer), 0)  # a known group does not count again
+            kept.refuse_group(identity, peer, None, (0, peer), 0)  # a group that is known already is not counted again
             assert closed.sends_frames(identity, peer)
             assert not closed.sends_frames(identity, 0)
         with pytest.raises(ProtocolError, match=f"rank {peer} has split off more than {FEW} groups"):

@@ -17,11 +17,11 @@ from ..internals import comm_of
 from ..ranks import over, run_ranks
 
 SIZE = 3
-#: Elements of float64: a few bytes, and more than an eager message may have.
+#: Numbers of float64 elements: a few, and more than an eager message may have.
 COUNTS = (5, 70_001)
-#: Seconds that a frame takes. All events between two frames are then one step.
+#: The latency of a frame in seconds; all events between two frames then form one step.
 LATENCY = 0.001
-#: More steps than any call takes. A test that counts further hangs.
+#: More steps than any call takes; a test that needs more steps has hung.
 MOST = 400
 
 
@@ -46,7 +46,7 @@ def reduce_scatter(pg: ProcessGroup, n: int) -> tuple[Work[Any], Any]:
     return pg.reduce_scatter(np.zeros(n), inputs), total(n) + SIZE * pg.rank()
 
 
-#: Each function starts a call, and returns its work and the expected result.
+#: Functions that start a call and return its work and the expected result.
 CALLS: dict[str, Call] = {
     "allreduce": lambda pg, n: (pg.allreduce(block(pg.rank(), n)), total(n)),
     "allreduce-links": lambda pg, n: (pg.allreduce(block(pg.rank(), n), ReduceOp.custom(np.add)), total(n)),
@@ -132,7 +132,7 @@ async def test_collective_over_sockets_continues_after_its_await_is_cancelled(pg
             await cancel_at_every_step(pg, CALLS[name], n, 0)
 
 
-#: Runs a test whose steps are loop iterations, or virtual time between frames. Sockets have loop iterations only.
+#: A function that runs a test; its steps are loop iterations, or (except over sockets) virtual time between frames.
 Runner = Callable[[Callable[[ProcessGroup, float], Any]], None]
 
 
@@ -149,7 +149,7 @@ def step_over_sockets(fn: Callable[[ProcessGroup, float], Any]) -> None:
 
 
 RUNNERS = pytest.mark.parametrize("run", [step_by_iteration, step_by_latency, step_over_sockets])
-#: Messages of a test. Most are sent before the call of their receive, some after it.
+#: The number of messages in a test. Most are sent before the call of their receive, some after it.
 MESSAGES = 60
 
 
@@ -258,7 +258,7 @@ def test_cancelled_incoming_iterator_loses_no_message(run: Runner, steps: int) -
         for extra in count():
             if len(got) == 1000:
                 break
-            # If every attempt were cancelled at the same step, none might reach its message.
+            # Vary the step, since with cancellations always at the same step no receive might reach its message.
             await cancel_after(asyncio.ensure_future(take_messages()), steps + extra % 2, seconds)
         assert got == list(range(1000))
 

@@ -29,7 +29,7 @@ def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None
                 if rank != victim
             ]
             if pg.rank() == victim:
-                # The victim dies early, because a receiver that waits for longer opens a link of its own.
+                # The victim dies early, since a receiver that waits for longer would open a link by itself.
                 await asyncio.sleep(0.1)
                 job.kill(victim)
                 await asyncio.get_running_loop().create_future()

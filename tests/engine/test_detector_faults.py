@@ -117,7 +117,7 @@ class Clock:
             timer()
         self.now = end
         while not self.is_blocked and self._soon:
-            with suppress(OSError):  # from a failing log: a loop continues after an exception in a callback
+            with suppress(OSError):  # a failing log raises; a real loop continues after an exception in a callback
                 self._soon.pop(0)()
 
 

@@ -107,7 +107,7 @@ async def block_mismatch(pg: ProcessGroup, most: Record, one: Record, odd: int, 
     with pytest.raises(CollectiveMismatchError) as caught:  # noqa: PT012
         async with pg.coalescing():
             (one if pg.rank() == odd else most)(pg)
-        # The block may complete on this rank: a sender does not notice a mismatch that only its reader sees.
+        # The block may complete on this rank, since a sender does not detect a mismatch that only its reader finds.
         await pg.wait_revoked()
         raise comm_of(pg).cause  # type: ignore[misc]
     assert loop.time() - start < 1.0

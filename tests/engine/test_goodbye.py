@@ -40,7 +40,7 @@ def test_data_sent_before_a_goodbye_arrives(ends: bool, world_size: int, count: 
             receives = [part.recv(np.zeros(count), source, 5) for source in range(me)]
             for source, work in enumerate(receives):
                 assert (await work == source).all()
-        # All messages are eager: the sends are done before any message has arrived.
+        # All messages are eager, so the sends complete before any message has arrived.
         sends = [part.send(np.full(count, float(me)), target, 5) for target in range(me + 1, world_size)]
         assert all(work.done() for work in sends)
         await part.shutdown()
@@ -107,7 +107,7 @@ def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, worl
             with pytest.raises(PeerLostError, match=f"needs rank {last}, which has left"):
                 await works[1]
         if not ends:
-            await pg.barrier()  # keeps the ranks until the goodbye has reached all of them
+            await pg.barrier()  # keeps the remaining ranks until the goodbye has reached all of them
 
     for seed in range(6):
         run_virtual(world_size, rank, seed=seed, latency=LATENCY)

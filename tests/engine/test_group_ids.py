@@ -19,7 +19,7 @@ from ..ranks import until
 from .jobs import memory_in_use
 
 SHM = GroupOptions(transport="shm")
-#: Groups open at the same time, splits before the memory is measured, and splits in total.
+#: The number of groups open at the same time, of splits before the measurement of memory, and of splits in total.
 BATCH, WARM, SPLITS = 20, 20_000, 1_000_000
 #: Virtual seconds until the last goodbyes have arrived.
 CALM = 10.0
@@ -158,7 +158,7 @@ async def test_closed_groups_leave_no_record_on_any_rank(options: GroupOptions |
     async def rank(pg: ProcessGroup) -> None:
         await _split(pg, 5 * BATCH)
         for _ in range(3):
-            # The group is revoked, one rank may leave first, and goodbyes may cross.
+            # The group is revoked; one rank may close the group first, and the goodbyes may cross.
             group = await pg.split_group([0, 1])
             if pg.rank() == 0:
                 group.abort("a test")

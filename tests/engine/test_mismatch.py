@@ -34,11 +34,11 @@ LATENCY = (0.0005, 0.02)
 GUARD = 64
 #: Fill byte of the odd rank's arrays: in every dtype larger than any sum of the other ranks.
 MARK = 0x7E
-#: The contract: every rank reports a mismatch within this number of seconds after the last call.
+#: Seconds after the last call within which every rank must report a mismatch (contract).
 SOON = 1.0
 
 Call = Callable[[ProcessGroup, "Memory"], Work[Any] | list[Work[Any]]]
-#: Returns the end of a period in which a rank handles no messages, given the rank and the time; None outside of one.
+#: A function (rank, time) that returns the end of a period in which the rank handles no messages, or None.
 Silent = Callable[[int, float], float | None]
 
 
@@ -160,7 +160,7 @@ TABLE = [
     *(Case(f"more-{kind}", "counts, shape", counting(kind, 10), counting(kind, 11)) for kind in (*SIZED, *PRIVATE)),
     *(Case(f"empty-{kind}", "counts, shape", counting(kind, 10), counting(kind, 0)) for kind in (*SIZED, *PRIVATE)),
     *(Case(f"full-{kind}", "counts, shape", counting(kind, 0), counting(kind, 10)) for kind in (*SIZED, *PRIVATE)),
-    # Long enough to be received directly into the caller's array.
+    # Counts large enough for data to be received directly into the caller's array.
     *(Case(f"short-{kind}", "counts, shape", counting(kind, 100_000), counting(kind, 90_000)) for kind in PRIVATE),
     *(Case(f"long-{kind}", "counts, shape", counting(kind, 90_000), counting(kind, 100_000)) for kind in PRIVATE),
     *(Case(f"root-{kind}", "root", call(0), call(1)) for kind, call in ROOTED.items()),
@@ -215,7 +215,7 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
         made = (case.odd if is_odd else case.most)(pg, memory)
         works = made if isinstance(made, list) else [made]
     except GroupRevokedError:
-        pass  # other ranks found the mismatch before this call
+        pass  # another rank found the mismatch before this call
     called = clock()
     done = [work.done() for work in works]
     cause = await pg.wait_revoked()
@@ -230,7 +230,7 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
         pg.barrier()
     assert raised.value.__cause__ is cause
     assert pg.pending() == []
-    # Frames that are still on their way must not write to the arrays.
+    # Let frames that are still in flight arrive; they must not write to the arrays.
     await asyncio.sleep(0)
     memory.check(alone=pg.size() == 2)
     return Told(str(cause), cause.ranks, called, heard)
@@ -322,7 +322,7 @@ def test_mismatch_report_is_the_same_on_all_ranks(seed: int) -> None:
 
     async def rank(pg: ProcessGroup) -> str:
         kinds = [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN]
-        # GroupRevokedError: other ranks found the mismatch before this call.
+        # GroupRevokedError: another rank found the mismatch before this call.
         with pytest.raises((CollectiveMismatchError, GroupRevokedError)):
             await pg.allreduce(np.zeros(1000), kinds[pg.rank() % 3])
         return str(await pg.wait_revoked())

@@ -109,7 +109,7 @@ def test_number_of_stall_report_messages_grows_linearly_with_the_ranks(monkeypat
         await pg.barrier()
 
     run_virtual(32, rank, latency=LATENCY)
-    # Per rank and second: a report, its answer, a query, its answer, and a summary of the gathered answers.
+    # Messages per rank and second: a report, its answer, a query, its answer, and a summary of the answers.
     assert 32 * 10 <= messages_sent <= 32 * 11 * 6
 
 

@@ -57,7 +57,7 @@ class Trial:
         storm = chance.choice([None, chance.uniform(0, CALM / 2)])
         for _ in range(chance.randrange(1, 6)):
             fault = self._fault()
-            if storm is not None:  # all faults in one agreement, near the timeouts of its steps
+            if storm is not None:  # place all faults in one agreement, near the timeouts of its steps
                 loop.call_later(storm + chance.choice([0, 0.02, 0.5, 2.5, 5.0, 7.5]) + chance.uniform(0, 0.1), fault)
             elif chance.random() < 0.7:
                 self.hosts.at_frame[int(10 ** chance.uniform(0, 3.3))] = fault
@@ -144,7 +144,7 @@ class Trial:
                     assert (tensor == 2.0 ** pg.size() - 1).all()
                     if flags[0]:
                         self.continued[process] = tuple(await pg.allgather_object(process))
-                        await asyncio.sleep(END)  # departures are not tested here
+                        await asyncio.sleep(END)  # ranks stay, since departures are not tested here
                         return
                     if pg.size() < self.size and flags[1]:
                         pg = self.groups[process] = await self._grow(pg, store)

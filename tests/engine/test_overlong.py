@@ -66,7 +66,7 @@ async def test_message_longer_than_announced_fails_the_group(transport: str, nam
 
     async def rank(pg: ProcessGroup) -> None:
         without_accelerator(pg)  # the accelerator sends no frames
-        # After this call, links exist and no frames are on their way.
+        # Open all links; after this call, no frames are in flight.
         await pg.alltoall_object([None] * 2)
         whole = np.full(times * count + 4, MARK)
         array = whole[2:-2]
@@ -80,7 +80,7 @@ async def test_message_longer_than_announced_fails_the_group(transport: str, nam
             ready.set()
             with pytest.raises(GroupError, match=r"rank 0 sent more than the \d+ bytes of its message"):
                 await work
-            # The part of the message may have been overwritten, but nothing beyond it.
+            # The message may have been written to its array part, but no byte beyond this part.
             assert (array[count:] == MARK).all()
         await pg.wait_revoked()
         assert (whole[:2] == MARK).all()

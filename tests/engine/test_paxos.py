@@ -107,7 +107,7 @@ def test_voter_accepts_no_ballot_below_its_promise(world_size: int, monkeypatch:
         if rank == 1 and note["what"] == "vote" and note["ballot"] % world_size == 1:
             voted.add(me)
             if len(voted) == world_size - 1:
-                # After the arrival of these votes, but before rank 1 stops waiting for the vote of rank 0.
+                # Resend after these votes have arrived, but before rank 1 stops waiting for the vote of rank 0.
                 self.parts.context.runtime.call_later(1, lambda: [send_message(*each) for each in kept])
         send_message(self, rank, note)
 

@@ -47,7 +47,7 @@ class Bench:
         self.pending: list[Any] = []
         self.completion: Any = SimpleNamespace(done=False)
         self.ends_at = 0
-        # Whether the peer is on the same core; None: it shares no memory.
+        # Whether the peer runs on the same core; None if the peer shares no memory.
         self.same_core: bool | None = None
         self.context: Any = SimpleNamespace(runtime=self.clock, quiet=contextvars.copy_context())
         self.polling = Polling(self.context, {1: self}, spin, crowded)  # type: ignore[dict-item]

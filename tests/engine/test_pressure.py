@@ -92,7 +92,7 @@ async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transp
             running = [asyncio.create_task(exchange(*giant, tasks)) for giant in giants]
             for number in range(50):
                 assert await one.allreduce(number) == 2 * number
-            # The receive comes last: the message waits for it, and no other call waits for the message.
+            # Post the receive last: the message waits for the receive, and no other call waits for the message.
             await two.recv(room, 1 - rank)
             await sending
             await asyncio.gather(*running)
@@ -176,7 +176,7 @@ async def test_fast_sender_buffers_no_more_than_the_windows_at_a_slow_receiver(s
     fast, slow = await run_processes(2, jobs.flood, seconds)
     assert LINK_WINDOW / 2 < slow.early <= LINK_WINDOW
     assert fast.early <= LINK_WINDOW
-    # The waiting bytes, a copy of them during delivery, and memory that the allocator keeps.
+    # The limit covers the waiting bytes, their copy during delivery, and memory that the allocator keeps.
     assert max(fast.resident, slow.resident) <= 4 * LINK_WINDOW
     assert slow.received > 8 * LINK_WINDOW, "rank 1 received too little to show that the window is reused"
 

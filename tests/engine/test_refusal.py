@@ -25,7 +25,7 @@ from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 from ..internals import comm_of, failing, group_of, spied, unmade_groups
 from ..ranks import LINKS, options, over, run_ranks, until
 
-#: Sends a malformed message, given the group of all ranks and the group of ranks 0 and 1.
+#: A function that sends a malformed message, given the group of all ranks and the group of ranks 0 and 1.
 Misuse = Callable[[ProcessGroup, ProcessGroup], Any]
 
 CAUSE = {"kind": "GroupError", "text": "x", "op": None, "seq": None, "group": None, "ranks": [], "how": None}
@@ -325,7 +325,7 @@ async def test_exception_in_a_frame_handler_is_reported_to_ranks_in_other_proces
 
 # -- errors in timers and operations
 
-#: Calls made by timers: when an operation has waited for long, and when the answers about it are complete.
+#: Functions that timers call: after a long wait of an operation, and when the answers about it are complete.
 CALLBACKS = {"a report": "stall_reported", "an answer": "stall_gathered"}
 
 

@@ -47,7 +47,7 @@ def test_relay_schedule_contains_each_chunk_once_after_its_dependencies(steps: i
     for step in range(steps):
         order_of_step = [piece for each, piece, _ in found if each == step]
         assert all(one < other for one, other in pairwise(order_of_step))
-    # Without an argument for the rank, all ranks have the same order. Without its cache, the function returns the same.
+    # `order` has no rank argument, so all ranks get the same order; the uncached function must return it again.
     assert order.__wrapped__(steps, pieces) == found
 
 
@@ -132,7 +132,7 @@ async def test_chunk_queue_is_used_by_one_operation_while_other_operations_use_f
         calls = [call(pg, 300_000) for pg in pgs for _ in range(3)]
         assert all(holds.count(True) <= 1 for holds in map(holds_queue, pgs))
         await check(calls, world_size)
-        # The queue is free again.
+        # These calls complete only if the chunk queue is free again.
         calls = [call(pg, 300_000) for pg in pgs]
         assert all(holds == [True] for holds in map(holds_queue, pgs))
         await check(calls, world_size)
@@ -279,7 +279,7 @@ async def test_chunks_queued_after_the_peer_has_failed_block_no_other_group() ->
         count = PIECE + 1
         lost = [call(pgs[1], count)[1]]
         pgs[1].abort("a test")
-        # Rank 0 finds the chunk of rank 1 and puts all its own chunks, so it no longer needs the queue.
+        # Rank 0 finds the chunk of rank 1 and queues all its own chunks, so rank 0 no longer needs the chunk queue.
         lost.append(call(pgs[0], count)[1])
         assert pieces_put(pgs[0], 1) == 2
         for work in lost:
@@ -313,7 +313,7 @@ async def test_writer_that_waits_for_a_free_chunk_is_woken_once(monkeypatch: pyt
         look(pgs[1])
         await check(calls, 2)
         assert full
-        # One announcement brings no new chunk: it reports the first freed one.
+        # One announcement adds no new chunk, since it reports the first freed chunk.
         assert [one == other for one, other in pairwise(put)].count(True) == 1
 
 
@@ -323,7 +323,7 @@ async def test_writer_that_waits_behind_chunks_of_a_failed_group_is_woken() -> N
         for pg in (*a, *b):
             make_pure(pg)
         count = 2 * PIECE + 1
-        # Rank 0 no longer needs the queue, but it holds unread chunks, with a chunk of another group behind them.
+        # Rank 0 no longer needs the chunk queue, which holds unread chunks and behind them a chunk of another group.
         calls = [call(a[1], count), call(a[0], count)]
         (reader,) = comm_of(a[1]).in_flight.pending
         assert isinstance(reader, ShmRing)

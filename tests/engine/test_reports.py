@@ -45,10 +45,10 @@ def test_remaining_ranks_continue_after_a_reported_death(lost: list[int], when: 
                 await pg.shrink()
             if reporter:
                 report()
-            await asyncio.sleep(1)  # virtual second
+            await asyncio.sleep(1)  # one virtual second
         group = await pg.shrink()
         if when == "within":
-            assert now() - start < 2.5  # lost ranks are not retried
+            assert now() - start < 2.5  # lost ranks are not dialled again
         return await check_group(group)
 
     found = job.run(4, body)

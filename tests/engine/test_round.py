@@ -13,7 +13,7 @@ WORLD = 4
 SIZES = {"barrier": (), "allgather": ((3,) * WORLD,), "reduce_scatter": ((3,) * WORLD,)}
 
 
-#: Bytes of a small slot.
+#: The size of a small slot in bytes.
 SMALL = 64
 
 

@@ -234,7 +234,7 @@ def test_agreement_succeeds_despite_another_death_at_any_message(
 
     while run(steps + 1, seed=steps):
         steps += 1
-    assert steps >= 3 * 4  # a vote, an acceptance and two replies for each rank except the coordinator
+    assert steps >= 3 * 4  # each rank except the coordinator has a vote, an acceptance and two replies
 
 
 def test_agreement_succeeds_after_the_deaths_of_the_hub_and_the_next_hub() -> None:
@@ -447,7 +447,7 @@ def test_death_of_a_rank_is_proven_by_a_process_on_the_same_host() -> None:
         assert cause.ranks == (1,)
         assert now() - start < 2
         small = await pg.shrink()
-        assert now() - start < 2.5  # at once, because no rank is retried
+        assert now() - start < 2.5  # at once, because no rank is dialled again
         assert [comm_of(pg).endpoint.roster.dead[1][0]] == ["killed"]
         return await check_group(small)
 
@@ -566,7 +566,7 @@ def test_group_survives_a_death_while_it_meets_newcomers() -> None:
         lost, other = newcomers
         found, ranks = await asyncio.gather(check_group(await other), check_group(grown))
         await asyncio.gather((await other).shutdown(), grown.shutdown())
-        # In this simulation a death cancels the task of the rank, and a cancelled rank notifies the newcomers.
+        # A simulated death cancels the task of the rank, and a cancelled rank notifies the newcomers.
         with pytest.raises(RendezvousError, match="group that was to meet them does not: a rank was cancelled"):
             await lost
         assert found == ranks

@@ -23,7 +23,7 @@ from ..ranks import options, over, until
 #: Elements of float64 that fit into the line of a slot, into a small slot, and into a middle slot.
 COUNTS = [1, 5, 6, 512, 513, 8192]
 
-#: A started call: its work, and a check of its results.
+#: A started call: its work, and a function that checks the results.
 Started = tuple[Work[Any], Callable[[], None]]
 
 

@@ -17,7 +17,7 @@ from ..internals import comm_of
 from ..ranks import over
 from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts
 
-#: Starts a call; returns its work and a check of its results.
+#: A function that starts a call; it returns the work and a function that checks the results.
 Call = Callable[..., Started]
 
 

@@ -79,7 +79,7 @@ async def test_result_without_a_free_slot_is_not_reduced_twice() -> None:
         sent = [b[0].broadcast(each, 0) for each in fill]
         arrays = [rank_array(pg, count) for pg in a]
         works = [pg.allreduce(array, ReduceOp.AVG) for pg, array in reversed([*zip(a, arrays, strict=True)])]
-        # Slots that the result has freed get other contributions.
+        # Fill the slots that the result has freed with other contributions.
         keys = [str(number) for number in range(16 * MIDDLE_SLOTS)]
         later = [call(pg, count, key) for pg in b[1:] for key in keys]
         (operation,) = comm_of(a[0]).in_flight.pending

@@ -26,9 +26,9 @@ LARGE = 8193
 #: Elements of a block: none, in the line of a slot, in a small slot, in a middle slot, in frames.
 COUNTS = [0, 1, 5, 6, 512, 513, 8192, LARGE]
 
-#: Starts a call with counts and a root, which alltoall ignores.
+#: A function that starts a call with counts and a root, which alltoall ignores.
 Call = Callable[..., Started]
-#: Returns the number of elements that the first rank has for the second.
+#: A function that returns the number of elements that the first rank sends to the second.
 Counts = Callable[[int, int], int]
 
 
@@ -242,7 +242,7 @@ async def test_calls_of_subgroups_give_the_closed_form_results(call: Call) -> No
             await finish([call(group, lambda a, b: 4 + a + b, root) for group in groups])
 
 
-#: Lengths of the block between ranks 0 and 1, as rank 0 and as rank 1 assume them.
+#: Lengths of the block between ranks 0 and 1, as rank 0 and rank 1 pass them.
 DIFFERENT = [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)]
 
 

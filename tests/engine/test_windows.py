@@ -71,7 +71,7 @@ async def settle(pg: ProcessGroup) -> None:
 async def test_unexpected_large_message_fills_one_window_and_blocks_no_other_message(
     transport: str, tap: FrameRecorder
 ) -> None:
-    # A message read in place is only announced: the receiver would have to copy eager data.
+    # A message that is read in place is only announced, since the receiver would have to copy eager data.
     is_announced = transport == "shm" and can_read() is None
     window = 0 if is_announced else EAGER_WINDOW
 
@@ -145,7 +145,7 @@ async def test_frames_of_several_messages_are_interleaved(tap: FrameRecorder) ->
     order = [header[4] for peer, header in tap.frames if peer == 0 and header[0] == FrameKind.DATA and header[7]]
     last = {op: max(place for place, each in enumerate(order) if each == op) for op in set(order)}
     assert len(last) == 3
-    # Sent one after the other, the first message would have ended before the last one began.
+    # Without interleaving, the first message would have ended before the last one began.
     assert min(last.values()) > order.index(3)
 
 
@@ -226,7 +226,7 @@ async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: Proces
 
     for number in range(2):
         if pg.rank() == 1:
-            await settle(pg)  # the data from rank 0 for the group has arrived
+            await settle(pg)  # wait until rank 0's data for the group has arrived
         ranks = [1] if pg.rank() and fate == "never made" else [0, 1]
         part = await pg.split_group(ranks, group_name=f"part{number}")
         assert part is not None

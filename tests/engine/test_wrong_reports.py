@@ -48,7 +48,7 @@ class Trial:
         self.world_size = world_size or chance.randrange(2, 6)
         self.latency = chance.choice([(0.0, 0.001), (0.0, 0.05), (0.001, 0.002)])
         self.reports = self._draw() if reports is None else reports
-        #: In some trials only these ranks communicate, in a group that is split off.
+        #: In some trials, only these ranks communicate, in a group of their own.
         self.part = sorted(chance.sample(range(self.world_size), chance.randrange(2, self.world_size + 1)))
         self.splits = chance.random() < 0.3
         self.made: dict[int, set[Ranks]] = {}
@@ -106,7 +106,7 @@ class Trial:
                 break
             else:
                 self.made.setdefault(parent, set()).add(group.global_ranks)
-        await asyncio.sleep(2 * END - loop.time())  # departures are not tested here
+        await asyncio.sleep(2 * END - loop.time())  # ranks stay, since departures are not tested here
 
 
 #: Seed that failed once: a majority of a split-off group decided, and then the other ranks reported its members dead.

@@ -31,7 +31,7 @@ from .streams import SLEEPING, Blocked, FakeDevice, FakeStream, Gate, Mark
 #: Streams that always exist: the default stream of the thread's device, by two names, and the stream of each thread.
 LEGACY = (0, 1)
 PER_THREAD = 2
-#: Error texts of CUDA.
+#: Error texts of CUDA, which the fake raises.
 INVALID_HANDLE = "invalid resource handle"
 INVALID_VALUE = "invalid argument"
 #: Seconds after which a stalled query returns anyway, so that a test fails instead of hanging.
@@ -108,7 +108,7 @@ class FakeCuda:
         self._next: dict[str, list[DeviceError]] = {}
         self._scratch: dict[int, NDArray[Any]] = {}
         self.disturbed: list[str] = []
-        #: Captured streams, and whether work on the default stream would join the capture.
+        #: By captured stream, whether work on the default stream would join the capture.
         self._captures: dict[FakeStream, bool] = {}
 
     def __enter__(self) -> FakeCuda:
@@ -314,7 +314,7 @@ class FakeCuda:
         if not mark.passed.is_set():
             if self.stalls:
                 self.stalled.append(threading.current_thread().name)
-            # The real query releases the GIL. Here the thread that runs the kernel needs the GIL to continue.
+            # Wait, to release the GIL as the real query does: the thread that runs the fake kernel needs the GIL.
             self.blocked.wait(mark.passed, STALLED if self.stalls else MOMENT)
             if self.stalls and not (mark.passed.is_set() or self.blocked.is_closed):
                 self.overdue.append(threading.current_thread().name)

@@ -36,10 +36,10 @@ class _World:
         # By call name: the ranks that have made the call, and an event for the time when all have.
         self.connecting: defaultdict[str, set[int]] = defaultdict(set)
         self.connected: defaultdict[str, threading.Event] = defaultdict(threading.Event)
-        # Set when all ranks have joined.
+        # This event is set when all ranks have joined.
         self.complete = threading.Event()
         self.refused: str | None = None
-        # Set when a rank has left or failed: no kernel ends after that.
+        # True once a rank has left or failed; no kernel ends after that.
         self.stuck = False
         self.collectives: dict[int, list[FakeCall]] = {}
         self.messages: defaultdict[tuple[int, int], dict[str, list[FakeCall]]] = defaultdict(
@@ -190,7 +190,7 @@ class FakeCommunicator:
         self.rank = rank
         self.device = nccl.cuda.current()
         self.bus_id = nccl.cuda.bus_id(self.device)
-        #: Whether it connects to other ranks in the first call of each kind.
+        #: Whether the communicator connects to other ranks in the first call of each kind.
         self.connects = nccl.connects and os.environ.get("NCCL_RUNTIME_CONNECT") != "0"
         self.aborted = False
         self.destroyed = False
@@ -376,7 +376,7 @@ class FakeCommunicator:
         number = self._called
         self._called += calls[0].peer is None
         with self._world.lock:
-            self._check_alive(calls[0].name)  # inside a group, an abort may come between the call and the start
+            self._check_alive(calls[0].name)  # in a call group, an abort may come between the call and its start
             self._in_flight.update(calls)
         cuda = self.nccl.cuda
         on = cuda.stream_of(stream, calls[0].name, self.device)

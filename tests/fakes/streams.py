@@ -122,7 +122,7 @@ class FakeStream:
         self._is_busy = False
         #: Marks of events for which threads may sleep; some may be done.
         self.sleeping: deque[Mark] = deque()
-        # A closed fake accepts no more work.
+        # Returns whether the fake CUDA is closed and so accepts no more work.
         self._is_closed = blocked.is_closed
 
     def put(self, item: Callable[[], None]) -> None:

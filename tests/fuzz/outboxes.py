@@ -33,12 +33,12 @@ from aiocoll.transport.shm.slots import CommonWriter
 from ..internals import comm_of, use_same_slots
 from ..ranks import options
 
-#: Seconds for a call, and for a whole job on a busy machine.
+#: The timeout of a call, and of a whole job on a busy machine, in seconds.
 TIMEOUT, OVER = 0.3, 30.0
 #: The number of moments at which a word may change: loop iterations and memory fences.
 MOMENTS = 150
 
-#: Words of the outbox, by kind: of the rank, of a reader's lane, of each slot of a lane, and of the line of each slot.
+#: Memory words of the outbox, by kind: per rank, per reader's lane, per slot of a lane, and per slot line.
 RANK = {"status": STATUS, "core": CORE}
 LANE = {"posts": POSTS}
 ROWS = {
@@ -156,7 +156,7 @@ writes = st.builds(
     moment=st.integers(0, MOMENTS),
     kind=st.sampled_from(KINDS),
     reader=st.integers(0, 1),
-    # Slots of the first calls, for small and larger arrays, or any slot.
+    # Any slot, or slots that the first calls use for small and larger arrays.
     slot=st.one_of(st.none(), st.integers(0, 9), st.integers(SLOTS - 4, SLOTS - 1), st.integers(0, SLOTS - 1)),
     value=st.one_of(values, st.integers(0, (1 << 64) - 1), st.sampled_from([1, 4, 128, (1 << 64) - 1])),
     adds=st.booleans(),
@@ -166,7 +166,7 @@ names, counts = st.sampled_from(sorted(CALLS)), st.sampled_from([1, 3, 100, 513,
 attacks = st.builds(
     Attack,
     world_size=st.sampled_from([2, 3]),
-    # Calls of any kinds, or all of one kind.
+    # Calls of random kinds, or calls that are all of one kind.
     calls=st.one_of(
         st.lists(st.tuples(names, counts), min_size=3, max_size=10),
         names.flatmap(lambda name: st.lists(st.tuples(st.just(name), counts), min_size=3, max_size=10)),

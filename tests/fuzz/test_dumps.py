@@ -55,7 +55,7 @@ def test_trace_reports_or_refuses_mutated_dumps(dumps: Any) -> None:
             try:
                 path.write_text(json.dumps(dump), encoding="ascii")
             except TypeError:
-                return  # bytes, which JSON does not have
+                return  # the value contains bytes, which JSON does not support
             paths.append(str(path))
         if not paths:
             return

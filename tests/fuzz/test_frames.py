@@ -30,7 +30,7 @@ U16, U32 = (1 << 16) - 1, (1 << 32) - 1
 sizes = st.sampled_from([0, 1, 7, 8, 16, 32, 100, 4096, SEGMENT - 8, SEGMENT])
 totals = st.sampled_from([0, 1, 8, 32, 100, 4096, SEGMENT, SEGMENT + 8, 1_600_000, U32])
 tags = st.sampled_from([1, 1, 2])
-#: Operation ids: of the allreduce, of messages, of the broadcast with the key "k" (-1), and of no operation.
+#: Operation ids: of the allreduce, messages, the broadcast with the key "k" (-1), and no operation.
 operations = st.one_of(
     st.sampled_from([0, 1, 2, 3, 1000, KEYED | 5, KEYED | P2P, P2P, (1 << 64) - 1]),
     st.builds(lambda tag, number: P2P | tag << 32 | number, tags, st.integers(0, 3)),

@@ -93,7 +93,7 @@ def test_mutated_store_log_contains_the_written_records_or_is_refused(data: byte
         except StoreError:
             assert data != log, "an undamaged log was refused"
             return
-    # The number of records before the first that is changed or cut short.
+    # The number of records before the first changed or incomplete record.
     sound = sum(data[:end] == log[:end] for end in ends) - 1
     assert found == (states[sound] if sound >= 0 else {})
     rest = data[ends[max(sound, 0)] :] if sound >= 0 else b""

@@ -114,7 +114,7 @@ def check_decoding(data: bytes) -> None:
         found = loads(data)
     except SerializationError:
         return
-    # A decoded object is an object like any other: it can be sent again.
+    # Any decoded object can be encoded again.
     encoded(found)
 
 

@@ -28,7 +28,7 @@ from .played_kernels import kernel_functions
 from .stub_driver import CONTEXT, Pointer, write_number
 from .stub_libraries import CUDA_H, LAUNCH_H, NCCL_H, RAW_H, ctypes_of
 
-#: Functions of cuda.h that `Driver` calls.
+#: C signatures of the cuda.h functions that `Driver` calls.
 DRIVER_H = {
     "cuInit": "unsigned int Flags",
     "cuEventQuery": "CUevent hEvent",
@@ -43,7 +43,7 @@ DRIVER_H = {
 }
 SUCCESS, REFUSED, NOT_READY, FAILED = 0, 1, 600, 719
 IN_PROGRESS, NCCL_FAILED, NCCL_REFUSED = 7, 1, 4
-#: The flag of an event that lets waiting threads sleep.
+#: The CUDA event flag that lets waiting threads sleep (blocking sync).
 _SLEEPS = 1
 _MAJOR = 75
 _WIDE = ctypes.c_uint64

@@ -25,7 +25,7 @@ def fake_cuda(devices: int = 2) -> Iterator[FakeCuda]:
     assert cuda.full == []
     assert close_devices()
     for thread in threading.enumerate():
-        if thread.name.startswith("aiocoll-"):  # left by devices that a test closed while calls were stuck
+        if thread.name.startswith("aiocoll-"):  # threads of devices that a test closed while calls were stuck
             thread.join(10)
 
 
@@ -71,7 +71,7 @@ def launch_call(
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def finish(error: DeviceError | None) -> None:
-        if ended.done():  # the test has cancelled it
+        if ended.done():  # the test has cancelled the future
             return
         if error is None:
             ended.set_result(None)

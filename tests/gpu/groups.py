@@ -28,7 +28,7 @@ from ..lookalikes import Torch
 from ..ranks import until
 from .adapted import select_adapter
 
-#: The ways of CUDA arrays: by NCCL, or staged through the host.
+#: How calls handle CUDA arrays: by NCCL, or staged through the host.
 WAYS = ("nccl", "staged")
 
 

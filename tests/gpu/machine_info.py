@@ -31,10 +31,10 @@ MODULES = {
 }
 #: Modules of pytest plugins, by the entry points of their installed packages.
 PLUGINS = {"asyncio": "pytest_asyncio.plugin", "aiocoll": "aiocoll.testing.plugin"}
-#: Requirements of steps, in the order of the report. Without those in `VITAL`, no step can run.
+#: Requirements of steps, in the order of the report. Without the requirements in `VITAL`, no step can run.
 VITAL = ("numpy", "msgpack", "arrays", "device")
 NEEDED = (*VITAL, "nccl", "ctypes", "ml_dtypes", "pytest", "pytest_asyncio", "uvloop")
-#: Requirements that may be missing: the steps that need them are left out, which is no failure.
+#: Requirements that may be missing: steps that need one of these are skipped, which is not a failure.
 OPTIONAL = (*REAL, "two devices")
 #: Requirements that the fake device replaces.
 ON_REAL = ("arrays", "device", "nccl", "ctypes", *OPTIONAL)

@@ -26,7 +26,7 @@ EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
 #: The factor for time limits on the fake device, where other processes may load the machine.
 SLOW = 2
 
-#: The modes of two ranks that run with each adapter; see `on_device/aiocoll_rank.py`.
+#: Modes of `on_device/aiocoll_rank.py` that run with each adapter.
 PAIRED = ("sum", "killed", "aborted", "mismatched", "crossed", "queued")
 #: Requirements of all tests, and of those that pytest runs.
 TESTS = ("nccl", "pytest", "ml_dtypes")
@@ -161,7 +161,7 @@ class _Maker(NamedTuple):
             *(self.two(how, "aiocoll_rank", how, kind=kind) for how in PAIRED),
             *(step for step in self.tests("streams", 50) if step.name.endswith(kind)),
         ]
-        if self.fake:  # it needs more devices than a real machine has
+        if self.fake:  # the test needs more devices than a real machine has
             words = self.pytest(
                 "tests/gpu/test_overlapping.py", "-k", "row_and_column or kinds or first_group or failed_group"
             )
@@ -208,7 +208,7 @@ def run_step(step: Step, limit: float, environment: Mapping[str, str], log: Path
     """Run a step and append its output to `log`; a step that hangs first writes the stacks of its threads."""
     start = monotonic()
     with log.open("ab") as output:
-        where = output.tell()  # the process moves this position
+        where = output.tell()  # remember the end of the log, since the step's output follows
         with subprocess.Popen(
             [sys.executable, *step.words],
             cwd=ROOT,
@@ -244,7 +244,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         _abort_in_turn(family)
     for pid in {*family[1:], *_descendants(process.pid)}:
         _kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # descendants whose parent has ended
+    with contextlib.suppress(ProcessLookupError):  # descendants may have ended with their parent
         os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -252,7 +252,7 @@ def _abort_in_turn(family: Sequence[int]) -> None:
     """Let processes write their stacks one after the other, since simultaneous writes would mix in the log."""
     deadline = monotonic() + STACK_SECONDS
     for pid in family:
-        _kill(pid, signal.SIGSTOP)  # so that no process reacts to the end of another before its turn
+        _kill(pid, signal.SIGSTOP)  # stopped, so that no process reacts to the end of another before its turn
     for pid in family:
         with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", buffering=0) as ended:
             os.kill(pid, signal.SIGABRT)

@@ -13,7 +13,7 @@ from typing import Any
 from .stub_driver import Pointer, write_number
 from .stub_driver import driver as driver_stub
 
-#: Handles and addresses, wider than 32 bits.
+#: Example handles and addresses that need more than 32 bits.
 STREAM, EVENT, MEMORY, COMMUNICATOR = (0x7F00_0000_0000 + number * 0x1000 for number in range(4))
 ID = bytes(range(128))
 
@@ -104,7 +104,7 @@ _KINDS = {
     "ncclRedOp_t": ctypes.c_int,
     "ncclUniqueId": UniqueId,
 }
-#: Names of pointer parameters that are plain addresses. Functions write results through the others.
+#: Pointer parameters that are plain addresses; functions write results through all other pointers.
 _ADDRESSES = ("sendbuff", "recvbuff", "srcHost", "dstHost", "p")
 
 Call = Callable[[str, tuple[Any, ...]], int]

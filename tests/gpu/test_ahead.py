@@ -54,7 +54,7 @@ async def test_repeated_call_is_launched_before_the_comparison_and_a_first_call_
         first = pg.allreduce(tensor)
         assert "all_reduce" not in calls
         await first
-        second = pg.allreduce(tensor)  # the first time that this call follows itself
+        second = pg.allreduce(tensor)  # this call follows itself for the first time, so it is not launched ahead
         await second
         await pg.barrier()
         calls.clear()
@@ -101,7 +101,7 @@ async def test_deferred_call_uses_its_device_even_if_another_device_is_current(
         await wait_for_idle_launcher(pg, gpu)
         await pg.barrier()
         cuda.use(rank)
-        later = pg.allreduce(tensor)  # deferred: this call follows that one for the first time
+        later = pg.allreduce(tensor)  # deferred, since this call follows the previous call for the first time
         cuda.use(1 - rank)
         gpu.shared_device(rank)._events.destroy()  # so that a new event is created, on the right device
         await later
@@ -109,7 +109,7 @@ async def test_deferred_call_uses_its_device_even_if_another_device_is_current(
         cuda.use(rank)
         queried.clear()
         work = pg.allreduce(tensor)
-        assert queried == [rank] * 4  # three of them for the array
+        assert queried == [rank] * 4  # three of the queries are about the array
         await work
         assert host(tensor).tolist() == [4.0] * 3
 
@@ -169,7 +169,7 @@ async def test_await_ends_when_the_device_is_done_and_all_ranks_have_confirmed_t
 @pytest.mark.parametrize("behind", ["the group's", "the caller's"])
 async def test_launch_never_waits_for_space_in_a_full_stream(behind: str, key: bool) -> None:
     """Check that neither the loop nor the launcher blocks on a full stream, and that all calls complete."""
-    count = 1200 if behind == "the group's" else ROOM - 24  # as many as the caller's stream has room for
+    count = 1200 if behind == "the group's" else ROOM - 24  # as many calls as fit into the caller's stream
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
@@ -259,7 +259,7 @@ async def test_mismatch_of_launched_calls_names_both_calls_and_fails_the_group(o
         for _ in range(3 if known else 1):
             await repeat_allreduce(pg, gpu, 1)
             await pg.broadcast(gpu.tensor(np.ones(2), rank), 1)
-        await pg.barrier()  # so that no rank still awaits these calls when the group ends
+        await pg.barrier()  # wait here, so that no rank still awaits these calls when the group ends
         works = [pg.allreduce(gpu.tensor(np.ones(3), rank)) for _ in range(3)] if rank != other else []
         if rank == other:
             await pg.allreduce(gpu.tensor(np.ones(3), rank)).on_stream()
@@ -289,7 +289,7 @@ async def test_error_names_the_first_mismatch_among_calls_that_are_reported_toge
         tensor = await repeat_allreduce(pg, gpu, 3)
         await pg.barrier()
         works = [pg.allreduce(tensor) for _ in range(3)]
-        # This call is not launched ahead, so it reports the calls before it at once.
+        # A call that is not launched ahead reports the earlier calls at once.
         works.append(pg.broadcast(tensor, 1) if rank else pg.allreduce(tensor))
         for work in works:
             work.add_done_callback(lambda work: work.exception())
@@ -333,7 +333,7 @@ async def test_host_call_instead_of_a_device_call_is_reported_as_a_mismatch() ->
             await pg.recv(np.zeros(1), 0)
             work: Work[Any] = pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
         else:
-            work = pg.broadcast(np.ones(3), 1)  # sends no message to rank 1
+            work = pg.broadcast(np.ones(3), 1)  # the broadcast sends no message to rank 1
             await pg.send(np.zeros(1), 1)
         cause = await pg.wait_revoked()
         await asyncio.gather(work, return_exceptions=True)

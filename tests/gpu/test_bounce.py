@@ -151,7 +151,7 @@ async def test_failed_cuda_call_before_a_staging_copy_fails_the_group(failing: s
         small = gpu.tensor(np.zeros(3), rank)
         if rank == 0:
             work = pg.recv(small, 1)
-            await gpu.shared_device(0).run(lambda: None)  # so that the receive has its memory
+            await gpu.shared_device(0).run(lambda: None)  # wait until the receive has its memory
             gpu.cuda.hooks.append(refuse)
             await pg.send_object("now", 1, tag=1)
         else:

@@ -89,13 +89,13 @@ async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkey
         waits = [waited for waited, _ in checks[launched]]
         assert waits == [min(0.001 * 2**number, 0.016) for number in range(len(waits))]
         found = [enqueued for each in checks.values() for _, enqueued in each]
-        # The launcher may enqueue the call right after a check.
+        # The launcher may enqueue the call right after a check, so a yield may follow it.
         assert len(yields) <= found.count(False)
         gate = gpu.gate(0)
         works = [start_unless_revoked(pg, gpu) for _ in range(2 * AT_MOST)]
         await until(lambda: not device.is_launching)
         checks.clear()
-        # The next check may see a call that was launched since.
+        # A check may already count a call that was launched after the previous check.
         await until(lambda: any(not enqueued for each in checks.values() for _, enqueued in each))
         yields.clear()
         checks.clear()

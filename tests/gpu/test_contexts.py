@@ -33,7 +33,7 @@ async def make_all_calls(pg: ProcessGroup, gpu: Gpus) -> None:
     tensor = gpu.tensor(np.ones(3), device)
     await pg.allreduce(tensor)
     await pg.allreduce(tensor).on_stream()
-    await pg.allreduce(gpu.tensor(np.ones(3, np.int16), device))  # always staged
+    await pg.allreduce(gpu.tensor(np.ones(3, np.int16), device))  # int16 arrays are always staged
     large, into = (gpu.tensor(np.ones(100_000), device) for _ in range(2))
     sent = pg.send(large, 1 - pg.rank())
     await pg.recv(into, 1 - pg.rank())
@@ -68,7 +68,7 @@ async def test_late_communicator_is_created_on_the_correct_device_and_aborted(mo
         side = dispatcher_of(pg).device_calls.state
         assert side is not None
         name = await side.device.run(gpu.nccl.unique_id) if pg.rank() == 0 else None
-        monkeypatch.delenv(CONNECT, raising=False)  # as in a process without an earlier communicator
+        monkeypatch.delenv(CONNECT, raising=False)  # start as in a process without an earlier communicator
         name = await pg.broadcast_object(name, 0)
         side._agreement.handle_late({"decision": Decision(True, "all have it", name)})
         await until(lambda: called.count("abort") == 2)

@@ -322,7 +322,7 @@ def test_cupy_without_nccl_is_reported(log: Log, monkeypatch: pytest.MonkeyPatch
     def missing(name: str) -> Any:
         if name != "nccl":
             raise AttributeError(name)
-        # The real CuPy warns during the import.
+        # The real CuPy emits such a warning during its import.
         warnings.warn("\nnccl library could not be loaded.\n  pip install it", stacklevel=1)
         return modules["cupy.cuda.nccl"]
 

@@ -67,7 +67,7 @@ async def test_on_stream_ends_at_the_launch_and_the_await_when_the_device_is_don
     await ended
     cuda.event_synchronize(after)
     assert ran == [1]
-    await launched.on_stream(user)  # returns at once, since the call has ended
+    await launched.on_stream(user)  # `on_stream` returns at once, since the call has ended
     cuda.stream_synchronize(user)
 
 
@@ -219,7 +219,7 @@ async def test_end_of_a_short_call_is_detected_without_the_completion_thread(cud
 
 
 async def test_launcher_stops_polling_when_a_new_call_is_queued(cuda: FakeCuda, device: Device, limits: Limits) -> None:
-    looks = 1 << 14  # a second or more
+    looks = 1 << 14  # so many polls take a second or more
     limits(device_looks=looks)
     stream = device.stream()
     held = GatedCall(cuda, stream)
@@ -439,7 +439,7 @@ async def test_batch_of_ended_calls_is_reported_before_calls_that_end_later(
             time.sleep(0)
         device.launch(stream, do_nothing, None, lambda error: reported.append(AT_MOST))
         more.append(launch_call(device, stream)[1])
-        # Their report enters the loop's queue before the rest of the batch.
+        # The report of these calls enters the loop's queue before the rest of the batch.
         if by == "launcher":
             block_until_launched(device)
         else:
@@ -481,7 +481,7 @@ async def test_thousands_of_device_calls_leave_no_objects(cuda: FakeCuda, device
     after = cuda.live()
     assert after.pop("events") <= 2 * 50 + 1
     assert after == live
-    await launch_call(device, stream)[1]  # the threads keep a reference to the last call
+    await launch_call(device, stream)[1]  # make another call, since the threads keep a reference to the last call
     assert len(alive) <= 2
 
 
@@ -527,7 +527,7 @@ def test_event_loops_in_several_threads_can_share_a_device(cuda: FakeCuda, devic
             device.launch(stream, partial(device.make_streams_wait, stream, device.mark(2)), None, done)
             if number % 10 == 9:
                 await ended
-        assert threading.active_count() <= before + 4 + 6  # the threads of the loops, and those of the fake streams
+        assert threading.active_count() <= before + 4 + 6  # 4 threads of the event loops, and 6 of the fake streams
 
     threads = [
         threading.Thread(target=lambda n=n: asyncio.run(loop(reported[n], streams[n % 2]))) for n in range(4)

@@ -246,7 +246,7 @@ def test_event_loop_closed_while_a_batch_is_reported_keeps_no_objects(cuda: Fake
     assert 0 < len(kept.freed_in) < AT_MOST - 1
     loop.close()
     waiter = waiter_of(device, stream)
-    assert device.close(10)  # its thread may have held a batch
+    assert device.close(10)  # the close waits for the thread, which may have held a batch
     gc.collect()
     assert len(kept.freed_in) == AT_MOST - 1
     assert not waiter._left

@@ -365,7 +365,7 @@ def test_close_of_the_fake_cuda_wakes_waiting_threads_and_leaves_no_threads() ->
         waiting.start()
     waiting.join(10)
     assert threading.active_count() == before
-    cuda.kernel(0, lambda: None)  # a closed fake carries out no work
+    cuda.kernel(0, lambda: None)  # kernels on a closed fake are not carried out
     cuda.gate(2)
 
 

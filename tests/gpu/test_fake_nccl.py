@@ -95,10 +95,10 @@ def test_fake_nccl_averages_of_floats_are_correct(cuda: FakeCuda, nccl: FakeNccl
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             if dtype.kind in ("half", "float"):
-                # The mean of 0, 2, 4 and so on is half of the last value.
+                # The average of 0, 2, 4, ... is half of the last value.
                 array = FakeArray(cuda, to_storage([2 * me.rank], dtype), me.rank, dtype)
                 me.communicator.all_reduce(array.ptr, array.ptr, 1, code, AVG, me.stream)
-                assert from_storage(array.numpy(me.stream), dtype) == [world_size - 1]  # exact in all of them
+                assert from_storage(array.numpy(me.stream), dtype) == [world_size - 1]  # exact in all float dtypes
 
     results_by_rank(cuda, nccl, world_size, rank)
 
@@ -196,7 +196,7 @@ def start_hanging_call(me: Rank, what: str, array: FakeArray) -> None:
     elif what == "bytes":
         (com.send if first else com.recv)(ptr, 4 if first else 3, FLOAT32, 1 - me.rank, stream)
     elif what == "sends":
-        for move in (com.send, com.recv):  # outside a group, both ranks send first
+        for move in (com.send, com.recv):  # without a call group, both ranks send first and so hang
             move(ptr, 4, FLOAT32, 1 - me.rank, stream)
     elif what == "root":
         com.broadcast(ptr, ptr, 4, FLOAT32, me.rank, stream)
@@ -234,7 +234,7 @@ def test_mismatched_fake_nccl_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeN
         aborting.join()
         cuda.event_synchronize(event)
         assert not me.communicator.in_flight
-        if hangs and not (what == "bytes" and me.rank == 0):  # a sender has no output to spoil
+        if hangs and not (what == "bytes" and me.rank == 0):  # a sender has no output that an abort could overwrite
             assert array.peek().tobytes().count(0xA5) >= 12, "the aborted call left a plausible result"
         with pytest.raises(DeviceError, match="aborted"):
             me.communicator.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, me.stream)

@@ -51,12 +51,12 @@ async def test_device_call_leaves_no_objects_to_the_garbage_collector(name: str,
             await pg.barrier()
             await wait_for_idle_launcher(pg, gpu)
 
-        for _ in range(3):  # these calls create the objects that all such calls share
+        for _ in range(3):  # the first calls create the objects that all calls share
             await call()
         if pg.rank() == 0:
             with all_garbage() as garbage:
                 await call()
-            # The fake CUDA may leave garbage of its own.
+            # Ignore garbage of the fake CUDA itself.
             own_garbage = [type(each).__name__ for each in garbage if type(each).__module__.startswith("aiocoll.")]
             assert not own_garbage, Counter(own_garbage)
         else:

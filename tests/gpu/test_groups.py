@@ -175,7 +175,7 @@ async def test_device_call_mismatch_is_raised_on_all_ranks_and_the_group_continu
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
-        for _ in range(2):  # before and after the group has chosen NCCL or staging
+        for _ in range(2):  # test before and after the group has chosen NCCL or staging
             tensor = gpu.tensor(np.ones(3 + pg.rank()), pg.rank())
             with pytest.raises(CollectiveMismatchError) as caught:
                 await pg.allreduce(tensor)
@@ -397,7 +397,7 @@ async def test_many_device_calls_leave_no_objects(way: str) -> None:
             await pg.barrier()
             gc.collect()
             live = gpu.cuda.live()
-            # The threads keep a reference to the last call.
+            # The device threads may keep a reference to the last call of each rank.
             assert sum(isinstance(each, Agreed) for each in gc.get_objects()) <= 2 * pg.size()
             assert live["events"] < 50
             assert live["memory"] < 500
@@ -611,7 +611,7 @@ async def test_allgather_accepts_an_input_that_overlaps_two_adjacent_outputs() -
             starts = [0, counts[0], counts[0] + counts[1]]
             parts = [memory.values[start : start + count] for start, count in zip(starts, counts, strict=True)]
             views = [gpu.torch.Tensor(part, "float64", rank) for part in parts]
-            # On the last rank, the input starts inside its own output and ends after it.
+            # On the last rank, the input starts inside the rank's own output and ends after the output.
             start = starts[2] + 1 if rank == 2 else 7
             elements = memory.values[start : start + counts[rank]]
             own = gpu.torch.Tensor(elements, "float64", rank)
@@ -636,7 +636,7 @@ async def test_calls_do_not_invalidate_a_stream_capture_of_another_thread(way: s
         gpu.cuda.capture(captured, True, blocking=True)
         gate.open()
         await work
-        # Work on the default stream would join the capture, so the call is refused.
+        # Make the default stream current: its work would join the capture, so the call is refused.
         gpu.torch.streams[0] = 0
         with pytest.raises(RuntimeError, match="being captured into a graph"):
             pg.allreduce(gpu.tensor(np.ones(3), 0))

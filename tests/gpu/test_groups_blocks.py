@@ -94,7 +94,7 @@ async def test_each_list_call_is_one_nccl_call_group(monkeypatch: pytest.MonkeyP
         assert [host(each).tolist() for each in own] == [[rank + 10 * at] * 2 for at in range(2)]
         await pg.barrier()
         assert counts.nccl["group_start"] == counts.nccl["group_end"] == 3 * size
-        assert (counts.launches, counts.agreements) == (3 * size, 1)  # only the keyed list needs an agreement
+        assert (counts.launches, counts.agreements) == (3 * size, 1)  # only the keyed list call needs an agreement
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu, Counts(gpu, monkeypatch))
@@ -191,7 +191,7 @@ async def test_block_of_calls_that_share_memory_is_refused(way: str) -> None:
             await block()
         with pytest.raises(ValueError, match=r"members 0 .* and 1 .* share memory"):
             pg.allreduce_coalesced([whole, whole])
-        # Two members may read the same memory, and adjacent arrays do not overlap.
+        # Allowed: two calls of a block read the same memory, and outputs are adjacent without overlap.
         out = [gpu.tensor(np.zeros(12), rank) for _ in range(2)]
         await pg.allgather_into_tensor_coalesced(out, [whole, whole])
         await pg.allreduce_coalesced([part(0, 3), part(3, 6)])
@@ -356,7 +356,7 @@ async def test_separate_output_arrays_on_one_rank_use_scratch_memory(monkeypatch
         counts.reset()
         await pg.barrier()
         whole, one = gpu.tensor(np.zeros((size, 2)), rank), gpu.tensor(np.ones(2), rank)
-        # Only on rank 0 are the outputs separate arrays.
+        # The outputs are adjacent rows of one array, except on rank 0, where they are separate arrays.
         parts = [gpu.torch.Tensor(row, "float64", rank) for row in whole.values]
         separate = [gpu.tensor(np.zeros(2), rank) for _ in range(size)]
         async with pg.coalescing():

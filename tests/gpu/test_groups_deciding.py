@@ -397,7 +397,7 @@ async def test_rank_that_fails_during_the_nccl_agreement_blocks_no_other_rank() 
             await until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")
-            # A decision for staging needs no communicator, so the rank ignores it.
+            # A late decision for staging creates no communicator, so the rank ignores the decision.
             deciding.handle_late({"number": 1, "decision": Decision(False, "")})
         with pytest.raises(GroupError, match="enough"):
             await work

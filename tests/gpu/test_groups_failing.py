@@ -265,7 +265,7 @@ async def test_error_names_a_failed_device(way: str) -> None:
     ],
 )
 async def test_refused_nccl_call_fails_the_group(failing: str, call: Any, limits: Limits) -> None:
-    limits(device_release=0.05)  # the time for which other ranks wait for a rank that failed to start
+    limits(device_release=0.05)  # seconds for which other ranks wait for a rank that failed to start
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:

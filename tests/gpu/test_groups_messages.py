@@ -228,7 +228,7 @@ async def test_event_loop_never_waits_for_page_locked_memory() -> None:
 
 
 async def test_device_receives_keep_their_order_while_they_wait_for_memory() -> None:
-    counts = (1, 300_000, 0)  # eager, granted, and empty
+    counts = (1, 300_000, 0)  # counts of an eager, a granted and an empty message
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
@@ -370,7 +370,7 @@ async def test_null_rank_own_rank_and_probes_work_with_device_arrays(way: str) -
         mine, untouched = gpu.tensor(np.full(200_000, rank), rank), gpu.tensor(np.full(3, 7), rank)
         assert pg.send(mine, PROC_NULL).done()
         assert await pg.recv(untouched, PROC_NULL) is untouched
-        # Messages to and from the null rank are not part of the batch that the peer waits for.
+        # Messages with PROC_NULL do not belong to the batch that the peer waits for.
         got = gpu.tensor(np.zeros(200_000, int), rank)
         await pg.batch([Send(mine, other), Recv(untouched, PROC_NULL), Recv(got, other), Send(mine, PROC_NULL)])
         assert (host(got) == other).all()

@@ -28,7 +28,7 @@ async def refusal_of(work: Work[Any]) -> str:
 
 async def first_call(pg: ProcessGroup, tensor: Any, setting: tuple[int, ...]) -> str:
     """Make the first call of a group, with the setting on some ranks; return the text of the error."""
-    with pytest.MonkeyPatch.context() as patch:  # each rank reads the setting when it makes the call
+    with pytest.MonkeyPatch.context() as patch:  # each rank reads the variable when it makes the call
         if pg.rank() in setting:
             patch.setenv(SETTING, "0")
         work = pg.allreduce(tensor)
@@ -102,7 +102,7 @@ async def test_messages_work_with_nonblocking_nccl_communicators(monkeypatch: py
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        for _ in range(2):  # before and after the first refused call
+        for _ in range(2):  # call before and after the first refused call
             for count in (3, 100_000):
                 out, into = gpu.tensor(np.full(count, rank), rank), gpu.tensor(np.zeros(count, int), rank)
                 await asyncio.gather(pg.send(out, 1 - rank).join(), pg.recv(into, 1 - rank).join())

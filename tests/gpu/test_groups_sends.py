@@ -29,7 +29,7 @@ from ..ranks import LINKS, run_ranks, until
 from ..reductions import WIDE
 from .groups import Gpus, check_allreduce, gpus, host, uses_nccl
 
-#: The smallest count of 8-byte elements that NCCL carries, and the largest that it does not carry.
+#: Counts of 8-byte elements: the smallest message that NCCL sends, and the largest that it does not send.
 LARGE, SMALL = EAGER_WINDOW // 8 + 1, EAGER_WINDOW // 8
 
 
@@ -220,7 +220,7 @@ async def test_device_array_can_be_received_into_a_host_array_and_vice_versa(sen
             on_device = (rank == 0) == (sender == "device")
             array = np.full(LARGE, 3.0 if rank == 0 else 0.0)
             tensor = gpu.tensor(array, rank) if on_device else array
-            # The other message of the batch uses NCCL and must not be delayed.
+            # The batch also has a message that uses NCCL, which must not be delayed.
             other = filled(gpu, rank, 4 if rank == 0 else 0)
             if rank == 0:
                 await pg.batch([Send(tensor, 1), Send(other, 1, tag=1)])
@@ -458,7 +458,7 @@ async def test_on_stream_orders_later_work_after_a_received_message(count: int) 
         tensor, copy = filled(gpu, rank, 1 - rank, count), filled(gpu, rank, -1, count)
         work = pg.recv(tensor, 0) if rank else pg.send(tensor, 1)
         if rank and count == SMALL:
-            # A staged message must arrive before `on_stream` returns.
+            # Open the gate at once, since a staged message must arrive before `on_stream` returns.
             gate.open()
         assert await work.on_stream(other) is tensor
         assert not count or (rank and count == SMALL) or not work.done()
@@ -488,7 +488,7 @@ async def test_messages_continue_after_rank_0_has_left(when: str, limits: Limits
         if when == "before":
             await until(lambda: 0 in comm_of(pg).left)
         other = 3 - rank
-        # The batch of rank 1 stays incomplete until rank 0 has left.
+        # Keep the batch of rank 1 incomplete until rank 0 has left.
         tensors = [filled(gpu, rank, 2 * rank + index) for index in range(2)]
         into = [filled(gpu, rank, -1) for _ in range(2)]
         if rank == 1:
@@ -718,7 +718,7 @@ async def test_ranks_without_a_link_to_rank_0_exchange_messages(transport: str) 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         short = filled(gpu, rank, 0, 1)
-        # Only messages between neighbours, no collective.
+        # Exchange only messages between neighbours, and make no collective.
         if rank:
             await pg.recv(short, rank - 1)
         if rank < 2:

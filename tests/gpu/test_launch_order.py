@@ -89,7 +89,7 @@ async def test_device_calls_of_overlapping_groups_get_one_order_without_cycles(s
         for one, two in combinations(begun, 2):
             before.setdefault(two, set()).add(one)
     assert not [(one, two) for two, ones in before.items() for one in ones if two in before.get(one, ())]
-    # Without cycles, some of the remaining calls always have no predecessor.
+    # If there is no cycle, some remaining call always has no predecessor.
     left = {(group.group, number) for group, number in made}
     while left:
         first = {each for each in left if not before.get(each, set()) & left}
@@ -157,7 +157,7 @@ def test_device_calls_start_in_the_event_loops_of_their_groups(loops: list[async
             done.set()
 
     result_in_loop(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begin(2))))
-    assert not begun  # lane `one` has not set the time of its call, which may still be earlier
+    assert not begun  # lane `one` has not set the launch time of its call, which may still be earlier
     result_in_loop(loops[0], lambda: (one.settle(1, 2), one.begin(1, lambda: begin(1))))
     assert done.wait(10)
     assert begun == [(1, loops[0]), (2, loops[1])]
@@ -208,7 +208,7 @@ def test_event_loop_closed_before_its_turn_blocks_no_other_group(loops: list[asy
 
     loops[0].call_soon_threadsafe(block_and_stop)
     lost.settle(1, 1)
-    lost.begin(1, lambda: begun.append(0))  # called in this thread, so that the other thread is notified
+    lost.begin(1, lambda: begun.append(0))  # begin in this thread, so that the other thread is notified
     result_in_loop(loops[1], lambda: (other.settle(1, 2), other.begin(1, lambda: begun.append(1))))
     assert not begun
     go_on.set()

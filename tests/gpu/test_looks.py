@@ -101,7 +101,7 @@ async def test_device_writes_its_end_word_only_after_the_first_of_consecutive_ca
     await until(lambda: reported == list(range(5)))
     other, held = loop.create_future(), GatedCall(cuda, stream)
     wait_until_seen(device, stream)
-    device.launch(stream, held, None, other.set_result)  # launched by the launcher thread, which polls itself
+    device.launch(stream, held, None, other.set_result)  # the launcher thread launches this call and polls for its end
     await until(lambda: waiter_of(device, stream)._is_awake)
     held.open()
     await other
@@ -235,7 +235,7 @@ def slow_clock(pg: ProcessGroup) -> None:
     reading = count()
 
     def ticks() -> float:
-        time.sleep(0)  # yield the GIL, which the fake kernels need
+        time.sleep(0)  # yield the GIL to the threads of the fake kernels
         return next(reading) * 1e-10
 
     comm.runtime.ticks = ticks

@@ -162,6 +162,6 @@ def test_large_batches_cost_little_per_message(world: World) -> None:
                 match = Match(src, dst, src * size + dst)
                 world.matching.matched(match, [MessageBatch(src, 1, 2 * size - 2), MessageBatch(dst, 1, 2 * size - 2)])
     assert [len(unit) for unit in world.begun] == [size * (size - 1)]
-    # A batch moves only to a unit at least twice as large.
+    # Each batch moves only to a unit at least twice as large, so at most log2(size) times.
     assert moves <= size * size.bit_length()
     assert world.is_empty()

@@ -306,7 +306,7 @@ async def test_messages_without_a_launch_time_are_staged_when_rank_0_leaves(limi
                 await group.allreduce(gpu.tensor(np.ones(1), rank))
         await until(lambda: state_of(first).slots.is_shared)
         await pg.barrier()
-        state_of(first).slots._lane.is_shared = rank == 0  # so that no time is proposed
+        state_of(first).slots._lane.is_shared = rank == 0  # prevents proposals of a launch time
         await pg.barrier()
         large = gpu.tensor(np.full(LARGE, rank), rank)
         work = None if rank == 0 else held.send(large, 2) if rank == 1 else held.recv(large, 1)

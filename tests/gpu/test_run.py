@@ -273,7 +273,7 @@ def test_hanging_step_is_killed_at_its_time_limit(tmp_path: Path) -> None:
     assert ended.why == "killed after 0.2 s; the log has the stacks"
 
 
-#: Code that hangs, and whose child in another session hangs too.
+#: Code that hangs, with a child in another session that hangs too.
 HANG = """
 import subprocess, sys, threading
 def where_it_hangs(number):
@@ -297,7 +297,7 @@ def test_hanging_step_processes_write_their_stacks_and_are_ended() -> None:
         assert process.stdout is not None
         assert {process.stdout.readline(), process.stdout.readline()} == {b"1\n", b"2\n"}
         end_process(process)
-        output = process.stdout.read().decode()  # until both processes have ended
+        output = process.stdout.read().decode()  # reads until both processes have ended
     assert output.count("in where_it_hangs") == 2
 
 

@@ -21,7 +21,7 @@ async def test_lost_rank_is_reported_while_cuda_queries_block() -> None:
         await check_allreduce(pg, gpu)
         await pg.barrier()
         gpu.cuda.stalls = True
-        gate = gpu.gate(1) if pg.rank() == 1 else None  # so that its kernel does not start
+        gate = gpu.gate(1) if pg.rank() == 1 else None  # keeps rank 1's kernel from starting
         work = pg.allreduce(ones(pg, gpu))
         if gate is None:
             await until(lambda: len(gpu.cuda.stalled) == 2)

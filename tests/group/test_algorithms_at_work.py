@@ -35,7 +35,7 @@ async def test_forced_algorithm_is_used_and_computes_the_closed_form_results(
     if kind in ("barrier", "monitored_barrier"):
         await run_ranks(world_size, lambda pg: getattr(pg, kind)(), transport=transport)
     else:
-        # Unlike SUM, PREMUL_SUM always uses links, and it adds SCALE steps.
+        # Use PREMUL_SUM, which unlike SUM always uses links, and also has SCALE steps.
         op, dtype = ("affine", "int64") if algorithm in ORDERED else ("PREMUL_SUM", "float32")
         roots = range(world_size) if kind in ROOTED else (0, 0)
         case = {"kind": kind, "op": op, "dtype": dtype, "world_size": world_size}
@@ -60,7 +60,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
         for count in (1, 7, 100, 5_000, 300_000):
             tensor = random.standard_normal(count) + (1j * random.standard_normal(count) if dtype[0] == "c" else 0)
             tensor = tensor.astype(dtype)
-            # The offset makes the alignment differ from rank to rank.
+            # The offset gives the arrays of different ranks different alignments.
             moved = np.empty(count + 8, dtype)[pg.rank() : count + pg.rank()]
             moved[:] = tensor
             results.append((await pg.allreduce(moved, chosen)).tobytes())

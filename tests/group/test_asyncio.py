@@ -67,7 +67,7 @@ async def test_works_are_accepted_by_every_wait_function_of_asyncio(pg: ProcessG
         works: list[Work[Any]] = [pg.allreduce(np.ones(count + index)) for index in range(count)]
         assert await way(works) == set(works)
         assert all(work.result()[0] == pg.size() for work in works)
-        assert await way(works) == set(works)  # the works have ended already
+        assert await way(works) == set(works)  # wait again for works that have already ended
         assert [callbacks_of(work) for work in works] == [None] * count
 
 

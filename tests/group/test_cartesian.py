@@ -56,7 +56,7 @@ def test_grid_lengths_are_as_equal_as_possible() -> None:
     ]
     for size, dims, expected in cases:
         assert balanced(size, dims) == expected
-    # No other lengths with this product are closer to each other.
+    # No other grid lengths with this product are closer to each other.
     for size in range(1, 61):
         for count in (2, 3):
             found = balanced(size, [0] * count)
@@ -204,7 +204,7 @@ async def test_halo_supports_every_dtype_layout_and_width(pg: ProcessGroup) -> N
         ml_dtypes.bfloat16,
         ml_dtypes.float8_e4m3fn,
     ):
-        before, expected = halo_arrays(cart, [3, 2, 2], [1, 1, 0], dtype)  # the third axis has two values per cell
+        before, expected = halo_arrays(cart, [3, 2, 2], [1, 1, 0], dtype)  # the third axis holds two values per cell
         await cart.halo(before)
         np.testing.assert_array_equal(before, expected)
     for widths in ([2, 1], [0, 1], [1, 0], [0, 0], [3, 3]):

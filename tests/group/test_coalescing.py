@@ -213,7 +213,7 @@ async def test_small_calls_of_a_block_take_one_frame_per_peer(frames: Frames) ->
         assert comm_of(pg).entered == 1
 
     await run_ranks(2, rank, transport="tcp")
-    # Two frames carry the ranks' summands, and one carries the broadcast tensors.
+    # Expect two frames with the ranks' summands, and one with the broadcast tensors.
     assert frames.count == 3
 
 
@@ -463,7 +463,7 @@ async def test_task_that_outlives_its_block_makes_calls_outside_of_the_block(pg:
         pg.allreduce(ones())
     go.set()
     async with pg.coalescing():
-        # This second block does not record the late call either.
+        # Even this second block does not record the late call of the task.
         seq, result = await task
     assert (seq, result.tolist()) == (2, [2.0] * 4)
 
@@ -491,13 +491,13 @@ async def test_block_calls_that_share_memory_are_refused_before_anything_is_sent
                 await pg.allreduce(whole[2:3])
         assert comm_of(pg).entered == 0
         assert pg.pending() == []
-        # Two calls may read the same memory, or write adjacent memory.
+        # Allowed: two calls read the same memory, or write adjacent memory.
         async with pg.coalescing():
             works = [pg.allgather(None, whole), pg.allgather(None, whole), pg.gather(None, whole, 0)]
         async with pg.coalescing():
             pg.allreduce(whole[:5])
             pg.allreduce(whole[5:])
-            # A call may use one of its outputs as its input.
+            # Allowed: a call uses one of its outputs as its input.
             outputs = [np.zeros(2) for _ in range(pg.size())]
             pg.allgather(outputs, outputs[pg.rank()])
             pg.allgather(None, ones(1))

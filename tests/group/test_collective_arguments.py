@@ -72,7 +72,7 @@ async def test_single_tensor_collectives_read_or_write_one_tensor_for_all_ranks(
     size, rank = pg.size(), pg.rank()
     output = np.zeros((size, count))
     output[rank] = rank
-    # In place: this rank's part of the output is the input.
+    # In place: the input is this rank's part of the output.
     assert await pg.allgather_into_tensor(output, output[rank]) is output
     assert all((output[source] == source).all() for source in range(size))
     part = np.zeros(count)

@@ -61,7 +61,7 @@ def pairs() -> Iterator[Case]:
     yield from cover({"kind": MOVING, **SPACE}, valid)
 
 
-# All ranks share the process, and each checks its results against the data of all: data is needed p times.
+# Cached: all p ranks share the process, and each compares its results with the data of all ranks.
 _data = lru_cache(maxsize=64)(data)
 
 
@@ -82,7 +82,7 @@ class Call:
         self.size = case["world_size"]
         self.rank = rank
         self.count = COUNTS[case["count"]](self.size)
-        # The whole is cut into one part per rank. Parts have equal or nearly equal lengths, or are empty.
+        # Cut the whole array into one part per rank, of equal or nearly equal length, possibly empty.
         self.cuts = [part * self.count // self.size for part in range(self.size + 1)]
 
     def whole(self, rank: int) -> Any:

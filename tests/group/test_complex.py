@@ -34,7 +34,7 @@ async def check_reductions(pg: ProcessGroup, count: int, dtype: str) -> None:
     mine = inputs[rank]
     total = np.sum(inputs, axis=0, dtype=dtype)
     parts = total.view(total.real.dtype)
-    mean = (parts / parts.dtype.type(size)).view(dtype)  # NumPy's division by a complex number rounds differently
+    mean = (parts / parts.dtype.type(size)).view(dtype)  # NumPy's complex division rounds differently
     turns = [np.full(count, (1, 1j, -2, -1j)[each % 4], dtype) for each in range(size)]
     assert is_equal(await pg.allreduce(mine.copy()), total)
     assert is_equal(await pg.allreduce(mine.copy(), ReduceOp.AVG), mean)
@@ -74,7 +74,7 @@ async def check_movements(pg: ProcessGroup, count: int, dtype: str) -> None:
     assert gathered is None if rank != last else all(map(is_equal, gathered, by_rank))
     scattered = await pg.scatter(blank(count + rank), by_rank if rank == last else None, last)
     assert is_equal(scattered, by_rank[rank])
-    # Values and lengths depend on the sender and the receiver.
+    # Send values and lengths that depend on the sender and the receiver.
     sent = [data(rank * 10 + to, count + rank + to, dtype) for to in world]
     come = [data(by * 10 + rank, count + rank + by, dtype) for by in world]
     assert all(map(is_equal, await pg.alltoall([blank(len(each)) for each in come], sent), come))

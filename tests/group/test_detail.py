@@ -190,7 +190,7 @@ async def test_equal_calls_are_carried_out_after_the_comparison(world_size: int,
         await pg.barrier()
         await pg.monitored_barrier()
         assert await pg.alltoall_object(list(range(pg.size()))) == [pg.rank()] * pg.size()
-        # An array that cannot be sent raises on this rank only.
+        # A call on an unsupported object raises an error on this rank only.
         with pytest.raises(TypeError):
             pg.allreduce("no array")
         await check_still_works(pg)
@@ -446,7 +446,7 @@ def test_mismatched_call_counts_as_incomplete_on_all_ranks() -> None:
                 assert all(each in completed for each in (1, 3, ("k", 2)))
                 assert 2 not in completed
                 assert ("k", 1) not in completed
-            # The successor compares calls, too.
+            # The successor group compares calls, too.
             await mismatch_of(smaller.allreduce(np.zeros(smaller.rank() + 1)))
 
     run_virtual(3, rank, options=DETAIL)
@@ -546,7 +546,7 @@ def test_rank_that_does_not_compare_calls_is_reported_as_a_mismatch(kind: str, o
     call: Call = KINDS[kind]
 
     async def rank(pg: ProcessGroup) -> None:
-        # Groups made from this group get these options.
+        # Set the options of the group, which groups made from it inherit.
         options = GroupOptions.resolve(None if pg.rank() == odd else DETAIL, {})
         parts_of(pg).reconfigurer._spec = parts_of(pg).reconfigurer._spec._replace(options=options)
         other = await pg.split_group([0, 1, 2], group_name="mixed")

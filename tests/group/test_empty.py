@@ -104,7 +104,7 @@ SIZES = [2, 3, 4, 7]
 def is_possible(case: Case) -> bool:
     op, dtype, world_size = case.get("op"), case.get("dtype"), case.get("world_size", 0)
     if world_size > RING_RANKS and op not in (None, "SUM"):
-        return False  # with so many ranks, arrays of any kind travel in frames
+        return False  # arrays of groups this large are sent in frames
     return op is None or dtype is None or allowed(op, dtype)
 
 
@@ -143,7 +143,7 @@ async def test_registered_arrays_work_with_counts_near_multiples_of_the_piece_si
         for more in (-1, 0, 1):
             count = max(0, pieces * pg.size() * PIECE // 8 + more)
             array = await pg.empty(count, np.int64)
-            for turn in range(2):  # in the second turn, the peers have mapped the array
+            for turn in range(2):  # in the second turn, the peers have already mapped the array
                 array[:] = np.arange(count) + pg.rank() * turn
                 await pg.allreduce(array)
                 expected = np.arange(count) * pg.size() + turn * pg.size() * (pg.size() - 1) // 2
@@ -225,7 +225,7 @@ def test_schedule_overwrites_no_piece_before_the_neighbour_has_read_the_piece() 
 
 
 def _check_hazard(size: int, entries: tuple[tuple[int, int, int], ...]) -> None:
-    # The direct causes of each event. An event is (rank, "put" or "take", number).
+    # By event (rank, "put" or "take", chunk number), the events that directly precede it.
     causes: dict[tuple[int, str, int], set[tuple[int, str, int]]] = {}
     for rank in range(size):
         for number, (_, _, before) in enumerate(entries):
@@ -293,7 +293,7 @@ async def test_failed_operation_never_completes_with_data_written_after_the_fail
         groups[pg.rank()] = pg, array
         await pg.barrier()
         if pg.rank() == 0:
-            # All in one loop iteration, so that rank 1 calls before it can receive the abort.
+            # Make all steps in one loop iteration, so that rank 1 calls before it can receive the abort.
             puts.clear()
             array[:] = 1
             works = [pg.allreduce(array)]
@@ -315,7 +315,7 @@ async def test_failed_operation_never_completes_with_data_written_after_the_fail
 async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
     """Let an operation fail after it has put all its pieces and released the lane, before a peer has read them."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
-    count = 2 * PIECE // 8  # one piece for each rank's part
+    count = 2 * PIECE // 8  # each rank's part is one piece
 
     async def rank(pg: ProcessGroup) -> None:
         array = await registered_array(pg, np.zeros(count))
@@ -326,9 +326,9 @@ async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
             other, theirs = groups[1]
             theirs[:] = array[:] = 1
             puts.clear()
-            for each in (pg, other):  # the clock stands still, so that no rank postpones a step
+            for each in (pg, other):  # stop the clock, so that no rank postpones a step
                 comm_of(each).runtime.ticks = lambda: 0.0
-            # All in one loop iteration, so that rank 0 fails before rank 1 looks again.
+            # Make all steps in one loop iteration, so that rank 0 fails before rank 1 polls again.
             works = [other.allreduce(theirs), pg.allreduce(array)]
             assert puts.places == 3, f"{puts.places} pieces were put, not two of rank 0 and one of rank 1"
             pg.abort("over")
@@ -403,7 +403,7 @@ async def test_deleted_registered_arrays_release_their_memory() -> None:
         del array
         await until(lambda: segment_count(pg) == 1)
         await pg.barrier()
-        # A message over the socket may arrive later than data in shared memory.
+        # Wait, since a message over the socket may arrive later than data in shared memory.
         await until(lambda: (len(os.listdir("/proc/self/fd")), mappings()) == before)
         await pg.barrier()
         await pg.allreduce(kept)
@@ -423,7 +423,7 @@ async def test_registered_array_outlives_its_group() -> None:
     assert np.array_equal(first, np.arange(5, LARGE))
     second[:] = 0
     assert np.array_equal(first, np.arange(5, LARGE))
-    # Only the two views still hold memory: one mapping each, of its owner.
+    # Only the two views still reference memory, each one mapping of its owner.
     gc.collect()  # frees the links
     assert mappings() == 2
     del first, second

@@ -102,7 +102,7 @@ async def test_estimate_includes_sparse_arrays(pg: ProcessGroup) -> None:
     with pg.time_estimator() as estimate:
         assert await pg.allreduce(tensor) is tensor
     (one,) = estimate.calls
-    # 100 indices and 100 values for each of the two other ranks.
+    # The bytes are 100 indices and 100 values for each of the two other ranks.
     assert (one.op, one.nbytes) == ("ALLREDUCE_SPARSE", 2 * 100 * 16)
     assert one.seconds == seconds_of(Load(1, 2, 2, one.nbytes, 0, 0), comm_of(pg).tuning.machine)
 
@@ -140,7 +140,7 @@ async def test_estimate_for_shared_memory_uses_separate_formulas(pg: ProcessGrou
         pg.allreduce(np.zeros(1 << 20))
     assert [each.algorithm for each in estimate.calls] == ["oneshot", "oneshot", "relay"]
     small, barrier, large = (each.seconds for each in estimate.calls)
-    # Two copies and a sum of three arrays of 128 bytes; `v` is the cost per peer.
+    # The formula has two copies and a sum of three arrays of 128 bytes; `v` is the cost per peer.
     assert small == a + 2 * v + (2 + 3) * 128 * g
     assert barrier == a + 2 * v
     assert large == predict("ring", "allreduce", 8 << 20, 3, Machine(a, v, b, g))

@@ -111,7 +111,7 @@ async def check_no_garbage(pg: ProcessGroup, name: str, count: int) -> None:
         await CALLS[name](pg, np.zeros(count))
         await pg.barrier()
 
-    await call()  # creates the objects that all calls of this kind share
+    await call()  # the first call creates the objects that all calls of this kind share
     if pg.rank() == 0:
         with all_garbage() as garbage:
             await pg.barrier()

@@ -54,7 +54,7 @@ async def test_group_returns_its_name_rank_and_size(pg: ProcessGroup) -> None:
 
 
 async def make_calls(pg: ProcessGroup) -> None:
-    await pg.barrier()  # the rank that aborts may pass it before the others
+    await pg.barrier()  # the aborting rank may pass the barrier before the others
     await pg.allreduce(np.ones(4))
 
 
@@ -155,7 +155,7 @@ async def test_raising_custom_op_fails_every_rank(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(3)
 async def test_broken_link_fails_the_call_on_every_rank(pg: ProcessGroup) -> None:
     work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3)
-    with suppress(GroupError):  # rank 0 may cut the link before the others have all objects
+    with suppress(GroupError):  # rank 0 may cut the link before the other ranks have received all objects
         await pg.allgather_object("opens the data links")
     if pg.rank() == 0:
         hub(pg).cut(1, 2)
@@ -505,7 +505,7 @@ async def test_mismatch_is_raised_on_both_ranks(pg: ProcessGroup, field: str, ca
     message = f"Collectives differ in the following: .*{field}.*rank 0 called .*SequenceNumber=1.*rank 1 called"
 
     async def call() -> None:
-        # A rank that completed before the other one called gets the mismatch at its next call.
+        # A rank that completed before the other rank called gets the mismatch error at its next call.
         await calls[pg.rank()](pg, around[8:-8])
         await pg.wait_revoked()
         pg.barrier()
@@ -526,7 +526,7 @@ async def test_mismatch_between_two_ranks_is_raised_on_all_ranks(pg: ProcessGrou
     with pytest.raises(CollectiveMismatchError, match=r"dtype=float32.*") as raised:
         await pg.allreduce(tensor)
     assert 3 in raised.value.ranks
-    # Other ranks may have added some of their own data, but must not have used bytes of rank 3.
+    # Other ranks may have reduced their own data, but must not have used bytes of rank 3.
     assert (tensor == 1).all() if pg.rank() == 3 else set(tensor) <= {1, 2, 3, 4}
 
 

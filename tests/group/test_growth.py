@@ -199,7 +199,7 @@ async def test_newcomer_with_a_stored_assignment_is_notified_of_the_cancellation
     assert inviting.cancelled()
     expected = await store.get(f"{(await newcomers[0]).prefix}/aiocoll/1/job")
     assert expected == b"off:the group that the newcomers joined does not grow: its rank 0 was lost or cancelled"
-    # The second newcomer waits for another group.
+    # Another group can still invite the second newcomer, which waits.
     assert await invite(store, Invitation(1, 1, 1, "larger"), 30) == Assignment("aiocoll/grown/2", 0, 2, "larger")
     assert await newcomers[1] == Assignment("aiocoll/grown/2", 1, 2, "larger")
 

@@ -14,10 +14,10 @@ from aiocoll.work import Work
 from ..internals import spied
 from ..ranks import over
 
-#: Shapes of a part. The first axis of the whole array is longer by the number of ranks.
+#: Shapes of one part. The first axis of the whole array is longer by a factor, the number of ranks.
 SHAPES = [(1,), (3,), (1000,), (2, 5)]
-DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have one width, but may be different types
-#: A function that starts a call on two arrays. The first one has the parts of all ranks.
+DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have the same width, but may be distinct types
+#: A function that starts a call on two arrays, of which the first has the parts of all ranks.
 Call = Callable[..., Work[Any]]
 
 

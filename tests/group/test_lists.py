@@ -16,7 +16,7 @@ from .test_in_parts import DTYPES, SHAPES, record_views
 
 #: The arrays that a rank sends and receives. Each is one array, or a list with one array per rank.
 Arrays = tuple[Any, Any]
-#: A function that starts a call on such arrays, with a root where the call has one.
+#: A function that starts a call on `Arrays`, with a root if the call has one.
 Call = Callable[..., Work[Any]]
 
 
@@ -97,7 +97,7 @@ async def test_repeated_call_returns_correct_results(call: Call, pg: ProcessGrou
                 given, got = arrays(call, pg, shape, dtype, first, root, 0)
                 result = await call(pg, given, got, root)
                 check(call, pg, got, first, root)
-                # The call returns the caller's own arrays.
+                # Each call must return the caller's own arrays.
                 same = [result], [got]
                 if isinstance(got, list):
                     same = result, got
@@ -221,7 +221,7 @@ async def test_wrong_array_is_refused_after_an_equal_call_with_a_valid_array(cal
     for wrong in ([], blocks[1:], [*blocks, blocks[0]], np.zeros(5, "f4"), dict(enumerate(blocks))):
         with pytest.raises((TypeError, ValueError)):
             call(pg, *((given, wrong) if isinstance(got, list) else (wrong, got)), rank)
-    # This rank's array also takes the place of another rank's array.
+    # Pass this rank's array also in place of another rank's array.
     if isinstance(got, list):
         across = given, with_replaced(got, other, own(given))
     else:

@@ -124,7 +124,7 @@ async def test_minloc_and_maxloc_of_large_arrays_are_correct(pg: ProcessGroup) -
     for dtype in (FLOAT_INT, layout("float64", "int32", 0)):
         at = np.arange(200_001)
         x = np.zeros(len(at), dtype)
-        # At each place, the values of the ranks are a rotation of 0 to size - 1, so that each rank wins at some places.
+        # At each index, the ranks' values are a rotation of 0 to size - 1, so that each rank wins at some indices.
         x["value"], x["index"] = (at + rank) % size, rank * 10 + at % 10
         largest = (size - 1 - at) % size
         y = await pg.allreduce(x.copy(), ReduceOp.MAXLOC)

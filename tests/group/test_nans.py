@@ -99,7 +99,7 @@ async def test_elements_are_reduced_on_one_rank_if_the_ranks_produce_different_n
     assert await pg.allgather_object(found) == [found] * pg.size()
     algorithms = {row.algorithm for row in pg.stats().operations if row.op == "ALLREDUCE"}
     assert not algorithms & {"exchange", "oneround", "bruck", "oneshot", "central"}, algorithms
-    assert await pg.allreduce(np.ones(3, int)) is not None  # integers are reduced everywhere
+    assert await pg.allreduce(np.ones(3, int)) is not None  # integers are reduced on every rank
 
 
 def test_nan_fingerprint_depends_on_the_numpy_loops_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ..ranks import LINKS, over
 
 SIZES = (1, 2, 3, 4, 7)
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (3, 0), (0, 4), (2, 0, 3), ())
-#: One op for each way of reduction: in any order, in float32, with a step before or after, in rank order, on bits.
+#: One op per kind of reduction: in any order, in float32, with a step before or after, in rank order, on bits.
 OPS: tuple[tuple[str, ReduceOp], ...] = (
     ("float32", ReduceOp.SUM),
     ("float16", ReduceOp.SUM),

@@ -56,7 +56,7 @@ async def test_messages_accept_numpy_ranks_and_tags(pg: ProcessGroup, kind: Call
         assert (source, found) == ((rank - 1) % size, (rank - 1) % size)
         break
     await sent
-    json.dumps(pg.recorder.dump())  # fails if the dump has NumPy numbers
+    json.dumps(pg.recorder.dump())  # json.dumps fails if the dump contains NumPy numbers
     assert await pg.allreduce(1) == size
 
 

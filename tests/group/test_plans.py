@@ -86,7 +86,7 @@ def call_cases(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ..
         )
         case(pg.send, (make(), right), lambda got, step: True)
         case(pg.recv, (make(), left), lambda got, step: (got == left + step).all())
-        # Staged arrays are copied at each start, so that their values at the start count.
+        # Staged arrays are copied at each start, so the values at the time of the start are used.
         case(
             pg.allreduce,
             (np.zeros((count, 2))[:, 0],),
@@ -178,7 +178,7 @@ async def test_plan_takes_sequence_numbers_and_keys_like_calls(pg: ProcessGroup)
     assert comm_of(pg).entered == 3
     assert (x == 4).all()
     assert (y == 4).all()
-    # Reports show the line that started a plan.
+    # Reports show the source line that started a plan.
     started = [plan.start(), pg.plan(pg.send, x, pg.rank()).start(), pg.plan(pg.barrier).start()]
     sites = {completion_of(each).code for each in started}
     assert {code.co_filename for code in sites} == {__file__}
@@ -287,7 +287,7 @@ async def test_plan_works_in_blocks_with_compared_calls_and_dry_runs(pg: Process
     x, y = np.ones(2), np.ones(3)
     plan = pg.plan(pg.allreduce, x)
     async with pg.coalescing():
-        inside = pg.plan(pg.allreduce, y)  # this records no call in the block
+        inside = pg.plan(pg.allreduce, y)  # making a plan records no call in the block
         first, second = plan.start(), inside.start()
         assert not first.done()
     assert (first.done(), second.done()) == (True, True)

@@ -283,7 +283,7 @@ async def test_incoming_iterator_yields_arrays_and_objects(pg: ProcessGroup) -> 
         assert (big == 1).all()
         assert len(big) == MIB
         assert nothing is None
-        small[0] = 5  # the receiver owns the array
+        small[0] = 5  # the receiver owns the received array and can change it
 
 
 @pytest.mark.ranks(2)
@@ -355,7 +355,7 @@ async def test_received_object_above_the_size_limit_is_refused_and_its_bytes_are
                 await pg.send_object(b"x" * size, 1)
             await pg.send_object("small", 1)
         else:
-            # The first object has arrived completely before its receive starts; the second arrives later.
+            # Let the first object arrive completely before its receive starts, and the second object later.
             await until(lambda: [each for each in comm_of(pg).matching._active.values() if each.complete])
             for _ in range(2):
                 with pytest.raises(SerializationError, match=r"rank 0 sent an object of .* bytes; the limit is 1000"):
@@ -414,7 +414,7 @@ async def test_incoming_iterator_requests_the_rest_of_an_announced_message(
 
 
 async def test_message_longer_than_the_header_allows_is_refused() -> None:
-    # The pages are never touched, so that the array takes no physical memory.
+    # The array takes no physical memory, since its pages are never accessed.
     huge = np.zeros(2**32, np.uint8)
 
     async def send(pg: ProcessGroup) -> None:

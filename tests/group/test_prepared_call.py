@@ -139,14 +139,14 @@ async def test_plan_started_from_a_prepared_call_equals_a_plan_started_from_argu
     assert len({(completion_of(work).shape, completion_of(work).timeout) for work in works}) == 1
 
 
-# -- calls without a program, by their specifications
+# -- calls without a schedule, by their specifications
 
 
 def sparse(pg: ProcessGroup) -> Any:
     return pytest.importorskip("scipy.sparse").coo_array(np.eye(4))
 
 
-#: Functions that start the calls without a program, except messages.
+#: Functions that start the calls without a schedule, except messages.
 COMPOSITE: dict[str, Callable[[ProcessGroup], Any]] = {
     "allreduce_sparse": lambda pg: pg.allreduce(sparse(pg)),
     "reduce_sparse": lambda pg: pg.reduce(sparse(pg), 0),
@@ -185,7 +185,7 @@ async def test_specification_of_a_prepared_call_is_found_by_its_signature(pg: Pr
 @pytest.mark.ranks(2)
 async def test_estimate_counts_the_senders_and_receivers_of_the_specification(pg: ProcessGroup, kind: str) -> None:
     with pg.time_estimator() as estimate:
-        async with pg.coalescing():  # outside a block, the allgather would be one of equal counts
+        async with pg.coalescing():  # outside of a block, this would be an allgather with equal counts
             COMPOSITE[kind](pg)
     (one,) = estimate.calls
     assert (one.op, one.algorithm) == (kind.upper(), None)

@@ -96,7 +96,7 @@ async def test_concurrent_probes_report_the_same_message(pg: ProcessGroup) -> No
         assert [await probes[index] for index in (0, 1, 4)] == [Envelope(0, 0, 8, np.dtype(float))] * 3
         assert not probes[2].done()
         assert not probes[3].done()
-        await pg.send(np.ones(2), 1)  # to itself, after the message of rank 0
+        await pg.send(np.ones(2), 1)  # rank 1 sends to itself, after the message of rank 0
         assert (await probes[2]).count == 2
         assert (await pg.probe()).count == 1
         assert (await pg.recv(np.zeros(1), 0))[0] == 5
@@ -160,7 +160,7 @@ async def test_cancelled_probe_loses_no_message(pg: ProcessGroup) -> None:
         while True:
             envelope = await pg.probe()
             await asyncio.sleep(0)
-            work = pg.recv_object(envelope.source)  # completes at once, so that no cancellation can interrupt it
+            work = pg.recv_object(envelope.source)  # completes at once, so that it cannot be interrupted
             got.append(work.result())
 
     turns = 0
@@ -276,7 +276,7 @@ async def test_iprobe_finds_received_messages_without_a_loop_iteration(transport
             sent.set()
             await work
         else:
-            await sent.wait()  # this task resumes before the loop polls the link
+            await sent.wait()  # the event resumes this task before the loop polls the link
             assert pg.iprobe(0) == Envelope(0, 0, 8, np.dtype(float))
             await pg.recv(np.zeros(1), 0)
         await pg.barrier()

@@ -14,7 +14,7 @@ from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 
 from ..ranks import LINKS, run_ranks
 
-#: Counts that take one step, many steps, and a chunk queue of shared memory.
+#: Element counts for one step, for many steps, and for a chunk queue of shared memory.
 COUNTS = (1, 1000, 400_003)
 
 
@@ -51,7 +51,7 @@ async def failure(call: Awaitable[Any]) -> GroupError:
     with pytest.raises(GroupError) as raised:
         await call
     error = raised.value
-    # A rank without a part in the reduction may fail only at its next call.
+    # A rank that reduces nothing may fail only at its next call, with the error as the cause.
     return error.__cause__ if isinstance(error, GroupRevokedError) else error  # type: ignore[return-value]
 
 
@@ -115,5 +115,5 @@ async def test_exception_of_a_custom_op_is_the_cause_of_failed_works_and_later_c
 @pytest.mark.ranks(1)
 async def test_exception_of_a_custom_op_in_a_single_rank_group_keeps_its_traceback(pg: ProcessGroup) -> None:
     op = Op()
-    assert await pg.allreduce(1.0, op.op) == 1.0  # one rank reduces nothing
+    assert await pg.allreduce(1.0, op.op) == 1.0  # a single rank reduces nothing, so the op is not called
     assert op.raised is None

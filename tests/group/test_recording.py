@@ -181,7 +181,7 @@ async def test_all_ranks_write_a_dump_of_a_failed_group(transport: str, tmp_path
             await pg.barrier()
             pg.abort("the disk is full")
         else:
-            with suppress(GroupError):  # the abort may overtake a frame of the barrier
+            with suppress(GroupError):  # the abort message may overtake a frame of the barrier
                 await pg.barrier()
         assert "the disk is full" in str(await pg.wait_revoked())
 

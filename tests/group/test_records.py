@@ -139,7 +139,7 @@ async def test_structured_arrays_of_different_lengths_or_dtypes_are_reported_as_
     records = random_elements(PARTICLE, 4, rank).view(np.recarray)
     assert await pg.broadcast(records, 1) is records
     assert records.tobytes() == random_elements(PARTICLE, 4, 1).tobytes()
-    # A strided array travels as a copy of its fields.
+    # A strided array is sent as a copy of its fields.
     plane = np.zeros((4, 2), PARTICLE)
     plane[:, 0]["id"] = rank + 1
     await pg.broadcast(plane[:, 0], 2)
@@ -194,7 +194,7 @@ async def test_different_layouts_of_structured_dtypes_are_reported_as_a_mismatch
         else:
             async with pg.coalescing():
                 pg.broadcast(x, 0)
-        await pg.barrier()  # fails if the call had completed before the mismatch
+        await pg.barrier()  # the barrier fails if the call had completed before the mismatch
 
     with pytest.raises(CollectiveMismatchError, match=r"differ in the following: (dtype|members)") as caught:
         await run()
@@ -238,7 +238,7 @@ def test_layout_name_describes_the_structured_dtype() -> None:
     assert from_numpy(DTYPES[2]).name == "{at: {x: <f4[2, 3], name: S5}, when: <M8[s]}"
     assert from_numpy(DTYPES[1]).name == "{id: i1 at 0, mass: <f8 at 8; 16 bytes}"
     assert from_numpy(np.dtype([("a b", "i1"), ("\ud800", "i1")])).name == r"{'a b': i1, '\ud800': i1}"
-    # A dtype with equal offsets, but without the align flag, has an equal layout.
+    # Dtypes with equal offsets have equal layouts, with or without the align flag.
     packed = np.dtype({"names": ["id", "mass"], "formats": ["i1", "f8"], "offsets": [0, 8]})
     assert from_numpy(packed) is from_numpy(DTYPES[1])
     long = [from_numpy(np.dtype([(f"field{at}", "i4") for at in range(200)] + [(last, "i1")])) for last in "ab"]

@@ -148,12 +148,12 @@ async def test_shrunk_group_reports_completed_calls(pg: ProcessGroup) -> None:
     await pg.allreduce(1, key="a")
     await pg.allreduce(1, key="b")
     await pg.allreduce(1, key="a")
-    # The broadcasts complete on ranks 0 and 2; rank 1 does not make them.
+    # The broadcasts complete on ranks 0 and 2; rank 1 makes no broadcast.
     if pg.rank() != 1:
         await pg.broadcast(np.ones(3), 0)
         await pg.broadcast(np.ones(3), 0, key="b")
     pending = [pg.barrier() for _ in range(2)] if pg.rank() == 0 else []
-    for _ in range(pg.size() - 1):  # until every rank has made its calls
+    for _ in range(pg.size() - 1):  # wait until every rank has made its calls
         await pg.send_object("here", (pg.rank() + 1) % 3)
         await pg.recv_object((pg.rank() - 1) % 3)
     pg.abort("now")

@@ -82,7 +82,7 @@ async def test_large_group_opens_links_on_first_use(pg: ProcessGroup) -> None:
     size = pg.size()
     await pg.barrier()
     channels = comm_of(pg).channels
-    # A barrier needs log p links to each side: some on which this rank has sent, some on which it has only received.
+    # A barrier uses log p links in each direction: this rank has sent on some, and only received on the others.
     assert list(channels) == [channels_of(pg)[peer] for peer in sorted(channels_of(pg))]
     assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
     assert len(channels) == size
@@ -102,7 +102,7 @@ async def test_shutdown_of_many_ranks_takes_few_control_messages(monkeypatch: py
 
     await run_ranks(32, rank)
     assert set(sent_notes) <= {"end", "ended", "known"}
-    # Each rank reports its end to the hub, which replies. How many ends the hub relays in one message varies.
+    # Each rank reports its end to the hub, which replies and relays a varying number of ends per message.
     assert len(sent_notes) < 32 * 8
 
 
@@ -119,4 +119,4 @@ async def test_group_with_a_thousand_ranks_runs_a_collective() -> None:
 
     first: dict[str, Any] = {}
     await run_ranks(size, rank, timeout=300)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # `ru_maxrss` is in KiB

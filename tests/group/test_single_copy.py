@@ -258,7 +258,7 @@ async def test_withdrawn_data_is_returned_to_the_window(options: GroupOptions) -
 
     async def rank(pg: ProcessGroup) -> None:
         peer = 1 - pg.rank()
-        for _ in range(3):  # now the link is open, and all its data is read
+        for _ in range(3):  # repeat until the link is open and all its data is read
             await pg.allreduce(np.zeros(LARGE))
         for _ in range(2 * LINK_WINDOW // nbytes):
             group = await pg.split_group([0, 1])

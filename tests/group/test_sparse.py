@@ -52,7 +52,7 @@ def entry_count(array: Any) -> int:
 
 
 WAYS = ["gather-loop", "dense-thread"]
-#: Further ways, which only one test uses unless slow tests run.
+#: Further ways, which all tests use only if slow tests run, and one test always.
 OTHERS = ["gather-thread", "dense-loop"]
 
 
@@ -133,7 +133,7 @@ async def test_sparse_allreduce_sums_duplicates_and_keeps_zero_sums(pg: ProcessG
 
 @pytest.mark.ranks(2)
 async def test_sparse_allreduce_accepts_unsorted_rows_and_spare_space(pg: ProcessGroup, way: str) -> None:
-    # Columns in descending order, and arrays with more elements than `indptr` states.
+    # Use columns in descending order, and data arrays that are longer than `indptr` states.
     array = scipy.sparse.csr_array((2, 4))
     array.indptr = np.array([0, 2, 3], array.indptr.dtype)
     array.indices = np.array([3, 1, 0, 9, 9], array.indices.dtype)
@@ -362,7 +362,7 @@ async def test_abort_fails_a_sparse_call_during_its_calculation(
         with pytest.raises(GroupError, match="ALLREDUCE_SPARSE was aborted by rank 0"):
             await work
         assert not pg.pending()
-        await pg.shutdown()  # drops the result of the thread
+        await pg.shutdown()  # the shutdown drops the result of the thread
         held.set()
         assert np.array_equal(array.toarray(), rank_array(pg.rank()).toarray())
 
@@ -420,7 +420,7 @@ def test_timeout_covers_the_whole_sparse_call() -> None:
         began = loop.time()
         await pg.allreduce(array)
         took = loop.time() - began
-        assert took >= 2.0  # two steps
+        assert took >= 2.0  # the call takes two steps of one second each
         began = loop.time()
         with pytest.raises(CollectiveTimeoutError, match=r"ALLREDUCE_SPARSE .* did not complete within 1.5 s"):
             await pg.allreduce(array, timeout=1.5)

@@ -29,7 +29,7 @@ def check_invariants() -> Any:
 
 
 WAYS = ["gather-loop", "dense-thread"]
-#: Further ways, which only one test uses unless slow tests run.
+#: Further ways, which all tests use only if slow tests run, and one test always.
 OTHERS = ["gather-thread", "dense-loop"]
 
 
@@ -63,7 +63,7 @@ async def check(pg: ProcessGroup, sparse_dims: int, dense_dims: int, dtype: Any 
     expected = torch.zeros((sparse_dims, size), dtype=torch.int64)
     expected[0] = torch.arange(size)
     assert torch.equal(tensor.indices(), expected)
-    # Index i has the ones of rank i and of all higher ranks.
+    # Index i has the sum of the ones of rank i and all higher ranks.
     for place, values in enumerate(tensor.values()):
         right = torch.full([2] * dense_dims, size - place).to(tensor.dtype)
         assert torch.equal(values, right), f"{values} at {place}"
@@ -104,7 +104,7 @@ async def test_sparse_torch_tensors_may_be_empty(pg: ProcessGroup, way: str) -> 
         assert await pg.allreduce(tensor) is tensor
         assert tensor._nnz() == 0
         assert tuple(tensor.shape) == shape
-    # Entries without elements, and a tensor without sparse dimensions.
+    # Use entries without elements, and a tensor without sparse dimensions.
     hollow = torch.sparse_coo_tensor([[pg.rank()]], torch.empty((1, 0)), (3, 0))
     await pg.allreduce(hollow)
     assert hollow.indices().tolist() == [[0, 1]]

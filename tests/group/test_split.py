@@ -39,7 +39,7 @@ async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
 async def test_split_groups_by_colour_and_orders_by_key(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     everyone = range(size)
-    # The colour, the key, and the ranks of the group of this rank's colour.
+    # Cases: the colour, the key, and the expected ranks of the group with this rank's colour.
     cases: list[tuple[Any, int, list[int]]] = [
         (0, 0, list(everyone)),
         (0, -rank, list(reversed(everyone))),
@@ -123,7 +123,7 @@ async def test_split_group_can_be_split_again(pg: ProcessGroup) -> None:
     assert part.global_ranks == (pg.rank(),)
     again = await group.split_group([0, 1])
     assert again is not None
-    assert again.global_ranks == (1, 0)  # in the order of the parent group
+    assert again.global_ranks == (1, 0)  # the ranks have the order of the parent group
     assert await check_group(again) == (1, 0)
 
 
@@ -158,7 +158,7 @@ async def test_timeout_error_names_a_rank_that_still_lacks_the_colours_of_a_spli
             called.set()
             await work
         else:
-            comm_of(pg).splits.append(None)  # as if the colours had not arrived
+            comm_of(pg).splits.append(None)  # simulates that the colours have not arrived
             await called.wait()
             comm_of(pg).splits = Splits()
             group = await pg.split_group([0, 1])
@@ -218,7 +218,7 @@ async def test_local_split_can_be_called_only_by_the_ranks_of_the_new_group(pg: 
             part = await pg.split_group([3, 1], local=True)
             assert part.global_ranks == (1, 3)
             assert await part.allgather_object(pg.rank()) == [1, 3]
-    # The other ranks have not counted the local splits: for them, this is the first one.
+    # The other ranks do not count local splits, so for them this is the first split.
     whole = await pg.split_group(range(4))
     assert await whole.allreduce(1) == 4
     assert await pg.split_group([(pg.rank() + 1) % 4], local=True) is None

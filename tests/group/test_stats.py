@@ -32,7 +32,7 @@ from ..internals import comm_of, set_limits
 from ..ranks import over
 
 SIZES = (1, 2, 3, 4, 7)
-#: Seconds by which a rank is late. One iteration of all loops takes less.
+#: Seconds by which a rank is late; one iteration of all loops takes less time.
 LATE = 0.02
 #: The resolution of timers, in seconds.
 CLOCK = 0.002
@@ -307,7 +307,7 @@ async def test_stats_of_a_broadcast_root_attribute_no_waiting_time(pg: ProcessGr
 def test_stats_attribute_no_waiting_time_to_a_rank_whose_data_came_early() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if not pg.rank():
-            await asyncio.sleep(2)  # the data of rank 1 has arrived
+            await asyncio.sleep(2)  # by now, the data of rank 1 has arrived
         await pg.broadcast(np.ones(3), 1)
         assert pg.rank() or pg.stats().peers == ()
 
@@ -319,7 +319,7 @@ def test_stats_attribute_no_waiting_time_to_a_rank_whose_data_completes_no_call(
         await asyncio.sleep(2.0 * pg.rank())
         work = pg.allreduce(np.ones(2))
         if not pg.rank():
-            await asyncio.sleep(3)  # rank 1 has sent something, rank 2 has not
+            await asyncio.sleep(3)  # by now, rank 1 has sent data, and rank 2 has not
             (operation,) = comm_of(pg).in_flight.pending
             assert (operation.awaited_ranks(), operation.waited_for) == ([2], -1)
         await work

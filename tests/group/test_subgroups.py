@@ -51,7 +51,7 @@ async def test_subgroups_of_even_and_odd_ranks_work(pg: ProcessGroup) -> None:
         mine = tuple(halves[pg.rank() % 2])
         assert (half.rank(), half.size()) == (pg.rank() // 2, len(mine))
         assert whole.rank() == pg.rank()
-        # The groups work concurrently: each has its own numbers, and none waits for another.
+        # The groups work concurrently: each group has separate sequence numbers, and none waits for another.
         assert await asyncio.gather(check_group(half), check_group(pg), check_group(whole)) == [
             mine,
             whole.global_ranks,
@@ -82,7 +82,7 @@ async def test_messages_in_a_subgroup_use_its_rank_numbers(pg: ProcessGroup) -> 
     if pg.rank() % 2:
         assert group is not None
         peer = 1 - group.rank()
-        # The same tag, at the same time, in both groups.
+        # Use the same tag at the same time in both groups.
         sends = [
             group.send_object("in the part", peer, tag=5),
             pg.send_object("in the whole", 4 - pg.rank(), tag=5),
@@ -298,7 +298,7 @@ async def test_failure_of_a_subgroup_does_not_affect_other_groups(pg: ProcessGro
     if trio is not None:
         assert await check_group(trio) == (1, 2, 3)
     assert await check_group(pg) == (0, 1, 2, 3)
-    with suppress(GroupError):  # the abort may overtake a frame of the barrier
+    with suppress(GroupError):  # the abort message may overtake a frame of the barrier
         await pg.barrier()
     pg.abort("the whole fails")
     await pg.wait_revoked()

@@ -85,7 +85,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
         results = []
         for count in SIZES.values():
             values = random.standard_normal(count) + (1j * random.standard_normal(count) if dtype[0] == "c" else 0)
-            # The offset makes the alignment differ from rank to rank.
+            # The offset gives the arrays of different ranks different alignments.
             tensor = np.empty(count + 8, dtype)[pg.rank() : count + pg.rank()]
             tensor[:] = values
             results.append((await pg.allreduce(tensor, chosen)).tobytes())
@@ -146,7 +146,7 @@ async def test_two_level_barrier_waits_for_the_last_rank_of_every_host() -> None
             assert arrived
             return
         await all_waiting.wait()
-        # A frame takes one loop iteration, so that all frames that do not need the last rank have arrived.
+        # Each frame takes one loop iteration, so afterwards all frames that do not need the last rank have arrived.
         for _ in range(100):
             await asyncio.sleep(0)
         arrived.append(True)

@@ -184,7 +184,7 @@ def test_groups_referenced_by_an_exception_of_the_program_are_closed(transport: 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_garbage_collected_groups_are_closed_while_the_loop_runs(in_thread: bool, transport: str, loop: Loop) -> None:
     async def main() -> None:
-        await (await linked_groups(transport, 1))[0].shutdown()  # opens the descriptors that a loop keeps for its life
+        await (await linked_groups(transport, 1))[0].shutdown()  # opens descriptors that the loop keeps
         before = open_file_count()
         for _ in range(3):
             made = await linked_groups(transport)
@@ -318,4 +318,4 @@ async def test_stream_with_unsent_data_can_be_closed_after_its_event_loop() -> N
 async def test_group_after_shutdown_causes_no_unclosed_warning(pg: ProcessGroup) -> None:
     async with asyncio.timeout(20):
         await pg.shutdown()
-    gc.collect()  # a warning would be an error
+    gc.collect()  # a warning would raise an error here

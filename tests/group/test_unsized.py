@@ -17,7 +17,7 @@ from ..internals import Limits, comm_of, wrapped
 from ..ranks import LINKS, over, until
 
 WORLDS = (1, 2, 3, 4, 7)
-#: The number of elements of a rank, of p: none on some, one, about as many as ranks, or enough for many frames.
+#: By name, the element count of a rank of p: 0 on some, 1, about as many as ranks, or enough for many frames.
 LENGTHS: dict[str, Callable[[int, int], int]] = {
     "equal": lambda rank, p: 5,
     "none at all": lambda rank, p: 0,
@@ -210,7 +210,7 @@ async def test_slow_step_of_a_gather_is_not_reported_as_a_mismatch(
 
 @pytest.mark.ranks(2)
 async def test_gather_in_a_block_requires_tensors_as_long_as_the_roots(pg: ProcessGroup) -> None:
-    with suppress(errors.GroupError):  # a rank that only sends may be done
+    with suppress(errors.GroupError):  # on a rank that only sends, the call may have completed
         async with pg.coalescing():
             pg.gather(None, rank_values(pg.rank(), 3 + pg.rank()), 0)
             pg.gather(None, rank_values(pg.rank(), 3), 0)
@@ -236,7 +236,7 @@ async def test_allgather_with_outputs_on_only_some_ranks_is_reported_as_a_mismat
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
 async def test_gathers_of_different_dtypes_are_reported_as_a_mismatch(pg: ProcessGroup, kind: str) -> None:
     mine = rank_values(pg.rank(), 3, "float32" if pg.rank() else "float64")
-    with suppress(errors.GroupError):  # a rank that only sends may be done
+    with suppress(errors.GroupError):  # on a rank that only sends, the call may have completed
         await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
     assert "Collectives differ in the following: dtype" in str(await pg.wait_revoked())
 

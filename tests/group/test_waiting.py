@@ -30,7 +30,7 @@ async def test_drain_does_not_withdraw_receives(pg: ProcessGroup) -> None:
     await give_up(pg.drain())
     assert pg.pending() == [work]
     assert callbacks_of(work) == []
-    # Nor does drain keep a receive whose last awaiter has gone.
+    # A receive that only `drain` waits for is withdrawn too.
     draining = asyncio.ensure_future(pg.drain())
     await give_up(work)
     await draining

@@ -56,7 +56,7 @@ def test_argument_errors_name_the_called_method() -> None:
     functions = {name: call for name in public if inspect.isfunction(call := getattr(ProcessGroup, name))}
     assert {"allreduce", "send", "empty", "shrink", "coalescing", "split_group"} <= functions.keys()
     assert {call.__qualname__ for call in functions.values()} == {f"ProcessGroup.{n}" for n in functions} - {
-        "ProcessGroup.aclose"  # another name of shutdown
+        "ProcessGroup.aclose"  # `aclose` is an alias of `shutdown`
     }
 
 

@@ -52,7 +52,7 @@ READ_ONLY = "is read-only, but the result is written to it; pass a writable copy
 WHOLE = ones(8)
 HEAD, TAIL = WHOLE[:4], WHOLE[4:]
 
-#: Calls of rank 0 in a group of 2; rank 1 makes none of them.
+#: Wrong calls of rank 0 in a group of 2; rank 1 makes no call.
 WRONG: list[Row] = [
     # memory that cannot be written
     (lambda pg: pg.allreduce(read_only_ones()), ValueError, f"tensor {READ_ONLY}"),
@@ -111,7 +111,7 @@ WRONG: list[Row] = [
     (lambda pg: pg.batch(None), TypeError, "operations must be a list of Send and Recv, not NoneType"),
     (lambda pg: pg.batch(Send(ones(), 1)), TypeError, "operations must be a list of Send and Recv, not Send"),
     (lambda pg: pg.batch([Send(ones(), 1), ones()]), TypeError, r"operations\[1\] must be a Send or a Recv, not ndarr"),
-    # memory that is used twice
+    # memory that appears twice in a call
     (lambda pg: pg.allgather([WHOLE, WHOLE], ones(8)), ValueError, r"outputs\[0\] and outputs\[1\] share memory: pass"),
     (lambda pg: pg.allgather([HEAD, TAIL], TAIL), ValueError, "tensor shares memory with the output of rank 1"),
     (lambda pg: pg.allgather_into_tensor(WHOLE, TAIL), ValueError, "tensor shares memory with the output of rank 1"),

@@ -76,7 +76,7 @@ async def work() -> None:
         given = loop.create_task(asyncio.to_thread(sys.stdin.readline)) if rank == 0 else None
         array = np.empty(10_000)
         await pg.allreduce(array)
-        # Otherwise a garbage collection that scans all loaded modules takes 20 ms in one iteration.
+        # Without freezing, a garbage collection that scans all loaded modules takes 20 ms in one iteration.
         gc.freeze()
         before = resources()
         report("ready")
@@ -87,7 +87,7 @@ async def work() -> None:
             await pg.allreduce(array)
             longest = max(longest, time.monotonic() - began)
             assert np.all(array == 3), array
-            await asyncio.sleep(0.005)  # strangers need the processor, too
+            await asyncio.sleep(0.005)  # leave processor time to the attacking clients
         report({"longest": longest, "turn": max(loop.turns), "before": before, "after": resources()})
 
 

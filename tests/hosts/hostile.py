@@ -41,14 +41,14 @@ from aiocoll.security.tls import binding
 from aiocoll.transport.frame import HEADER, FrameKind
 
 HTTP = b"GET / HTTP/1.1\r\nHost: 10.77.0.1\r\n\r\n"
-#: For TLS: the start of a handshake record of the largest length, and of a client hello of the largest length.
+#: For TLS: the start of a maximum-length handshake record, and of a maximum-length client hello.
 LONG_RECORD, LONG_HELLO = b"\x16\x03\x01\xff\xff", b"\x16\x03\x01\x40\x00\x01\xff\xff\xff\x03\x03"
-#: Headers of the largest frames: of a store, and of a link.
+#: Headers of the largest frames: for a store, and for a link.
 LONG_FRAME = struct.pack("!I", 0xFFFFFFFF)
 LONG_DATA = HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF)
-#: Seconds between two bytes of a slow stranger, and seconds after which a connection that has not ended never will.
+#: Seconds between two bytes of a slow client, and the seconds within which the server must end any connection.
 PAUSE, LONGEST = 1.0, 20.0
-#: The first bytes that a listener without TLS may send, and the most bytes that a listener with TLS sends first.
+#: The first bytes that a listener without TLS may send, and the maximum that a TLS listener sends at first.
 CHALLENGE = MAGIC + WIRE_VERSION.to_bytes(4, "little")
 MOST_OF_TLS = 2048
 
@@ -265,7 +265,7 @@ ANYWHERE: dict[str, Conduct] = {
     ),
     "replayed": replay,
 }
-#: Conducts that follow a normal start: inside TLS where the listener uses TLS, and from the first byte elsewhere.
+#: Client behaviours above TLS if the listener uses TLS; on other listeners, they begin at the first byte.
 INSIDE: dict[str, Conduct] = {
     "silence inside": stay_silent,
     "garbage inside": sender_of(lambda: os.urandom(100)),

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-#: Seconds after which anything that has not happened has failed. Nothing takes a third of that.
+#: The timeout of each action in seconds; each action usually takes less than 33 % of this time.
 LIMIT = 60
-#: Files of /etc that processes of one namespace see instead of the machine's own; `ip netns exec` mounts them.
+#: The folder of /etc files per namespace, which `ip netns exec` mounts over the machine's files.
 _ETC = Path("/etc/netns")
 _MARK = "aiocoll-test"
 #: The command that runs another command in a pod.
@@ -38,7 +38,7 @@ _POD = (
 )
 _CABLE = Path(__file__).with_name("cable.c")
 MIB = 1 << 20
-#: Bytes of a packet, the most bytes that the kernel sends as one frame, and the seconds that one may take on a cable.
+#: Bytes of a packet, maximum bytes of a kernel frame, and maximum seconds of a kernel frame on a cable.
 _PACKET, _SEGMENTS, _BURST = 1500, 65535, 1e-4
 
 
@@ -174,7 +174,7 @@ class Network:
         assert self._cables.stdout is not None
         lost = []
         for number in range(len(self.hosts)) if hosts is None else hosts:
-            # Packets that the kernel sends as one frame arrive together, and are lost together.
+            # Limit kernel frames, whose packets arrive together and are lost together.
             segments = 1 if loss else max(1, int(rate * _BURST / 8 / _PACKET)) if rate else _SEGMENTS
             _batch(self.hosts[number].name, f"link set eth0 gso_max_segs {segments}")
             print(number, int(rate), int(delay * 1e9), int(loss * 1e6), queue, file=self._cables.stdin, flush=True)
@@ -207,7 +207,7 @@ class Network:
     def _build(self) -> None:
         for name in (self._switch, *(host.name for host in self.hosts)):
             _run("ip", "netns", "add", name)
-        # Interfaces that only carry frames of others must not send any of their own.
+        # Disable IPv6 on interfaces that only forward frames, so that they send no frames of their own.
         off = "echo 1 | tee /proc/sys/net/ipv6/conf/{all,default}/disable_ipv6"
         _run("ip", "netns", "exec", self._switch, "bash", "-c", off)
         _batch(self._switch, "link add br0 type bridge", "link set br0 up", "link set lo up")
@@ -225,7 +225,7 @@ class Network:
                 host.name,
                 "link set lo up",
                 f"addr add {host.ipv4}/24 dev eth0",
-                f"addr add {host.ipv6}/64 dev eth0 nodad",  # duplicate address detection would delay its use
+                f"addr add {host.ipv6}/64 dev eth0 nodad",  # nodad: duplicate address detection would delay the address
                 "link set eth0 up",
             )
             host.run(

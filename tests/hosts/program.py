@@ -51,7 +51,7 @@ async def carriers(pg: aiocoll.ProcessGroup) -> Any:
     assert await pg.alltoall_object([pg.rank()] * pg.size()) == list(range(pg.size()))
     transport: Any = comm_of(pg).endpoint.context.transport
     found = [None if peer == pg.rank() else transport.carrier(peer)[0] for peer in range(pg.size())]
-    await pg.barrier()  # a rank that has left has no links
+    await pg.barrier()  # keeps the rank, since a rank that has left has no links
     return found
 
 

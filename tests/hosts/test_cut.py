@@ -16,7 +16,7 @@ from tests.test_sockets import knows_rto_max
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: Seconds within which all ranks must know of an unreachable rank.
+#: Seconds within which all ranks must report an unreachable rank.
 UNREACHABLE = 6.0
 #: Seconds of an outage that ranks must survive.
 OUTAGE = 4.0

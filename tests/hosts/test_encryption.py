@@ -140,7 +140,7 @@ async def test_host_with_another_job_or_ca_is_refused_at_the_store(
     other = as_variables(authority.make("aiocoll://other/rank/*", file="other"))
     foreign = as_variables(Authority(tmp_path, "foreign").make("aiocoll://train/rank/*", file="stranger"))
     for environment, message in (
-        # This case is first, because only a few warnings are logged.
+        # This case comes first, since only the first few warnings are logged.
         ({"AIOCOLL_JOB_ID": "train"}, "an end that accepts only certificates of a CA"),
         ({"AIOCOLL_JOB_ID": "other", **other}, "names aiocoll://train/rank/*, aiocoll://train/store, but"),
         (

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 FLOODED, STRANGERS, RELAY, CONDUCT = (
     str(Path(__file__).with_name(f"{name}.py")) for name in ("flooded", "hostile", "relay", "conduct")
 )
-#: The ports of the ranks that work, and of the ranks that meet.
+#: The first port of the ranks that work, and of the ranks that meet.
 WORK, MEET = 31000, 31001
-#: The most seconds that a stranger stays, that a meeting takes, and that an iteration of a rank's loop takes.
+#: Maximum seconds: of a client's connection, of a rendezvous, and of one iteration of a rank's loop.
 LONGEST, MEETING, TURN = 5.0, 2.0, 0.02
-#: The most memory that strangers may leave in a rank, and in a store, where each place for a TLS client takes 256 KiB.
+#: Maximum bytes that clients may leave in a rank, and in a store, where each TLS client takes 256 KiB.
 RANK_MEMORY, STORE_MEMORY = 32 * MIB, 96 * MIB
 
 

@@ -16,7 +16,7 @@ from tests.hosts.network import Host, Network
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: Sends datagrams to a port without a listener until the host answers with an error. Then it exits with 0.
+#: A program that sends datagrams to a port without a listener, until the host answers with an error.
 PROBE = """
 import socket, sys, time
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
@@ -34,7 +34,7 @@ with socket.socket(family, socket.SOCK_DGRAM) as probe:
             pass
 sys.exit(1)
 """
-#: Seconds within which a host answers on a busy machine, and seconds without an answer that show a fault.
+#: Seconds within which a host answers even on a busy machine, and the timeout that shows a missing answer.
 LIMIT, SOON = 20, 0.5
 
 
@@ -94,7 +94,7 @@ def test_simulated_cables_and_firewalls_can_block_traffic(network: Callable[[int
     assert is_reachable(one, two.ipv4)
 
 
-#: Sends data back that arrives as a single byte.
+#: A server program that sends received data back if the data is a single byte.
 ECHO = """
 import socket
 with socket.create_server(("", 9000)) as listening:
@@ -105,7 +105,7 @@ with connection:
         if len(data) == 1:
             connection.sendall(data)
 """
-#: Prints the shortest round-trip time of a byte, and the seconds that a megabyte takes.
+#: A program that prints the shortest round-trip time of a byte, and the seconds that a megabyte takes.
 MEASURE = """
 import socket, sys, time
 with socket.create_connection((sys.argv[1], 9000)) as connection:
@@ -148,7 +148,7 @@ def test_simulated_cable_has_the_given_delay(network: Callable[..., Network]) ->
     assert time < 1e6 * 8 / 20e6
 
 
-#: Sends 200 datagrams of 1,000 bytes at once.
+#: A program that sends 200 datagrams of 1,000 bytes at once.
 BURST = "import socket, sys\nfor _ in range(200): socket.socket(2, 2).sendto(bytes(1000), (sys.argv[1], 9000))"
 
 
@@ -159,8 +159,8 @@ def test_simulated_cable_loses_the_given_share_of_packets(network: Callable[...,
     net.shape(loss=0.5)
     net.hosts[0].run(sys.executable, "-c", BURST, net.hosts[1].ipv4)
     lost, _ = net.shape(loss=1.0)
-    assert 50 < lost < 150  # 100 ± 7
-    # In the other direction, because the kernel answers few of so many datagrams.
+    assert 50 < lost < 150  # expect 100 ± 7
+    # Test the other direction, since the kernel answers only a few of so many datagrams.
     assert not is_reachable(net.hosts[1], net.hosts[0].ipv4, SOON)
     assert sum(net.shape()) > 0
     assert is_reachable(net.hosts[1], net.hosts[0].ipv4)

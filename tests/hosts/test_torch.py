@@ -17,7 +17,7 @@ pytest.importorskip("cryptography", reason="needs cryptography")
 
 pytestmark = pytest.mark.torch
 
-#: Hexadecimal digits of a key of 32 bytes.
+#: The number of hexadecimal digits of a key of 32 bytes.
 KEY_LENGTH = 64
 
 

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("program.py"))
-#: Seconds after which an unfinished rank has failed. Each rank takes less than a tenth of it.
+#: The timeout of a rank in seconds; each rank usually takes less than 10 % of this time.
 LIMIT = 60
 #: The job key of all these tests.
 KEY = b"of this test and no other"

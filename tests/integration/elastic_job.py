@@ -156,7 +156,7 @@ class Supervisor:
         killed = 0
         while killed < plan.kills:
             killed += await self._kill(min(2 if killed % 5 == 3 else 1, plan.kills - killed), killed % 3 == 0)
-            if killed % 4:  # otherwise the next kill comes during the recovery
+            if killed % 4:  # wait for the recovery, except after every fourth kill
                 began = self._workers[-1].started
                 await self._wait_for_full_group()
                 self._recoveries.append(time.monotonic() - began)
@@ -251,5 +251,5 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         print_json(**asyncio.run(supervise(Plan(**json.loads(sys.argv[1])))))
     else:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no process outlives its supervisor
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # die together with the supervisor
         asyncio.run(work(*pickle.load(sys.stdin.buffer)))

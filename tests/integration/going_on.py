@@ -43,7 +43,7 @@ async def shrink(pg: aiocoll.ProcessGroup) -> aiocoll.ProcessGroup:
         die()
     shrinking = asyncio.ensure_future(_shrink(pg))
     if death == "shrinking":
-        await asyncio.sleep(0)  # sends the request to the other ranks
+        await asyncio.sleep(0)  # lets the loop send the request to the other ranks
         die()
     return await shrinking
 
@@ -58,7 +58,7 @@ async def grow(pg: aiocoll.ProcessGroup, n: int) -> aiocoll.ProcessGroup:
     before = newcomer_exchanges(pg)
     growing = asyncio.ensure_future(_grow(pg, n))
     if death == "growing":
-        # Next, rank 0 requests newcomers from the store, and the other ranks wait for the reply of rank 0.
+        # Wait until rank 0 requests newcomers from the store, and the other ranks wait for rank 0's reply.
         while newcomer_exchanges(pg) == before or (pg.rank() and not pg.pending()):  # noqa: ASYNC110
             await asyncio.sleep(0)
         die()

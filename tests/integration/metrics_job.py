@@ -22,7 +22,7 @@ STEPS, KILLED_AFTER = 8, 3
 def allreduces(directory: str | None = None) -> dict[tuple[str, str], float]:
     """Return the number of completed allreduces in a metrics scrape, by group and rank."""
     families: list[Any] = []
-    with contextlib.suppress(struct.error):  # another process may have just created a file, which is still empty
+    with contextlib.suppress(struct.error):  # another process may have just created a metric file, which is still empty
         families += MultiProcessCollector(None, directory).collect()
     return {
         (sample.labels["group"], sample.labels["rank"]): sample.value

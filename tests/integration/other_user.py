@@ -21,7 +21,7 @@ from typing import Any
 from aiocoll.security.handshake import CHALLENGE_SIZE, ClientHandshake, ConnKind, Identity, job_id
 
 NOBODY = 65534
-#: Connections to each listener: more than a listener admits unproven.
+#: Connections to each listener: more than a listener accepts without a proven key.
 MANY = 300
 #: Seconds within which a listener closes a refused connection.
 SOON = 10.0
@@ -144,7 +144,7 @@ def join(address: Any) -> str:
                 if challenge:
                     sock.send(client.prove(challenge))
                     replies.add(sock.recv(1 << 16).strip(b"\0"))
-            except (ConnectionResetError, BrokenPipeError):  # dropped for another client, or refused
+            except (ConnectionResetError, BrokenPipeError):  # the listener dropped or refused this client
                 pass
     return repr(replies - {b""})
 

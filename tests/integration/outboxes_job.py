@@ -75,7 +75,7 @@ async def die(pg: Any) -> None:
         await pg.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        await pg.barrier()  # may complete although the rank has died
+        await pg.barrier()  # the barrier may complete although the rank has died
         await reduce_all(pg, CALLS)
     except aiocoll.PeerLostError as error:
         lost = error.ranks

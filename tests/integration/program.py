@@ -130,7 +130,7 @@ async def lose_growing(pg: aiocoll.ProcessGroup) -> Any:
     """Kill rank `VICTIM` while the group waits for newcomers; return when and how the others were notified."""
     growing = asyncio.ensure_future(pg.grow(1))
     if pg.rank() == int(os.environ["VICTIM"]):
-        # Rank 0 has sent the number of newcomers, and the other ranks wait for their addresses.
+        # Wait until rank 0 has sent the number of newcomers, and the other ranks wait for the newcomers' addresses.
         while not any(each.op == "BROADCAST_OBJECT" for each in pg.pending()) and pg.rank():  # noqa: ASYNC110
             await asyncio.sleep(0)
         for rank in {*range(pg.size())} - {pg.rank()}:
@@ -216,9 +216,9 @@ if __name__ == "__main__":
     before = open_files_and_threads()
     outcome = asyncio.run(main())
     if "EMPTY" in os.environ:
-        gc.collect()  # frees the error of the failed call, which refers to the array
+        gc.collect()  # collects the error of the failed call, which references the array
     files, threads = open_files_and_threads()
     assert files <= before[0], files - before[0]
     assert threads == before[1]
-    # Write one piece, because the ranks may share their output.
+    # Write the line at once, since the ranks may share one output.
     os.write(1, json.dumps(outcome).encode() + b"\n")

@@ -97,7 +97,7 @@ async def wait_for_busy_rank(pg: ProcessGroup, victim: int, how: str, seconds: f
         total = await pg.allreduce(float(pg.rank()))
         assert isinstance(total, float)
         await pg.barrier()
-        # The thread that warns about this process may need a moment after the end of the fault.
+        # Wait for the thread that warns about this process, which may be late.
         await log.changed.wait()
     return total, log.messages
 
@@ -118,7 +118,7 @@ async def reduce_while_stopped(pg: ProcessGroup, victim: int, seconds: float) ->
         except PeerLostError as error:
             outcome = f"{error.how} {error.ranks}"
         took = loop.time() - started
-        # The rank that continues the victim must not end before.
+        # This rank continues the victim later, and must not end before.
         await asyncio.sleep(max(0.0, seconds + 0.1 - took))
     return outcome, took, log.messages
 

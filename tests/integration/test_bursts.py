@@ -14,7 +14,7 @@ import aiocoll
 from aiocoll import GroupOptions
 from aiocoll.testing import run_processes
 
-#: More frames than a batch takes, and more bytes than a link sends eagerly.
+#: The number of messages: more frames than a batch takes, and more bytes than a link sends eagerly.
 COUNT = 1200
 
 
@@ -29,7 +29,7 @@ async def run_bursts(pg: aiocoll.ProcessGroup) -> None:
     async def reduce_one(number: int) -> float:
         return await pg.allreduce(float(pg.rank() * number), key=str(number))
 
-    # On each rank, the tasks start in another order.
+    # Start the tasks in a different order on each rank.
     numbers = np.roll(np.arange(200), 50 * pg.rank()).tolist()
     assert await asyncio.gather(*map(reduce_one, numbers)) == [total * number for number in numbers]
 

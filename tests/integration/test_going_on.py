@@ -40,7 +40,7 @@ async def test_documented_recovery_recipe_survives_a_second_death_during_recover
             for rank in range(4)
         ]
         newcomers = []
-        if death == "grown":  # the second rank dies after the first newcomer has joined
+        if death == "grown":  # here, the second rank dies after the first newcomer has joined
             newcomers.append(ranks.start(PROGRAM, "joins", "never", env=env))
         for rank in (3, second):
             processes[rank].wait(LIMIT)
@@ -50,7 +50,7 @@ async def test_documented_recovery_recipe_survives_a_second_death_during_recover
             assert err == ""
             assert process.returncode == (-9 if rank in deaths else 0)
             if rank not in deaths:
-                # A whole group has made every step exactly once.
+                # A complete group has made every step exactly once.
                 assert json.loads(out) == {"step": 40, "total": 160}
     finally:
         await server.aclose()

@@ -54,7 +54,7 @@ def test_group_of_128_processes_forms(start: int, tmp_path: Path) -> None:
         try:
             out, err = launcher.communicate(timeout=LIMIT)
         finally:
-            launcher.terminate()  # does nothing if it has ended
+            launcher.terminate()  # does nothing if the launcher has ended
     assert launcher.returncode == 0, err
     assert [line.split()[-1] for line in out.splitlines()] == ["8256.0"] * 128, err
 

@@ -81,7 +81,7 @@ async def test_native_and_pure_python_processes_together_give_the_results_of_pur
     assert [each[1] for each in mixed] == [each[1] for each in pure]
     for (runs_natively, _, native, number), letter in zip(mixed, job, strict=True):
         assert runs_natively is (letter == "N")
-        # A call without a free slot on this or another rank is carried out in Python.
+        # Some calls are carried out in Python, since this or another rank has no free slot.
         assert native > number / 2 if runs_natively else native == 0
 
 
@@ -95,7 +95,7 @@ async def complete_calls_in_flight(pg: ProcessGroup) -> int:
     native = 0
     for turn in range(5):
         await pg.barrier()
-        # With no other call in flight, only this rank decides how it carries out the call.
+        # Without other calls in flight, this rank alone determines whether its call is native.
         alone = pg.allreduce(np.ones(3))
         await alone
         native += is_native(alone)

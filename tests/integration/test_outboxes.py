@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 JOB = str(Path(__file__).with_name("outboxes_job.py"))
 WORLD = 4
-#: The calls of each rank in the job. Some use frames, while links open or a rank is late.
+#: The number of calls per rank. Some calls use frames, while links open or a rank is late.
 CALLS = 300
 
 needs_namespaces = pytest.mark.skipif(

@@ -89,7 +89,7 @@ def test_stopped_and_replaced_rank_is_notified_of_its_exclusion_when_it_continue
     assert [result(process)["result"] for process in processes] == [3, 3, 3]
     stopped.send_signal(signal.SIGCONT)
     cause, refusal = result(stopped, expected_stderr=STALL_WARNING)["result"]
-    # The notices before and after the agreement use different links, so either may arrive first.
+    # Notices before and after the agreement use different links, so either notice may arrive first.
     assert cause in {
         "ranks 0, 2 of group 'world:0' continued as a new group",
         *(f"group 'world:0' was replaced: rank {rank} called shrink()" for rank in (0, 2)),

@@ -70,7 +70,7 @@ def test_rendezvous_does_not_use_the_port_of_the_torchrun_agent(ranks: Ranks, tm
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": f"test-{port}",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            "XDG_RUNTIME_DIR": str(tmp_path),  # otherwise the ranks create a folder that stays
+            "XDG_RUNTIME_DIR": str(tmp_path),  # without this, the ranks create a folder that remains
         }
         assert ranks("every", "env://", 3, numbers=False, env=env) == [COUNTS] * 3
         agent.setblocking(False)

@@ -72,7 +72,7 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._server.port),
             "AIOCOLL_STORE": "launcher",
-            "PYTHONASYNCIODEBUG": "",  # debug mode would report a stopped rank as a slow task
+            "PYTHONASYNCIODEBUG": "",  # asyncio's debug mode would report a stopped rank as a slow task
         }
         command = [sys.executable, "-c", PROGRAM, self.kind, place, str(rank), str(self.size)]
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)

@@ -24,7 +24,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 LOCAL = "127.0.0.1"
 SCRIPT = str(ROOT / "examples" / "service.py")
 CLIENTS = 8
-REQUESTS = 8  # per kind and client
+REQUESTS = 8  # requests per kind and client
 #: Seconds within which impatient clients disconnect. A round takes at least as long.
 PATIENCE = 0.05
 

@@ -71,7 +71,7 @@ class HostTraffic:
             self.algorithm = choose(*args, **named)
             return self.algorithm
 
-        # No need to restore these: the process belongs to the test.
+        # These patches are not undone, since the process is used by this test only.
         StreamLink.write = count_and_write  # type: ignore[method-assign]
         planner.choose = choose_and_record  # type: ignore[assignment]
 
@@ -123,7 +123,7 @@ async def test_two_level_calls_give_correct_results_and_send_the_expected_bytes(
             algorithm, kind, nbytes, host_numbers(names)
         ), case
         if algorithm == "leaders":
-            # The single element is on one host only.
+            # If there is a single element, only one host has it.
             messages = {"reduce": 1, "broadcast": 1, "allgather": min(2, count)}.get(kind, 2)
             assert sum(each[1] for each in ranks) == (messages if count or kind == "barrier" else 0), case
     # The leaders do not repeat user-defined ops, so small arrays with such ops use lanes.

@@ -84,7 +84,7 @@ def test_web_service_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, en
     wait_for_counts(3, 0, 1, 2)
     assert fetch(ports[0], "GET", "/nothing") == (404, {})
 
-    processes[0].kill()  # may be rank 0, which finds newcomers
+    processes[0].kill()  # the killed process may be rank 0, which finds newcomers
     wait_for_counts(2, 1, 2)
     count(2)
     wait_for_counts(2, 1, 2)
@@ -202,7 +202,7 @@ def test_stopped_web_server_returns_its_own_exit_code(ranks: Ranks, environ: dic
     process: Any = ranks.start(*command, env=environ)
     port = int(process.stdout.readline())
     assert fetch(port, "GET", "/ready")[0] == 200
-    if number == signal.SIGINT:  # a terminal sends it to all processes
+    if number == signal.SIGINT:  # a terminal sends SIGINT to all processes of the group
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)

@@ -171,7 +171,7 @@ async def lose(kind: str, n: int, victim: int, again: bool) -> Any:
         first = await ranks.call("add", 1.0)
         pid = await actors[victim].pid.remote()
         calling = asyncio.create_task(ranks.call("add", 1.0, pid))
-        while True:  # until another process answers
+        while True:  # repeat until another process answers
             with contextlib.suppress(ray.exceptions.RayActorError):
                 if await ranks.actors[victim].pid.remote() != pid:
                     break
@@ -418,7 +418,7 @@ async def page() -> Any:
         async with group(each) as ranks:
             found.append(await ranks.call(*call))
     replaced = code("docs/ray.md", "An actor is lost").replace("...", 'sums = await ranks.call("total", 1.0)')
-    ray.kill(actors[1])  # this actor has no restarts
+    ray.kill(actors[1])  # this actor is not restarted
     found.append((await execute(replaced, **{**names, "actors": actors}))["sums"])
     async with group(blocking) as ranks:
         found.append((await execute(code("docs/ray.md", "Programs"), **{**names, "ranks": ranks}))["totals"])

@@ -77,7 +77,7 @@ def test_failed_rank_ends_the_dask_run(driver: Driver, how: str) -> None:
 @pytest.mark.parametrize("blocking", [False, True], ids=["coroutine", "function"])
 def test_cancelled_dask_run_leaves_no_resources(driver: Driver, blocking: bool, tmp_path: Path) -> None:
     seconds, left, leftovers = driver.call("cancel", folder=str(tmp_path), blocking=blocking)
-    assert seconds < 4  # the run did not wait for a timeout
+    assert seconds < 4  # a run that waited for a timeout would take longer
     assert (left, leftovers) == ([], [[]] * 3)
 
 

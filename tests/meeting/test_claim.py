@@ -39,7 +39,7 @@ class HoldingStore(HashStore):
         return await self._call_unless_held(lambda: self._shared._call(command, arguments))
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        if arguments == ("aiocoll/1/ended",):  # a background wait, not a step of the rank
+        if arguments == ("aiocoll/1/ended",):  # this is a background wait and not a step of the rank
             return await self._shared._wait(command, arguments, timeout)
         return await self._call_unless_held(lambda: self._shared._wait(command, arguments, timeout))
 
@@ -92,7 +92,7 @@ async def replace_at_request(size: int, victim: int, last: int, late: int | None
     if late is not None:
         assert found == [list(range(size))] * size
     elif any(each != list(range(size)) for each in found):
-        for each in found:  # ranks that have already met lose a peer
+        for each in found:  # ranks that have already met lose a peer when it is replaced
             assert isinstance(each, RendezvousError | PeerLostError), found
             assert f"rank {victim}" in str(each)
     return watched.held.is_set()
@@ -102,7 +102,7 @@ async def replace_at_request(size: int, victim: int, last: int, late: int | None
 def test_successor_process_takes_a_free_rank_before_all_ranks_have_arrived(size: int, victim: int, late: int) -> None:
     for last in itertools.count():
         held = run_virtual(replace_at_request(size, victim, last, late))
-        if not held:  # after its last request, the rank waits for the others
+        if not held:  # after its last request, the rank only waits for the other ranks
             break
     assert last > 3
 

@@ -81,7 +81,7 @@ async def test_merged_subgroups_of_one_group_are_ordered_by_their_lowest_rank(tr
         part = await pg.split_group([[1, 3], [0], [2]])
         assert part is not None
         if pg.rank() == 0:
-            await until(lambda: len(waits_of(store)) == 2)  # rank 0 comes last
+            await until(lambda: len(waits_of(store)) == 2)  # rank 0 starts last
         async with await part.merge_remote_group(store, 4) as merged:
             await checked_ranks(merged)
             assert (merged.group_name, merged.timeout) == ("merged", pg.timeout)
@@ -126,7 +126,7 @@ async def test_merge_with_too_few_ranks_times_out() -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(RendezvousError, match=r"2 of 3 ranks came within 0.1 s, from 'world:0' of 2; call"):
             await pg.merge_remote_group(store, 3, timeout=0.1)
-        async with await pg.merge_remote_group(store, 2) as merged:  # the failed merge left nothing in the store
+        async with await pg.merge_remote_group(store, 2) as merged:  # the failed merge has left no keys in the store
             assert await checked_ranks(merged) == (0, 1)
         assert await checked_ranks(pg) == (0, 1)
 
@@ -216,7 +216,7 @@ async def test_merge_fails_if_one_of_the_groups_fails() -> None:
         if pg.rank() == 0:
             await until(lambda: waits_of(store))
             pg.abort("enough")
-            # Rank 0 waits in the store. The other ranks must be notified at once.
+            # Cancel rank 0, which waits in the store; the other ranks must be notified at once.
             merging.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await merging

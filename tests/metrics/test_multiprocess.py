@@ -25,7 +25,7 @@ from ..pages import code
 from ..ranks import until
 from .test_prometheus import Samples, key, samples
 
-#: The id of no process: it is above the largest one of Linux.
+#: An id that no process has, above the largest process id of Linux.
 DEAD = 1 << 23
 
 
@@ -87,7 +87,7 @@ async def test_metric_files_contain_the_samples_of_a_scrape(registry: Any) -> No
         return {each: value for each, value in found.items() if each[0] != "aiocoll_oldest_pending_seconds"}
 
     await run_ranks(2, rank)
-    # The files have what was counted after the last write of the thread, and nothing is pending.
+    # The files of closed groups also contain the counts since the last write by the thread, and nothing is pending.
     for number in range(2):
         this = {"group": "world:0", "rank": number}
         kind = {**this, "op": "SEND", "algorithm": "", "transport": "memory"}

@@ -104,7 +104,7 @@ async def test_prometheus_scrape_contains_the_counters() -> None:
             await pg.send(np.ones(1), 0)
 
     await run_ranks(2, rank)
-    assert await scrape(server.server_port) == {}  # the groups are closed
+    assert await scrape(server.server_port) == {}  # after the groups are closed, nothing is exported
     await asyncio.to_thread(server.shutdown)
     server.server_close()
     thread.join()

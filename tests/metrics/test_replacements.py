@@ -209,7 +209,7 @@ async def test_group_names_beyond_the_limit_are_not_exported(limits: Limits, cap
                 await part.allreduce(1)
             await pg.allreduce(1)
         assert calls(collector) == {("world:0", 0): 3}
-        collector.add(pg, name="a")  # names that were exported without being added do not count
+        collector.add(pg, name="a")  # names of groups that were exported without `add` do not count
         async with await pg.split(0, 0) as part:
             collector.add(part)
             await part.allreduce(1)

@@ -159,7 +159,7 @@ def reductions(size: int, dtype: str, count: int, op: str) -> Iterator[Case]:
         return pg.reduce(array, root, reduce_op(op, pg.rank())), [array] if pg.rank() == root else []
 
     plain = count > 0 and op not in ("larger", "affine", "PREMUL_SUM") and dtype not in HALVES + NARROW
-    portable = not (op == "PRODUCT" and dtype.startswith("complex"))  # other products need the result of one rank
+    portable = not (op == "PRODUCT" and dtype.startswith("complex"))  # complex products need the result of one rank
     calls = (allreduce, keyed, reduce_scatter, reduce_scatter_tensor)
     for call in calls if op == "AVG" else (*calls, scan, exscan):
         is_plain = plain and (call is not exscan or op not in LOGICAL) and (call not in (allreduce, keyed) or portable)

@@ -20,7 +20,7 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
         return None
     import uvloop
 
-    uvloop.new_event_loop().close()  # the first loop opens a pipe that libuv never closes
+    uvloop.new_event_loop().close()  # open a loop once: the first loop opens a pipe that libuv never closes
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 

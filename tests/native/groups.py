@@ -17,7 +17,7 @@ from ..ranks import options, until
 
 __all__ = ["WORKS", "await_work", "group_of_ranks", "open_links", "pending_in_python", "start_allreduce"]
 
-#: Kinds of works: carried out by the accelerator, by Python, or by Python after a handover from the accelerator.
+#: Kinds of works: run by the accelerator, by Python, or by Python after a handover from the accelerator.
 WORKS = ("native", "completion", "taken over")
 
 

@@ -81,7 +81,7 @@ def chosen_cases(size: int, number: int) -> list[Case]:
     for dtype in DTYPES:
         found = counts(size, dtype)
         chosen += list(cases(size, dtype, found[next(turns) % len(found)]))
-    return chosen[number % 5 :: 5]  # still more calls than slots, so that some use frames
+    return chosen[number % 5 :: 5]  # these are still more calls than slots, so that some use frames
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -352,7 +352,7 @@ async def test_native_block_of_calls_that_share_memory_is_refused() -> None:
             assert comm_of(pg).entered == before
             assert pg.pending() == []
             outputs = ones(20, -1), ones(20, -1)
-            async with pg.coalescing():  # two calls may read the same memory
+            async with pg.coalescing():  # allowed: two calls read the same memory
                 pg.allgather_into_tensor(outputs[0], whole)
                 pg.allgather_into_tensor(outputs[1], whole)
             assert not any(each.any() for each in outputs)
@@ -469,7 +469,8 @@ async def check_mismatch(pgs: Sequence[ProcessGroup], record: Callable[[ProcessG
         with pytest.raises(CollectiveMismatchError, match=text):  # noqa: PT012
             async with pg.coalescing():
                 record(pg)
-            # The block may have completed here: the sender of a message that only the peer reads sees no mismatch.
+            # The block may complete on this rank, since the sender of a message that only its peer reads finds no
+            # mismatch.
             await pg.wait_revoked()
             raise comm_of(pg).cause  # type: ignore[misc]
         assert asyncio.get_running_loop().time() - start < 1.0
@@ -632,7 +633,7 @@ async def test_long_native_block_fails_if_its_group_fails() -> None:
 
         task = asyncio.create_task(block())
         await until(lambda: native_of(zero).count)
-        waiter = asyncio.create_task(await_work(works[-1]))  # this call has not started
+        waiter = asyncio.create_task(await_work(works[-1]))  # this call is still queued
         await asyncio.sleep(0)
         one.abort("enough")
         with pytest.raises(GroupError, match="enough"):

@@ -99,7 +99,7 @@ async def test_timeout_of_a_native_call_expires_in_time() -> None:
     The timer runs every 0.25 s, which bounds the delay.
     """
     async with group_of_ranks([True, True]) as (zero, _):
-        await until(lambda: not comm_of(zero).endpoint.watch.armed[0])  # until the timer is idle
+        await until(lambda: not comm_of(zero).endpoint.watch.armed[0])  # wait until the timer is idle
         works = [zero.allreduce(ones(), timeout=timeout) for timeout in (None, 0.6, 30.0)]
         assert all(map(is_native, works))
         start = time.monotonic()
@@ -173,7 +173,7 @@ async def test_compared_calls_are_not_native() -> None:
 async def test_early_frames_prevent_native_calls_until_the_frames_are_taken(ranks: Ranks) -> None:
     zero, one = ranks
     keys = [f"layer {number}" for number in range(3 * SMALL_SLOTS)]
-    early = [one.allreduce(ones(), key=key) for key in keys]  # more calls than slots: the rest use frames
+    early = [one.allreduce(ones(), key=key) for key in keys]  # more calls than slots, so the last calls use frames
     await until(lambda: comm_of(zero).early)
     work = zero.allreduce(ones())
     assert not is_native(work)
@@ -276,7 +276,7 @@ CALLS: list[Callable[[ProcessGroup], Any]] = [
 
 async def test_native_group_refuses_calls_from_other_threads_and_loops(ranks: Ranks) -> None:
     zero, one = ranks
-    for call in CALLS:  # so that the call cache has the plan of each call
+    for call in CALLS:  # fill the call cache with the plan of each call
         await await_all(call(zero), call(one))
     entered = comm_of(zero).entered
 
@@ -337,7 +337,7 @@ async def test_frame_instead_of_a_shared_memory_post_hands_a_native_call_over() 
         assert b_one is not None
         for pg in (a_zero, a_one, b_zero, b_one):
             use_same_slots(pg)
-        while comm_of(b_one).entered < comm_of(a_one).entered:  # until the next calls of both groups share a slot
+        while comm_of(b_one).entered < comm_of(a_one).entered:  # call until the next calls of both groups share a slot
             await await_all(b_zero.barrier(), b_one.barrier())
         while comm_of(a_one).entered < comm_of(b_one).entered:
             await await_all(a_zero.barrier(), a_one.barrier())
@@ -467,7 +467,7 @@ async def test_inspection_of_a_group_lists_native_calls_without_handing_them_ove
 
 async def test_pending_native_works_are_listed_oldest_first(ranks: Ranks, limits: Limits) -> None:
     zero, one = ranks
-    limits(report_after=100.0)  # makes a timeout of 50 s count as short
+    limits(report_after=100.0)  # with this limit, a timeout of 50 s counts as short
     works = [zero.allreduce(ones(), timeout=timeout) for timeout in (None, 50, 51, None)]
     assert list(map(is_native, works)) == [True, False, False, True]
     assert zero.pending() == works

@@ -202,7 +202,7 @@ async def test_native_list_call_is_handed_over_with_flat_arrays(kind: str) -> No
     async with group_of_ranks([True, True]) as pgs:
         await make_checked_call(pgs, call, (2, 3))
         given = [call.arguments_of(pg.rank(), (2, 3)) for pg in pgs]
-        late = 0 if kind == "scatter" else 1  # the root of a scatter waits for no rank
+        late = 0 if kind == "scatter" else 1  # a scatter's root waits for no rank, so rank 0 is late there
         first = call.make(pgs[1 - late], *given[1 - late])
         if not first.done():
             native_of(pgs[1 - late]).hand_over()

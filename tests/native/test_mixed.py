@@ -136,7 +136,7 @@ async def test_keyed_calls_of_native_and_pure_ranks_match_in_any_order(job: str)
                 await work
             assert work.key == key
             assert (array == len(pgs) * keys.index(key)).all()
-        # A key can be reused, and calls without a key continue their own sequence numbers.
+        # Reuse a key, and continue the sequence numbers of calls without a key.
         again = [pg.allreduce(np.ones(1), key=keys[0]) for pg in pgs]
         await asyncio.gather(*again)
         assert {work.seq for work in again} == {3}

@@ -24,9 +24,9 @@ from ..internals import is_native, native_of
 from .groups import group_of_ranks
 from .test_wrong_arguments import make_common_lane, make_steps
 
-#: The number of counted repetitions, and of those before them, which fill the call history.
+#: The number of counted repetitions, and of earlier repetitions that fill the call history.
 TURNS, WARM = 400, HISTORY + 300
-#: Extension modules give objects at least this reference count to keep them alive for ever.
+#: The minimum reference count by which extension modules keep objects alive forever.
 IMMORTAL = 10**8
 
 Arrays = dict[str, Any]
@@ -46,7 +46,7 @@ def arrays() -> Arrays:
     }
 
 
-#: Calls that the accelerator carries out. Those of the first table run no Python in the group's method.
+#: Calls that the accelerator carries out without Python code in the group's method.
 STRAIGHT: dict[str, Callable[[ProcessGroup, Arrays], Work[Any]]] = {
     "allreduce": lambda pg, a: pg.allreduce(a["x"]),
     "one number": lambda pg, a: pg.allreduce(a["one"]),

@@ -110,7 +110,7 @@ def start_between_two(
     if kind == "alltoall_base":
         return pg.alltoall_base(other, bits(dtype, 2 * count, rank)), [other]
     if kind == "alltoall":
-        counts = [[9, count], [count - 7, 0]]  # elements that each rank sends to each rank
+        counts = [[9, count], [count - 7, 0]]  # the element counts that each rank sends to each rank
         outputs = [np.zeros(counts[peer][rank], numpy_dtype(dtype)) for peer in range(2)]
         return pg.alltoall(outputs, [bits(dtype, counts[rank][peer], rank, peer) for peer in range(2)]), outputs
     if kind.startswith("gather"):
@@ -246,7 +246,7 @@ async def test_large_keyed_native_calls_match_in_any_order(job: str) -> None:
         await check_sums(calls, len(job))
 
 
-#: Bytes of a chunk, and message lengths around those that change the path or the number of chunks.
+#: Bytes of a chunk, and message lengths near the limits of a path and near multiples of a chunk.
 BYTES = CHUNK * 8
 LENGTHS = [0, 1, *(limit + extra for limit in (BYTES // 2, BYTES, 2 * BYTES, 11 * BYTES) for extra in (-1, 0, 1))]
 LENGTHS += [3_000_017]

@@ -102,7 +102,7 @@ def test_accepted_number_of_arguments_matches_the_type_stub(name: str) -> None:
     most = sum(each.arg != "self" for each in (*arguments.posonlyargs, *arguments.args))
     least = most - len(arguments.defaults)
     function = callable_named(name)
-    # A complete call of `configure` would change the module for later tests.
+    # Do not call `configure` with valid arguments, which would change the module for later tests.
     tried = [least - 1, most + 1] if name == "configure" else range(most + 2)
     assert [count for count in tried if count >= 0 and accepts_count(function, count)] == [
         count for count in tried if least <= count <= most

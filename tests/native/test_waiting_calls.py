@@ -90,7 +90,7 @@ async def test_native_calls_use_frames_if_no_slot_becomes_free(immediate_handove
         zero = start_allreduces(pgs[0])
         await until(lambda: not native_of(pgs[0]).waiting)
         assert [is_native(work) for _, work in zero] == [True] * SMALL_SLOTS + [False] * (CALLS - SMALL_SLOTS)
-        # Later calls do not wait until a call has found a free slot again.
+        # After a wait, calls use frames until a call has found a free slot again.
         array = np.full(3, float(CALLS))
         work = pgs[0].allreduce(array)
         assert not is_native(work)

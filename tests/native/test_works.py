@@ -70,7 +70,7 @@ async def test_native_work_is_a_work_and_supports_subscript_types(kind: str, ran
 async def test_work_attributes_are_equal_before_and_after_completion(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
-    seq = work.seq if kind != "native" else None  # reading `seq` of a native work hands the call over to Python
+    seq = work.seq if kind != "native" else None  # not read for a native work, since this hands the call over to Python
     assert not work.done()
     assert not work.is_completed()
     assert not work.is_success()
@@ -474,7 +474,7 @@ async def test_await_iterator_of_a_work_cannot_be_restarted(kind: str, ranks: Ra
     iterator = work.__await__()
     future = next(iterator)
     assert asyncio.isfuture(future)
-    future._asyncio_future_blocking = False  # a task does this with a future that it waits for
+    future._asyncio_future_blocking = False  # a task sets this flag on a future that it waits for
     await finish_calls(ranks)
     with pytest.raises(StopIteration) as ended:
         next(iterator)

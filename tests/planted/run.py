@@ -32,13 +32,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAULTS = HERE / "faults.json"
 EQUIVALENT = HERE / "equivalent.json"
-#: The seed of the random choice. Another seed draws other faults.
+#: The seed of the random choice of faults.
 SEED = "planted"
 BY_HAND = "by hand"
 #: The time limit of a test run: a base in seconds, for a busy machine, plus this multiple of the time without a fault.
 #: A longer run counts as hung.
 FLOOR, TIMES = 40.0, 4.0
-#: Files and folders that the tests need.
+#: Files and folders of the tree that the tests need.
 PARTS = ("aiocoll", "tests", "docs", "examples", "bench", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md")
 
 
@@ -96,7 +96,7 @@ class Tree:
                 shutil.copytree(root / part, self.root / part, ignore=shutil.ignore_patterns("__pycache__", ".venvs"))
             elif (root / part).exists():
                 shutil.copy(root / part, self.root / part)
-        # By hash: by time, a file that changes twice within a second would keep its old bytecode.
+        # Validate bytecode by hash: with time stamps, a file changed twice within a second would keep old bytecode.
         compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", parts[0]]
         subprocess.run(compiled, cwd=self.root, check=True)
         self._package = Package(self.root / parts[0])
@@ -119,7 +119,7 @@ class Tree:
                 and "::" in failed
                 and self._pytest([failed.partition(" ")[2]], limit, native) is None
             ):
-                # The test passes alone, so the failure may be due to a busy machine.
+                # The test passes alone, so repeat the run: the failure may be due to a busy machine.
                 failed = self._pytest(arguments, limit, native)
             if failed is not None:
                 return failed
@@ -145,7 +145,7 @@ class Tree:
             return f"no end within {limit:.0f} s"
         finally:
             if process.poll() is None:
-                # The whole session, since tests start processes.
+                # Kill the whole session, since tests start processes.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
         if process.returncode == 0:

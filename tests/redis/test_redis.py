@@ -24,7 +24,7 @@ from ..internals import Limits
 from ..ranks import until
 from ..redis_server import RedisServer, need_redis, redis_server, request
 
-#: Seconds within which a wait must end that only a notification can end. Polling is off.
+#: Seconds within which a notification must end a wait; polling is off.
 SOON = 10.0
 LOST = "has lost the entries of this job"
 
@@ -92,7 +92,7 @@ async def test_aclose_of_a_redis_store_ends_waits_at_once(
     store = open_store(own_server.url)
     waits = [asyncio.create_task(store.get("never")), asyncio.create_task(store.queue_pop("never"))]
     await until(lambda: own_server.listeners() == 1)
-    for _ in range(5):  # the waits receive the notice of their subscription, and read again
+    for _ in range(5):  # let the waits receive the notice of their subscription and read again
         await store.check([])
     async with asyncio.timeout(SOON):
         await store.aclose()
@@ -162,7 +162,7 @@ async def test_waits_of_a_redis_store_share_one_connection(own_server: RedisServ
     await store.multi_set([str(number) for number in range(100)], [b"1"] * 100)
     await asyncio.gather(*waits)
     assert own_server.clients() == 2
-    # A change ends a subscription without waiting calls.
+    # The next change removes the subscription if no call waits.
     await store.set("here", b"")
     await until(lambda: own_server.clients() == 1)
     assert await store.get("0") == b"1"
@@ -328,7 +328,7 @@ async def test_redis_change_whose_reply_is_lost_is_made_once(
         assert await store.multi_get(["n", "log"]) == [b"20", b"x" * 10]
         assert [await store.delete_key("n") for _ in range(2)] == [True, False]
         await store.aclose()
-    # A request from a broken connection may reach the server after later requests.
+    # Replay requests, since a request from a broken connection may reach the server after later requests.
     for request_bytes in requests:
         if b"EVAL" in request_bytes:
             own_server.send(request_bytes)
@@ -382,7 +382,7 @@ async def test_data_loss_of_the_redis_server_raises_an_error_in_every_client(
         for call in (third.set("k", b"v"), third.check(["k"]), third.add("n", 1), third.list_keys(), store.get("k")):
             with pytest.raises(StoreUnavailableError, match=LOST):
                 await call
-    # A new client starts a new hash, whose entries no old client accepts as its own.
+    # A new client creates a new hash, whose entries old clients refuse.
     fresh = open_store(own_server.url)
     await fresh.set("k", b"new")
     assert await fresh.get("k") == b"new"
@@ -401,7 +401,7 @@ async def test_older_snapshot_of_the_redis_data_counts_as_data_loss(
     await store.set("k", b"new")
     own_server.kill()
     own_server.start()
-    assert await other.get("k") == b"old"  # its own change is there; the other client has not detected the loss yet
+    assert await other.get("k") == b"old"  # its own change is saved, and it has not detected the loss yet
     for each in (store, other):
         with pytest.raises(StoreUnavailableError, match=LOST):
             await each.get("k")
@@ -453,7 +453,7 @@ async def test_redis_server_receives_neither_job_keys_nor_arrays(own_server: Red
     writer.close()
     await writer.wait_closed()
     assert b"card/2" in monitored
-    # MONITOR shows bytes outside ASCII as numbers.
+    # The MONITOR command shows bytes outside of ASCII as escapes.
     array = "".join(f"\\x{byte:02x}" for byte in np.float64(payload).tobytes())
     for text in (secret, secret.hex().encode(), base64.b64encode(secret), b"an object", array.encode()):
         assert text not in monitored
@@ -670,7 +670,7 @@ async def test_connection_to_a_silent_redis_server_closes_at_once(
     stores = [open_store(redis.url), open_store(redis.tls_url, tls_ca=redis.ca)]
     for store in stores:
         await store.set("k", b"v")
-    limits(redis_patience=0.05)  # set after connecting, which may take longer
+    limits(redis_patience=0.05)  # set only after connecting, which may take longer
     for store in stores:
         used = store._client._connection._transport.get_extra_info("socket")
         redis.freeze()

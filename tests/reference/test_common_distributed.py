@@ -264,7 +264,7 @@ class Continuous(MultiProcessTestCase):
 
     async def hang(self) -> None:
         if self.rank == 2:
-            while True:  # blocks the event loop
+            while True:  # this loop blocks the event loop
                 pass
         await self.pg.barrier()
 

@@ -61,7 +61,7 @@ LEFT_OUT: dict[str, str] = {}
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 OBJECTS: list[Any] = ["foo", 12, {1: 2}]
 DTYPES = pytest.mark.parametrize("unit", [np.int64(1), np.complex64(1 + 1j)])
-#: The sent parts in the examples with uneven parts, by sending rank.
+#: By sending rank, the parts sent in the examples with uneven parts.
 UNEVEN = [
     [[0, 1], [2, 3], [4], [5]],
     [[10, 11, 12], [13, 14], [15, 16], [17, 18]],
@@ -479,7 +479,7 @@ async def test_shrink_group_default_group(pg: ProcessGroup, flags: int) -> None:
     assert dist.group.WORLD is smaller
     assert (dist.get_rank(), dist.get_world_size()) == (pg.rank() // 2, 2)
     assert await dist.all_reduce(dist.get_rank() + 1) == 3
-    # The groups split off from the old default group were closed with it.
+    # Groups split off from the old default group were closed together with it.
     with pytest.raises(aiocoll.GroupClosedError):
         dist.barrier(part)
     await dist.destroy_process_group()

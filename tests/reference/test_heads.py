@@ -20,9 +20,9 @@ import pytest
 from ..ports import free_port
 
 HEADS = Path(__file__).with_name("heads")
-#: Seconds for a job, less than the 300 s that ranks wait for each other.
+#: The timeout of a job in seconds, less than the 300 s that ranks wait for each other.
 LIMIT = 100
-#: The heads that start their ranks themselves.
+#: The programs of heads/ that start their own ranks.
 PARENTS = ("processes", "spawns")
 #: The line that each rank prints.
 DONE = re.compile(r"rank (\d) of 2: 3")

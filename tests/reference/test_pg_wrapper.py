@@ -64,7 +64,7 @@ LEFT_OUT = {
 }
 
 PLACES = [(2, "memory"), (4, "unix"), (2, "tcp"), (4, "shm")]
-#: The number of a mismatch with a transport, for tests in which each mismatch has its own group.
+#: Pairs of a mismatch number and a transport, for tests in which each mismatch has a separate group.
 NUMBERS = [(0, "memory"), (1, "unix"), (2, "tcp"), (0, "shm"), (1, "tcp"), (2, "shm")]
 SHAPE = (20, 10)
 
@@ -257,7 +257,7 @@ async def test_nccl_only_shape_mismatch() -> None:
             pg.reduce_scatter_tensor(np.zeros(4 + pg.rank()), np.ones(4 * (pg.size() + 1)))
         with pytest.raises(ValueError, match="input has 9 elements, expected 8"):
             pg.reduce_scatter_tensor(np.zeros(4), np.ones(9))
-        # Each call is right by itself, but the calls differ.
+        # Each call is valid by itself, but the calls of the ranks differ.
         part = np.zeros(4 + pg.rank())
         await assert_mismatch(pg.reduce_scatter_tensor(part, np.ones(part.size * pg.size())), part)
 

@@ -19,7 +19,7 @@ from aiocoll.rendezvous.parameters import RendezvousParameters, find_parameters
 
 OPTIONS = GroupOptions.resolve(None, {})
 
-#: Variables that the launchers set for rank 1 of 3, of which two are on its host.
+#: Variables that launchers set for rank 1 of 3 ranks, two of which are on its host.
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "0",
@@ -124,7 +124,7 @@ def test_environment_without_a_launcher_is_not_recognised() -> None:
     for env in (
         {},
         {"AIOCOLL_WORLD_SIZE": "3", "HOSTNAME": "x-1"},
-        # A Slurm batch script, and a shell of salloc.
+        # Variables in a Slurm batch script, and in a shell of salloc.
         {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_NODELIST": "n1"},
         {"OMPI_MCA_btl": "tcp", "PMIX_RANK": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
         {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -340,7 +340,7 @@ RANGE = st.tuples(st.integers(0, 999), st.integers(0, 99), st.integers(1, 4)).ma
     lambda drawn: (f"{drawn[0]:0{drawn[2]}}", f"{drawn[0]:0{drawn[2]}}-{drawn[0] + drawn[1]:0{drawn[2]}}")
 )
 RANGES = st.lists(st.one_of(RANGE, st.integers(0, 99).map(lambda n: (str(n), str(n)))), min_size=1, max_size=4)
-#: A part of the name of the first host, and the same part of the host list.
+#: Pairs: a part of the first host's name, and the corresponding part of the Slurm host list.
 PART = st.one_of(
     NAME.map(lambda name: (name, name)),
     RANGES.map(lambda ranges: (ranges[0][0], f"[{','.join(text for _, text in ranges)}]")),

@@ -125,7 +125,7 @@ async def test_cancelled_task_does_not_cancel_the_pmi_request_of_other_tasks(sto
     async with PmiLauncher(2) as launcher:
         tasks = [asyncio.create_task(find_store(launcher, 1)) for _ in range(3)]
         await until(lambda: launcher.entered == 1)
-        tasks[1].cancel()  # waits for the request of task 0
+        tasks[1].cancel()  # task 1 waits for the request of task 0
         await asyncio.wait([tasks[1]])
         tasks[0].cancel()  # task 2 takes over the request
         await asyncio.wait([tasks[0]])

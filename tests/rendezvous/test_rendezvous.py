@@ -83,7 +83,7 @@ async def test_ranks_meet_by_a_file_url(tmp_path: Path) -> None:
             await check_group(pg)
 
     await run_ranks_together(3, rank)
-    await run_ranks_together(3, rank)  # a second job may use the same file
+    await run_ranks_together(3, rank)  # a second job can use the same file
 
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp", "shm"])
@@ -139,7 +139,7 @@ async def test_consecutive_groups_can_use_the_same_address(port: int) -> None:
         for _ in range(4):
             async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
                 await check_group(pg)
-                kept.append(pg)  # a reference to a closed group must not block the next one
+                kept.append(pg)  # keep a reference: a closed group must not block the next group
         return kept
 
     await run_ranks_together(3, rank)
@@ -454,7 +454,7 @@ async def test_current_group_belongs_to_a_context() -> None:
             assert current_process_group() is None
             with process_group(pg) as current:
                 assert current is pg
-                await pg.barrier()  # by now the other rank has set its group in its own task
+                await pg.barrier()  # after this barrier, the other rank has set its group in its own task
                 assert current_process_group() is pg
                 assert await asyncio.create_task(inherited()) is pg
                 with process_group(None):

@@ -48,7 +48,7 @@ class CopiedMachineStore(Store):
         if command != "multi_get" or "/card/" not in arguments[0][0]:
             return found
         cards = [msgpack.unpackb(data) for data in found]
-        # Each rank gets its own loop name, since ranks of one loop would exchange data in memory.
+        # Give each rank a separate loop name, since ranks of one loop would exchange data in memory.
         return [
             msgpack.packb({**card, "unix": self._visible_name(card["unix"]), "loop": f"loop {rank}"})
             for rank, card in enumerate(cards)

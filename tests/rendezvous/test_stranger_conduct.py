@@ -30,7 +30,7 @@ from aiocoll.store import StoreServer, TCPStore
 from aiocoll.transport.stream import addresses as address
 
 KEY = b"k" * 32
-#: The connections of a flood to each listener, and those open at a time: more than a listener admits unproven.
+#: Connections of a flood per listener, in total and open at a time: more than the listener accepts unproven.
 FLOOD, OPEN = 400, 150
 #: The numbers of handshake bytes that strangers send before they fall silent.
 HANDSHAKE_BYTES = (0, 3, HELLO_SIZE, HELLO_SIZE + 5, HELLO_SIZE + PROOF_SIZE - 1)

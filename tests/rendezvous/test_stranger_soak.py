@@ -77,12 +77,12 @@ async def measured_times(what: str, conduct: str, transport: str) -> tuple[list[
         await visitor.wait()
         await server.aclose()
         for thread in threading.enumerate():
-            if thread.name.startswith("asyncio-waitpid"):  # its process has ended
+            if thread.name.startswith("asyncio-waitpid"):  # the process that this thread waits for has ended
                 thread.join()
     parts: list[list[float]] = [[] for _ in changes]
     for begin, seconds in durations:
         number = sum(change <= begin for change in changes) - 1
-        # Skip calls that overlap a change, except a meeting that finished only after the strangers had left.
+        # Skip calls that overlap a switch, except a rendezvous that finished only after the strangers had left.
         ends = begin + seconds <= changes[number] + PART or (what == "meet" and number % 2 == 0)
         if number >= 0 and begin > changes[number] + PART / 10 and ends:
             parts[number].append(seconds)
@@ -99,7 +99,7 @@ async def test_unauthenticated_clients_that_hold_or_repeat_connections_cost_litt
     conduct: str, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_them, without = map(medians, await measured_times("work", conduct, transport))
-    # Compare neighbouring parts, since the load of the machine changes.
+    # Compare adjacent parts of the run, since the load of the machine changes.
     ratio = statistics.median(one / other for one, other in zip(with_them, without, strict=False))
     with capsys.disabled():
         print(

@@ -46,7 +46,7 @@ KEY = b"k" * 32
 OTHER = b"another key of this length"
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
 NOBODY = 65534
-#: Seconds that are enough for a rank to refuse a peer without the key. The peer waits as long.
+#: Seconds within which a rank refuses a peer without the key; the peer waits for this time.
 LONG_ENOUGH = 2.5
 
 
@@ -183,7 +183,7 @@ async def test_child_processes_do_not_inherit_the_job_key(monkeypatch: pytest.Mo
         assert "AIOCOLL_JOB_KEY" not in os.environ
         child = await asyncio.create_subprocess_exec(*look, stdout=subprocess.PIPE)
         assert await child.communicate() == (b"\n", None)
-        # The process has removed the key from its environment, and keeps it for later groups.
+        # The process keeps the key, which it has removed from its environment, for later groups.
         with pytest.raises(AuthenticationError, match="did not prove"):
             await TCPStore("127.0.0.1", port, timeout=5, key=OTHER).open()
     async with new_group(init_method=method, rank=0, world_size=1):
@@ -292,7 +292,7 @@ async def test_process_of_another_user_cannot_connect_to_a_unix_socket() -> None
     async def attempt(name: str) -> None:
         with process_of_nobody(code, name) as process:
             out, _ = await asyncio.to_thread(process.communicate, timeout=30)
-        # The rank closes without reading. The client sees a reset, or an end of file if its message arrives later.
+        # The rank closes without reading; the client gets a reset, or an end of file if its message arrives later.
         assert out.strip() in (b"b''", b"")
 
     async with listening_rank("unix") as rank:
@@ -331,7 +331,7 @@ async def test_announced_frame_length_allocates_no_memory_in_a_store() -> None:
         await prove_key(socks[-1], identity)
         socks[-1].send(struct.pack("!I", 16 << 20))
     async with TCPStore(*endpoint, key=KEY) as store:
-        await store.set("large", bytes(8 << 20))  # a client that sends its whole frame
+        await store.set("large", bytes(8 << 20))  # this client sends its whole frame
         assert await store.get("large") == bytes(8 << 20)
     # The clients announced 512 MiB. The data of the correct client is far less than the limit.
     assert resident_bytes() - before < 100 << 20

@@ -78,7 +78,7 @@ async def test_ranks_can_meet_again_with_their_tickets() -> None:
 async def test_newcomer_with_a_ticket_replaces_a_rank() -> None:
     async def rank(ticket: Ticket) -> tuple[int, float]:
         async with ticket.join(timeout=LIMIT) as pg:
-            if pg.rank() == 0:  # without a meeting, rank 0 would host the store
+            if pg.rank() == 0:  # without a meeting, rank 0 of a group would host the store
                 return 0, 0.0
             old = pg
             pg = await old.shrink()

@@ -8,7 +8,7 @@ from aiocoll.testing.contracts import StoreContract
 
 from .conftest import UNLIMITED, every_store
 
-#: Tests that also run on the variants when slow tests are left out.
+#: Tests that run on the variants of stores even without slow tests.
 EVERY = (
     "test_set_then_get_from_another_handle",
     "test_get_waits_for_a_later_set",

@@ -142,7 +142,7 @@ async def test_master_serves_the_store_in_a_separate_thread_while_its_loop_is_bl
 
         thread = threading.Thread(target=asyncio.run, args=(read_in_thread(),))
         thread.start()
-        thread.join()  # blocks this loop
+        thread.join()  # join blocks this loop
         assert seen == [b"1"]
 
 
@@ -422,7 +422,7 @@ async def test_silent_clients_use_no_memory_for_tls():
         for _ in range(MIN_PLACES):
             await stack.enter_async_context(raw_connection(server))
         await until(lambda: len(server._unencrypted) == MIN_PLACES)
-        async with client(server, encryption="tls") as store:  # accepted last, after all silent clients
+        async with client(server, encryption="tls") as store:  # this client is accepted last, after all silent clients
             await store.set("k", b"1")
         assert resident_bytes() - before < MIN_PLACES * (64 << 10)
     await server.aclose()
@@ -615,7 +615,7 @@ async def test_invalid_argument_of_a_store_request_gets_an_error_reply(server):
         assert b"value must be bytes, got str" in await reader.readexactly(nbytes)
 
 
-#: A call per command, and invalid results for it.
+#: One call per store command, and invalid results for this command.
 CALLS = {
     "set": (lambda store: store.set("k", b""), [b"", 0]),
     "add": (lambda store: store.add("n", 1), [None, b"1", 1.0, True]),
@@ -855,7 +855,7 @@ async def test_forget_of_the_store_server_ends_connections_and_waits(server: Sto
         assert await after.queue_len("queue") == 0
         await after.queue_push("later", b"mine")
         assert await after.queue_pop("later") == b"mine", "an earlier client took the item"
-    # Clients from before `forget` do not count any more.
+    # Clients that connected before `forget` are not counted any more.
     late = client(server, world_size=2, timeout=0.2)
     with pytest.raises(StoreTimeoutError):
         await late.open()

@@ -6,7 +6,7 @@ import numpy as np
 
 from aiocoll import ProcessGroup, Recv, ReduceOp, Send
 
-#: Elements per rank: as float64, more than an eager window.
+#: Elements per rank, which as float64 exceed an eager window.
 LARGE = 100_003
 
 

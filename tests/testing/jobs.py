@@ -101,7 +101,7 @@ async def hang(pg: ProcessGroup, path: str) -> None:
                 pass
         case 2:
             record_start()
-            ctypes.PyDLL(None).pause()  # holds the GIL, so that threads are blocked too
+            ctypes.PyDLL(None).pause()  # the call holds the GIL, so that all threads are blocked
         case 3:
             record_start()
             await asyncio.Event().wait()

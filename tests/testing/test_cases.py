@@ -49,7 +49,7 @@ def test_rank_runs_all_setup_and_teardown_steps_of_a_test_case() -> None:
 @pytest.mark.parametrize("cls", [samples.InProcess, samples.MultiProcess])
 def test_outcome_of_a_test_equals_the_outcome_of_its_ranks(cls: type[unittest.TestCase]) -> None:
     result = run_all(cls)
-    # Python 3.12.1 alone does not count tests skipped by a decorator.
+    # Only Python 3.12.1 does not count tests that a decorator skips.
     assert result.testsRun == (8 if sys.version_info[:3] == (3, 12, 1) else 9)
     assert words(result.skipped) == {
         "test_skip": "not here",

@@ -17,11 +17,11 @@ REPORTS = [
     for block in blocks(PAGE)
     if block.heading == "Reading a report" and block.language == "text"
 ]
-#: The only file with failing tests, which show the reports.
+#: The only file of the page with failing tests, which show the reports.
 FAILING = "test_reports"
-#: The only file for another pytest plugin.
+#: The only file of the page for another pytest plugin.
 ANYIO = "test_anyio.py"
-#: Tests whose ranks are tasks run in virtual time, so that a busy machine leads to no timeout.
+#: A conftest that runs task ranks in virtual time, so that a busy machine causes no timeout.
 CONFTEST = """
 import asyncio
 

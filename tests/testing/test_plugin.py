@@ -117,7 +117,7 @@ async def test_skip(pg):
     result = project.run(source)
     result.assert_outcomes(failed=1, skipped=1)
     result.stdout.fnmatch_lines(["E*AssertionError: unlucky*", "E*rank 1 of 3 failed first", "test_it.py:4: Assert*"])
-    result.stdout.no_fnmatch_line("*aiocoll*ranks.py:*")  # the report omits the place of the call
+    result.stdout.no_fnmatch_line("*aiocoll*ranks.py:*")  # the report omits the internal frame that calls the test
 
 
 def test_ranks_of_a_marked_test_can_be_processes(project: Project) -> None:

@@ -138,7 +138,7 @@ def test_order_of_virtual_events_is_equal_in_every_process() -> None:
     assert run("1") == run("2")
 
 
-#: The order that `tasks_in_order` gives for the seed 1.
+#: The order that `tasks_in_order` returns for seed 1.
 ORDER = {
     "first": [2, 3, 0, 1],
     "second": [3, 0, 1, 2],

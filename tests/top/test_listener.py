@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs unix sock
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    return str(tmp_path / ("a long name " * 15) / "top")  # longer than the address of a socket may be
+    return str(tmp_path / ("a long name " * 15) / "top")  # longer than a unix socket address may be
 
 
 def options(folder: str, **more: Any) -> GroupOptions:
@@ -128,7 +128,7 @@ async def test_top_listener_reports_all_groups_of_a_process_with_their_counts(
 async def test_top_listener_reports_pending_calls_and_missing_ranks(folder: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
-            while not pg.stats().peers:  # until the others are known to wait
+            while not pg.stats().peers:  # wait until the other ranks are known to wait
                 report = await asyncio.to_thread(reported_groups, folder)
                 if report[0]["in_flight"] and report[0]["in_flight"][0]["missing"]:
                     break

@@ -15,10 +15,10 @@ START = (0, 0, 0, 1, 1, 0, 0)
 WRITER, READER = 0, 1
 CAPACITY = 1
 
-#: The fences, each named after the step that it precedes.
+#: The memory fences, each named after the step that it precedes.
 FENCES = ("look again", "look at status", "look at waiting", "look at taken")
 
-#: Steps that the other rank cannot observe. Taking them first loses no order of events, and leaves fewer states.
+#: Steps that the other rank cannot observe; taking them first loses no order of events and reduces the states.
 PRIVATE = frozenset(
     {"attend", "turned", "park", "stamp", "request wakeup", "cancel wakeup", "soon", "write", "deliver", "take"}
 )
@@ -191,7 +191,7 @@ def reader(rank: Rank, step: str) -> list[str]:
     if step == "poll":
         return ["deliver"] if rank.load(STAMP) == local["next"] else [local.pop("polled then")]
     if step == "deliver":
-        # The receiver of a frame may send a reply at once, which marks its rank as awake.
+        # The receiver of a frame may reply at once, which marks the receiving rank as awake.
         local["then"] = "take"
         return ["take"] if local["awake"] or not rank.lively else ["take", "attend"]
     if step == "take":

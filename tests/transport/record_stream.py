@@ -12,7 +12,7 @@ __all__ = ["RecordStream", "open_records"]
 
 _HEAD = struct.Struct("<BH")
 _DATA, _TAKEN, _END = range(3)
-#: Record size; most bytes returned by one receive; records that may be sent before the peer confirms.
+#: Record size; maximum bytes of one receive; records that may be sent before the peer confirms.
 RECORD, SOME, AHEAD = 1000, 700, 3
 
 

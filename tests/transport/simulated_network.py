@@ -40,10 +40,10 @@ __all__ = ["Network", "SimulatedRank"]
 
 #: The longest delay of a message, and the longest time that a loop is blocked.
 LONGEST = 3 * HANDSHAKE_TIMEOUT
-#: Handshake message sizes per direction. Further messages set up shared memory.
+#: Sizes of handshake messages, per direction; later messages set up shared memory.
 FROM_DIALLER = (HELLO_SIZE, PROOF_SIZE, CONFIRM_SIZE)
 FROM_ACCEPTOR = (CHALLENGE_SIZE, VERDICT_SIZE)
-#: The number of dials to a rank that are often delayed. Later dials are rarely delayed, so that every run ends.
+#: The number of dials to a rank with frequent delays; later dials are rarely delayed, so that every run ends.
 SLOW_DIALS = 3
 #: Virtual seconds after which a simulation has failed.
 LIMIT = 10_000.0

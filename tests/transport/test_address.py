@@ -21,7 +21,7 @@ from aiocoll.transport.stream import addresses as address
 
 from ..ports import free_ports
 
-# libuv opens a pipe with the first loop and keeps it. Open it here, or the check for leaked descriptors reports it.
+# Open a loop once: libuv's first loop opens a pipe that stays open, which would count as a leaked descriptor.
 uvloop.new_event_loop().close()
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")

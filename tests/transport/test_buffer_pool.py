@@ -40,7 +40,7 @@ class CheckedPool(BufferPool):
 
     def give(self, buffer: memoryview) -> None:
         self.used = [each for each in self.used if each is not buffer]
-        buffer[:] = b"\xff" * len(buffer)  # a link that still reads the buffer gets wrong bytes
+        buffer[:] = b"\xff" * len(buffer)  # overwrite, so that a link that still reads the buffer gets wrong bytes
         super().give(buffer)
 
 

@@ -35,7 +35,7 @@ STREAMS: dict[str, OpenStream] = {
 }
 #: Streams over several connections, with the kind of each connection.
 STRIPED = {"striped": "plain", "striped records": "records", "striped tls": "tls"}
-#: The number of connections in such a stream.
+#: The number of connections in a striped stream.
 STRIPES = 3
 each_stream = pytest.mark.parametrize("kind", [*STREAMS, *STRIPED])
 

@@ -22,7 +22,7 @@ from .test_stream import Rank, send_number, settle, started
 
 #: The number of messages in a handshake, counting both directions.
 MESSAGES = 5
-#: After this number of messages, the dialled end has promised the link.
+#: The number of messages after which the dialled end has promised the link.
 PROMISED = 3
 
 
@@ -165,7 +165,7 @@ async def test_dial_succeeds_while_a_simultaneous_dial_of_the_peer_is_stuck(held
                 await gate.let_through(1 - held)
             if before < PROMISED:
                 await asyncio.gather(*dials)
-            for _ in range(MESSAGES):  # releases the dial that was stuck
+            for _ in range(MESSAGES):  # release the dial that was stuck
                 await gate.let_through(held)
             made = await asyncio.gather(*dials)
             await settle(*ranks)

@@ -117,7 +117,7 @@ def test_unresolvable_master_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_master_without_a_route_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
         (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("255.255.255.255", 9))
-    ]  # a broadcast address: connect() refuses it
+    ]  # `connect` refuses a broadcast address
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
     with pytest.raises(RendezvousError, match=r"no route from this host to the master at 'far' .*interface= or bind="):
         route.routable_address("far")
@@ -187,7 +187,7 @@ def test_host_with_one_address_publishes_this_address(
     replaced(monkeypatch, routable_address=lambda master, *_: master)
     interfaces["eth0"] = FOREIGN[0]
     assert find_route(["", ""]) == (FOREIGN[0], FOREIGN[0])
-    assert find_route(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # a service address belongs to no host
+    assert find_route(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # no host has this service address
 
 
 @pytest.mark.usefixtures("no_default_route")

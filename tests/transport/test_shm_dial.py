@@ -348,7 +348,7 @@ async def test_busy_thread_pool_does_not_delay_a_shared_memory_link() -> None:
 async def test_abandoned_shared_memory_link_returns_its_lane() -> None:
     """Check that lanes are returned: an outbox has one lane per rank and a few spare lanes."""
     ends = Ends()
-    kept, socks = await ends.negotiate(), ends.socks  # this link keeps the outboxes open
+    kept, socks = await ends.negotiate(), ends.socks  # keep this link, which keeps the outboxes open
     for _ in range(OutboxLayout(2).lanes + 1):
         ends.socks = sockets("unix")
         results = await ends.negotiate()
@@ -463,9 +463,9 @@ def own_memory(nbytes: int) -> int:
     return fd
 
 
-#: Descriptors that are no doorbell, or a doorbell that blocks the ringing rank.
+#: Functions that make descriptors that are not a doorbell, or a doorbell that blocks the ringing rank.
 DOORBELLS = [blocking_eventfd, pipe, regular_file, closed_stream, epoll_descriptor, null_device, sealed_memory]
-#: Descriptors that are no sealed memory of the right size which both ranks can write.
+#: Functions that make descriptors other than sealed memory of the correct size which both ranks can write.
 MEMORIES = [
     unsealed_memory,
     smaller_memory,
@@ -477,7 +477,7 @@ MEMORIES = [
     pipe,
     eventfd,
 ]
-#: Descriptors that are no outbox. An outbox may be writable by its owner alone.
+#: Functions that make descriptors other than an outbox, which only its owner may be able to write.
 OUTBOXES = [unsealed_memory, smaller_memory, larger_memory, regular_file, null_device, pipe, eventfd]
 
 
@@ -532,8 +532,8 @@ async def test_malformed_offer_of_shared_memory_is_refused(offer: str) -> None:
     [
         (message(ranks=3), [own_memory, eventfd], ProtocolError),
         (message(lane=OUTBOX.lanes), [own_memory, eventfd], ProtocolError),
-        (message(), [own_memory, eventfd, eventfd], LinkParts),  # the kernel drops the third descriptor
-        (message(), [sealed_memory, eventfd], LinkParts),  # from a kernel without F_SEAL_FUTURE_WRITE
+        (message(), [own_memory, eventfd, eventfd], LinkParts),  # the kernel drops the third, surplus descriptor
+        (message(), [sealed_memory, eventfd], LinkParts),  # memory as from a kernel without F_SEAL_FUTURE_WRITE
         (message(), [unsealed_memory, eventfd], ProtocolError),
         (message(), [null_device, eventfd], ProtocolError),
         *((message(), [each, eventfd], ProtocolError) for each in OUTBOXES),

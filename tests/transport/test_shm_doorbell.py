@@ -17,7 +17,7 @@ from aiocoll.transport.shm.region import open_readable
 
 from .doorbells import Case, explore, received_count
 
-#: One entry lets the reader do everything. Two entries also fill the ring and need a second ring of the doorbell.
+#: Cases: with one entry, all reader behaviour; two entries also fill the ring and need a second doorbell ring.
 CASES = [Case(1), Case(2, lively=False)]
 LAYOUT = OutboxLayout(2)
 
@@ -193,7 +193,7 @@ async def test_woken_rank_polls_all_links_and_sleeps_again(pair: Pair) -> None:
     async with asyncio.timeout(20):
         while pair.status in (number, number + 1):  # noqa: ASYNC110
             await asyncio.sleep(0)
-    # Three polls that move something, one that moves nothing, and one after the status has been published.
+    # Three polls with progress, one without, and one after the sleeping status has been published.
     assert pair.link.polls - before == 3 + 1 + 1
     assert pair.take_rings() == 0
 

@@ -50,7 +50,7 @@ class Kernel:
     def __init__(self) -> None:
         self.spans: list[tuple[int, int, int]] = []
         self.code = 0
-        #: The number of calls that succeed before the failures.
+        #: The number of reservations that succeed before all later ones fail.
         self.left = 0
 
     def fail_with(self, code: int, after: int = 0) -> None:
@@ -62,7 +62,7 @@ class Kernel:
             raise OSError(self.code, os.strerror(self.code))
         self.left -= 1
         populate(memory, start, nbytes)
-        # Both ends map a link region, so count it once. Only its owner writes an outbox.
+        # Count a link region once, although both ends reserve it. Only its owner reserves an outbox.
         which = 0 if len(memory) in REGIONS else id(memory)
         self.spans.append((which, start, start + nbytes))
 
@@ -187,7 +187,7 @@ def resident_bytes(nbytes: int) -> list[int]:
 
 async def test_idle_link_takes_less_memory_than_documented() -> None:
     """Count the accessed pages of the region and the objects of each end."""
-    async with linked("shm") as (near, far):  # makes the objects that all links share
+    async with linked("shm") as (near, far):  # the first link makes the objects that all links share
         near.start()
     tracemalloc.start()
     try:
@@ -515,7 +515,7 @@ async def test_frame_whose_memory_cannot_be_reserved_is_tried_once(kernel: Kerne
 # -- whole groups
 
 
-#: Element counts that fit in a slot's line, in a small slot, in a middle slot. All fit in an idle ring.
+#: Element counts for the line of a slot, a small slot and a middle slot, all of which fit in an idle ring.
 COUNTS = (1, 5, 6, 500, 600, 1024)
 SUMS = {size: [[size * (size - 1) / 2] * count for count in COUNTS] for size in (2, 3)}
 

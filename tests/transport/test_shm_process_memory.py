@@ -127,7 +127,7 @@ def test_read_of_unmapped_process_memory_raises_efault() -> None:
     assert not own.can_show(start + PAGE)
     assert read(memory, start, PAGE) == bytes(PAGE)
     with pytest.raises(OSError, match=os.strerror(errno.EFAULT)):
-        read(memory, start + 1, PAGE)  # the range begins in mapped memory
+        read(memory, start + 1, PAGE)  # this range begins in mapped memory and ends beyond it
     assert protect(start + PAGE, PAGE, 3) == 0
 
 
@@ -226,7 +226,7 @@ def test_yama_permission_to_read_is_set_for_the_given_process(monkeypatch: pytes
 
         def prctl(self, option: int, pid: ctypes.c_ulong, *rest: int) -> int:
             self.calls.append((option, pid.value, *rest))
-            return -1  # the result of a kernel without Yama
+            return -1  # prctl returns this on a kernel without Yama
 
     library = Library()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
@@ -236,7 +236,7 @@ def test_yama_permission_to_read_is_set_for_the_given_process(monkeypatch: pytes
 
 def test_system_without_process_vm_readv_reads_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno=False: object())
-    wrapped(monkeypatch, process_vm_readv=lambda kept: kept.__wrapped__())  # without its cached result
+    wrapped(monkeypatch, process_vm_readv=lambda kept: kept.__wrapped__())  # bypasses the cached result
     permit_reading(1234)
     assert "no process_vm_readv" in str(can_read())
     near, far = socket.socketpair()

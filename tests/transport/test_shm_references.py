@@ -28,7 +28,7 @@ from .links import Recorder, frame, linked, shm_ends
 PROCESS = pytest.param(
     "process", marks=pytest.mark.skipif(can_read() is not None, reason=f"cannot read memory of processes: {can_read()}")
 )
-#: Sizes around the segment size, and the largest size.
+#: Payload sizes near the segment size, and the largest size.
 SIZES = (1, SEGMENT - 1, SEGMENT, SEGMENT + 1, MOST_BY_REFERENCE)
 
 
@@ -234,7 +234,7 @@ async def test_withdrawal_of_a_read_reference_does_not_affect_later_references(w
         assert both.write(array, 1, owner)
         await until(lambda: both.read == [1])
         both.near.references.invalidate(owner)
-        for op in range(2, 600):  # uses every entry of the ring again
+        for op in range(2, 600):  # enough frames to use every entry of the ring again
             assert both.write(array, op)
             both.near.references.invalidate(owner)
             await until(lambda op=op: both.read[-1] == op)
@@ -403,7 +403,7 @@ async def test_references_are_used_only_if_both_ends_want_them(single_copy: tupl
     view = memoryview(bytearray(100))
     assert near.references.find(view, attach=True) is None
     assert far.references.find(view, attach=True) is None
-    # A peer may break the agreement; the link must detect it.
+    # Write a reference although the ends agreed on none; the link must detect it.
     assert near.references.write(reference_header(1, 1000), (0, 4096), None, lambda: None)
     await far.sink.until(lambda: far.sink.losses)  # type: ignore[attr-defined]
     for each in (near, far):
@@ -421,4 +421,4 @@ async def test_memory_that_other_processes_cannot_read_is_not_sent_by_reference(
         assert memory is not None
         monkeypatch.setattr(type(memory), "can_show", lambda self, address: False)
         assert both.place(np.frombuffer(bytearray(1000), np.uint8)) is None
-        assert both.place(array[10:20]) is not None  # NumPy allocated it, so no check is needed
+        assert both.place(array[10:20]) is not None  # NumPy allocated this memory, so no check of the memory is needed

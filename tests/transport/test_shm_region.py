@@ -29,7 +29,7 @@ from ..internals import failing
 from ..shared_memory import mapped
 
 NBYTES = 3 * PAGE
-#: Larger than the part that one loop iteration reserves, and no multiple of it.
+#: A size larger than the part that one loop iteration reserves, and not a multiple of it.
 LARGE = 1024 * 1024 + PAGE
 
 Make = Callable[[int], tuple[int, mmap.mmap]]
@@ -77,7 +77,7 @@ def test_new_shared_memory_region_is_zeroed_and_has_its_full_size(make: Make, nb
     assert len(memory) == nbytes
     assert not any(memory[: 2 * PAGE])
     assert os.fstat(fd).st_size == nbytes
-    # Reserved blocks protect the writer from SIGBUS when the host runs out of memory.
+    # All blocks are reserved, which protects writers from SIGBUS when the host runs out of memory.
     assert os.fstat(fd).st_blocks * 512 >= nbytes
     assert not os.get_inheritable(fd)
     os.close(fd)
@@ -258,7 +258,7 @@ def test_memory_limit_raises_an_error_instead_of_a_signal(limit: str, value: int
 
 # -- memory that only its owner can write
 
-#: Tries every way to write the memory of a descriptor; prints the names of those that failed.
+#: A program that tries every way to write the memory of a descriptor, and prints the ways that failed.
 INTRUDER = """
 import ctypes, fcntl, mmap, os, sys
 fd, nbytes = int(sys.argv[1]), int(sys.argv[2])

@@ -14,9 +14,9 @@ from aiocoll.transport.shm.layout import ENTRIES, LINE, LinkLayout
 from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.ring import ENTRY, RingWriter
 
-#: Sizes around each limit: no payload, inline, one line, the largest.
+#: Payload sizes near each limit: none, inline, one line, the largest.
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4096, SEGMENT - 64, SEGMENT - 1, SEGMENT)
-#: World sizes whose data area holds two segments, and one.
+#: World sizes for which the data area holds two segments, and one segment.
 WORLDS = (2, 64)
 
 

@@ -67,7 +67,7 @@ async def ends() -> AsyncIterator[Ends]:
         yield both
         both.registered_memory.close()
     del near, far
-    vars(both).clear()  # pytest keeps the object for a while
+    vars(both).clear()  # clear the object, which pytest references for a while
 
 
 async def test_shared_segment_can_be_read_until_it_ends(ends: Ends) -> None:

@@ -63,7 +63,7 @@ class Steps:
             self.other()
 
 
-#: Names of the attributes whose words both ranks access.
+#: Names of the attributes that hold words which both ranks access.
 WORDS = ("_words", "_lines", "_named", "_consumed", "common_named", "common_consumed", "consumed", "words")
 
 
@@ -91,7 +91,7 @@ class Box:
         self.outbox = host.readers[1]
         self.reader: SlotReader = self.outbox.common if is_common else self.outbox.lane
         self.writer: Any = host.boxes[0].common if is_common else host.lanes[1]
-        #: The lanes of all readers of the common lane.
+        #: The lanes of all readers, as of the common lane.
         self.lanes = list(host.lanes.values())
 
     def post(self, slot: int, identity: int, group: int, array: np.ndarray, length: int = 0) -> bool:

@@ -81,7 +81,7 @@ class Rank:
         self.changed.set()
 
     async def connect(self, other: "Rank", kind: ConnKind | None = None) -> StreamLink | None:
-        # Shared memory carries data only.
+        # Use a data link for shared memory, which transfers data only.
         kind = kind or (DATA if self.transport._transport == "shm" else CONTROL)
         link = await self.transport.connect(other.transport.rank, other.card, kind)
         if link is not None:
@@ -708,7 +708,7 @@ async def test_client_with_a_malformed_hello_is_disconnected_at_once(flavour: st
             async with stranger(b.card) as sock:
                 sock.send(garbage)
                 answer = await read(sock, HELLO_SIZE)
-                if flavour == "tls" and answer:  # OpenSSL sends a fatal alert if the first byte is that of a record
+                if flavour == "tls" and answer:  # OpenSSL sends a fatal alert if the first byte is a valid record type
                     assert (answer[0], answer[3:6]) == (21, b"\0\2\2"), answer
                     assert len(answer) == 7
                 else:
@@ -763,7 +763,7 @@ async def test_connect_to_an_unreachable_peer_raises_peer_lost_error(flavour: st
         await b.transport.aclose()
         with pytest.raises(PeerLostError) as caught:
             await a.connect(b)
-        # At seconds 1 to 5 another attempt starts; at second 6 the timeout has passed.
+        # Further attempts start at seconds 1 to 5; at second 6 the timeout has passed.
         assert str(caught.value) == f"rank 1 cannot be reached at {where}: Connection refused (tried for 7.0 s)"
         assert caught.value.ranks == (1,)
         assert caught.value.how == "unreachable"
@@ -802,7 +802,7 @@ async def test_peer_that_closes_during_the_handshake_is_dialled_again() -> None:
                 with sock:
                     await read(sock, HELLO_SIZE)
                     if sent_bytes == PROOF_SIZE:
-                        sock.send(make_client(1).hello())  # the dialler cannot verify a challenge
+                        sock.send(make_client(1).hello())  # the dialler cannot verify a challenge alone
                         await read(sock, PROOF_SIZE)
             sock, _ = await loop.sock_accept(listener)
             with sock:
@@ -997,9 +997,9 @@ async def test_cancelled_connect_leaves_no_open_sockets(flavour: str, turns: int
         await asyncio.wait([dial])
         await settle(b)
         assert await a.connect(b) is not None or not dial.cancelled()
-        # The peer must not have had a link that ended, because it would report a lost rank.
+        # The peer had no link that ended, since it would have reported a lost rank.
         assert b.lost_peers == []
-        del dial  # its traceback refers to the sockets
+        del dial  # the traceback of `dial` references the sockets
     del a, b  # a link keeps its mapped memory until it is deleted
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -1036,7 +1036,7 @@ async def test_earlier_dial_does_not_end_a_newer_link(flavour: str) -> None:
         (other,) = one.links
         one.transport._links.catch_up((0, kind), 0)
         assert not other.closed
-        one.transport._links.catch_up((0, kind), 1 << 15)  # an older count: counts are sent modulo 65536
+        one.transport._links.catch_up((0, kind), 1 << 15)  # an older count of links, sent modulo 65536
         assert not other.closed
         one.transport._links.catch_up((0, kind), 1)
         assert other.closed

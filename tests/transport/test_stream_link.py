@@ -125,7 +125,7 @@ async def test_diverted_payload_is_not_written_to_its_array() -> None:
         assert room == bytes(BIG)
         assert [op for op, _ in sink.frames] == [1, 2, 1]
         assert sink.frames[1] == (2, b"next")
-        link.divert()  # has no effect between frames
+        link.divert()  # `divert` has no effect between frames
 
 
 @pytest.mark.parametrize(

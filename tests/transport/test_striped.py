@@ -64,7 +64,7 @@ async def test_frames_of_a_striped_link_arrive_in_order_over_all_connections(fla
         ("127.0.0.1", 1.0, False),
         ("127.0.0.2", FAR, True),
         ("127.0.0.2", FAR - 1e-6, False),
-        ("127.0.0.2", inf, False),  # the kernel does not know the round-trip time
+        ("127.0.0.2", inf, False),  # the kernel has measured no round-trip time
     ],
 )
 async def test_connections_to_distant_hosts_are_paced(

@@ -134,7 +134,7 @@ class RailLink:
         except BlockingIOError:
             self._loop.add_writer(self._rail, self._resume)
         except OSError:
-            self._waiting.clear()  # the next read raises the error
+            self._waiting.clear()  # the next read raises the connection's error
         return not self._waiting
 
     def _resume(self) -> None:
@@ -228,7 +228,7 @@ class RailCarrier:
                 rail.setblocking(False)
                 if hmac.compare_digest(await loop.sock_recv(rail, 16), secret):
                     return rail
-                rail.close()  # another process of this host
+                rail.close()  # the connection comes from another process of this host
 
     async def _take(self, stream: ByteStream) -> socket.socket:
         loop = asyncio.get_running_loop()

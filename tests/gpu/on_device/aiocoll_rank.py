@@ -43,7 +43,7 @@ ROUNDS = 20
 SOON = 3.0
 #: The timeout of a call in seconds, including the creation of the communicator.
 TIMEOUT = 30.0
-#: The number of queued calls. Each enqueues a wait, a kernel and an event; a stream has room for 1,024 entries.
+#: The number of queued calls. Each call enqueues a wait, a kernel and an event; a stream holds 1,024 entries.
 QUEUED = 500
 #: The largest delay of the event loop in seconds.
 LAG = 0.5
@@ -142,7 +142,7 @@ async def make_mismatch(pg: ProcessGroup, made: World) -> None:
         many,
         few,
         few,
-    ):  # so that later calls of both lengths are launched before they are compared
+    ):  # repeated, so that later calls of both lengths are launched before they are compared
         await time_allreduce(pg, made, count)
     tensor = made.tensor(np.ones(few if rank else many, np.float32))
     clock = runtime()[1]
@@ -181,7 +181,7 @@ async def queue_calls(pg: ProcessGroup, made: World) -> None:
     made.stream(0)
     tensor = made.tensor(np.full(1000, pg.rank() + 1.0))
     await pg.allreduce(tensor)
-    gate = made.gate(0)  # after the first call, which loads its kernel
+    gate = made.gate(0)  # make the gate after the first call, which loads its kernel
     async with late_wakeups() as late:
         start = perf_counter()
         works = [pg.allreduce(tensor) for _ in range(QUEUED)]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from aiocoll import ProcessGroup
 
-#: The environment variable with the file for figures, one JSON object per line.
+#: The environment variable with the path of the file for measurements, one JSON object per line.
 FIGURES = "GPU_FIGURES"
 #: Seconds of each sleep of the task that measures how late it wakes.
 NAP = 0.001

@@ -111,7 +111,7 @@ class Direct:
         self._kernels: dict[tuple[int, str], ctypes.c_void_p] = {}
         self._copying = threading.Lock()
         with self.on(0):
-            self._block = self.cuda.pinned(NBYTES)  # no memory can be locked while NCCL kernels run
+            self._block = self.cuda.pinned(NBYTES)  # allocated now: NCCL kernels would delay page-locking
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:

@@ -35,7 +35,7 @@ async def test_event_loop_is_not_blocked_during_a_long_kernel(kind: str, way: st
             await work
             took = perf_counter() - start
         assert took > made.slow * 0.9
-        # A callback that waited for the device would delay the loop for the whole kernel.
+        # A callback that waited for the device would delay the event loop by the length of the kernel.
         assert max(called, *late) < made.slow / 2
         made.figure(f"loop lag under a kernel of {made.slow:g} s, {way}: ms p50, p99, max", lag_percentiles(late))
         made.figure(f"the call itself, {way}: us", round(called * 1e6, 1))

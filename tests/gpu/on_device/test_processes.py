@@ -19,7 +19,7 @@ from ...ranks import run_ranks
 from .two import PosingCuda, rank_settings, way_for_version
 from .worlds import PLAYED, World, world
 
-#: The timeout for all processes of a test in seconds; its step has more time, so that the test can show their stacks.
+#: The timeout of a test's processes in seconds, shorter than the step's, so that the test can show their stacks.
 LIMIT = 45.0
 
 
@@ -110,7 +110,7 @@ async def call_on_shared_device(pg: ProcessGroup, kind: str) -> str:
     cuda, nccl = runtime()
     assert nccl is not None
     os.environ.update(rank_settings(pg.rank(), way_for_version(nccl.version())))
-    with world(kind, stuck=True) as made:  # NCCL may refuse two ranks on a device, or hang
+    with world(kind, stuck=True) as made:  # `stuck`, since NCCL may refuse two ranks on a device, or hang
         pg.timeout = 20.0
         with provide(PosingCuda(cuda, pg.rank()), nccl):  # type: ignore[arg-type]
             found = await make_checked_calls(pg, made)

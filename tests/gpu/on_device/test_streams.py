@@ -88,7 +88,7 @@ async def test_work_on_default_streams_is_ordered_with_calls(kind: str, way: str
         gate.open()
         await work.on_stream()
         made.add(tensor, 10.0)
-        await work  # the next line blocks the loop, which all ranks share
+        await work  # await now, since the next line blocks the loop, which all ranks share
         assert set(made.host(tensor)) == {pg.size() * (pg.size() + 1) / 2 + 10}
 
     with world(kind, way, 2) as made:
@@ -108,7 +108,7 @@ async def test_stream_capture_stays_valid_and_contains_no_collective_call(kind: 
             with pytest.raises(RuntimeError, match="being captured into a graph"):
                 pg.allreduce(tensor)
             gate.open()
-            await work  # threads query the end of this work during the capture
+            await work  # device threads query the end of this work during the capture
         await pg.allreduce(tensor)
         assert set(made.host(tensor)) == {pg.size() ** 3}
 
@@ -127,7 +127,7 @@ async def test_array_memory_is_not_reused_while_calls_read_the_array(kind: str, 
             outputs = [made.tensor(np.zeros(size * count), device) for _ in range(together)]
             works = []
             for turn, output in enumerate(outputs, start):
-                # Without a reference to the source, a new array could get its memory.
+                # If calls held no reference to the unreferenced source, a new array could get its memory.
                 source = made.tensor(np.full(count, turn * size + rank, float), device)
                 works.append(pg.allgather_into_tensor(output, source))
                 del source
@@ -155,7 +155,7 @@ async def test_arrays_can_be_deleted_while_their_calls_are_in_flight(kind: str, 
             del tensor
             junk = [
                 made.tensor(np.full(5000, -1), device) for _ in range(3)
-            ]  # these arrays could get the memory if it were freed
+            ]  # these arrays could get the memory of the deleted array if it were freed
             await asyncio.sleep(0)
             found = made.host(await work)
             assert set(found) == {pg.size() * turn + pg.size() * (pg.size() - 1) // 2}

@@ -36,7 +36,7 @@ TWO_HOSTS = {
 #: The environment variable that selects one of `WAYS`: another host name for each rank, or a setting of NCCL 2.30.
 TWO_BY = "GPU_TWO_BY"
 WAYS = ("hostid", "multi-rank")
-#: The first NCCL version with that setting.
+#: The first NCCL version with the setting for several ranks per device.
 MULTI_RANK = 23000
 #: The timeout of both ranks in seconds, shorter than the limit of the step, so that the output names the hung rank.
 LIMIT = 45.0

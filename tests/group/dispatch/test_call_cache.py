@@ -17,7 +17,7 @@ from aiocoll.engine.operations.signature import Signature
 from ...internals import Limits, dispatcher_of, spied
 
 SUM = ReduceOp.SUM
-#: Two dtypes of one width that are equal, but not the same.
+#: Two dtypes of the same width, which NumPy treats as equal but which are distinct objects.
 ONE, OTHER = np.dtype("l"), np.dtype("q")
 
 

@@ -33,7 +33,7 @@ def test_python_switch_interval_is_shortened_to_the_value_of_the_environment_var
     if given is not None:
         monkeypatch.setenv("AIOCOLL_SWITCH_INTERVAL", given)
     set_switch_interval()
-    assert sys.getswitchinterval() == pytest.approx(expected, abs=1e-6)  # Python keeps the interval in microseconds
+    assert sys.getswitchinterval() == pytest.approx(expected, abs=1e-6)  # Python stores the interval in microseconds
 
 
 def test_switch_interval_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
