@@ -663,7 +663,7 @@ def test_import_loads_only_the_listed_edge_modules() -> None:
     assert not {name for name in imports("shipped") if folder(name) in HOUSES["edge"]}
 
 
-def test_public_names_loaded_on_first_use_behave_like_others() -> None:
+def test_public_names_loaded_on_first_use_behave_like_other_public_names() -> None:
     code = """
 import aiocoll
 later = sorted({*aiocoll.__all__} - {*vars(aiocoll)})

@@ -153,7 +153,7 @@ def test_intermediate_certificates_are_supported(tmp_path: Path, authority: Auth
     assert prepare(files, "train", RANK0).own is not None
 
 
-def test_rank_certificate_cannot_sign_others(tmp_path: Path, authority: Authority) -> None:
+def test_rank_certificate_cannot_sign_other_certificates(tmp_path: Path, authority: Authority) -> None:
     rank = Authority(tmp_path, "rank", above=authority, proper=False)
     files = rank.make(RANK0, ca=authority.file)
     with open(files.certificate, "ab") as file:

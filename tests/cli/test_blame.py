@@ -205,7 +205,7 @@ STUCK = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_launcher_prints_a_stopped_rank_last_if_the_other_ranks_failed_because_of_it(
+def test_launcher_prints_a_stopped_rank_last_if_the_stop_made_other_ranks_fail(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits(run_release=0.2, run_grace=0.2)

@@ -299,7 +299,9 @@ def run_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_command_with_closed_output_reports_it(argv: list[str], run_command: Callable[..., EndedCommand]) -> None:
+def test_command_with_closed_output_reports_the_lost_output(
+    argv: list[str], run_command: Callable[..., EndedCommand]
+) -> None:
     done = run_command(argv, None)
     assert done.code == 1
     assert re.fullmatch(r"aiocoll: standard output cannot be written \(it is closed\): \d+ bytes lost\n", done.stderr)
@@ -307,7 +309,9 @@ def test_command_with_closed_output_reports_it(argv: list[str], run_command: Cal
 
 @needs_full
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_command_on_a_full_disk_reports_it(argv: list[str], run_command: Callable[..., EndedCommand]) -> None:
+def test_command_on_a_full_disk_reports_the_lost_output(
+    argv: list[str], run_command: Callable[..., EndedCommand]
+) -> None:
     with FULL.open("wb") as full:
         done = run_command(argv, full.fileno())
     assert done.code == 1

@@ -151,7 +151,7 @@ def test_failure_after_the_last_restart_ends_the_job(launch: Launch, tmp_path: P
     assert len(ranks.started) == SIZE + 1
 
 
-def test_rank_that_raises_is_replaced_and_its_traceback_is_shown(launch: Launch, tmp_path: Path) -> None:
+def test_rank_that_raises_is_replaced_and_its_traceback_is_printed(launch: Launch, tmp_path: Path) -> None:
     script = MENDS.replace(
         "total = await", "if os.environ.get('RANK') == '2' and state['steps'] == 5: raise ValueError('no data')\n"
         "                total = await",

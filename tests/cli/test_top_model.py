@@ -89,7 +89,7 @@ def test_ranks_are_sorted_by_how_long_other_ranks_wait_for_them() -> None:
     assert (second.waited_for, second.waits) == (pytest.approx(0.025), pytest.approx(0.85))
 
 
-def test_long_wait_is_counted_once_and_while_it_lasts() -> None:
+def test_long_wait_is_counted_once_although_it_lasts_several_intervals() -> None:
     """Check a wait of 10 s: a rank reports a wait at its end, which must not show as 1000 % of one second."""
     job = Job()
     job.views(0.0, *(answer_of(rank, 0.0, 2) for rank in range(2)))

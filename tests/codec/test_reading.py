@@ -143,7 +143,7 @@ def test_repeated_value_does_not_count_toward_the_key_limit() -> None:
     assert loads(dumps(obj)) == obj
 
 
-def test_plain_keys_with_equal_hashes_are_rare() -> None:
+def test_plain_dict_keys_rarely_have_equal_hashes() -> None:
     """Check that plain keys with equal hashes are too rare to be counted."""
     floats = [2.0**n for n in range(-1074, 1024)]
     ints = [n * sys.hash_info.modulus for n in range(-4, 9)]

@@ -206,7 +206,7 @@ async def test_init_refuses_the_same_arguments_as_new_group() -> None:
     assert not dist.is_initialized()
 
 
-async def test_two_tasks_can_be_ranks_of_two_worlds() -> None:
+async def test_two_tasks_can_be_ranks_of_two_default_groups() -> None:
     async def work(store: HashStore, rank: int, size: int, unit: int) -> list[int]:
         await dist.init_process_group(store=store, rank=rank, world_size=size)
         got = []

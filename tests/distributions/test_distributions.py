@@ -199,7 +199,9 @@ async def carrying_transports(pg: ProcessGroup) -> set[str]:
 
 @pytest.mark.parametrize(("hosts", "carrier"), [("ab", "rail"), ("aa", "shm")])
 @pytest.mark.usefixtures("site")
-async def test_auto_uses_a_registered_transport_between_hosts_only(hosts: str, carrier: str, tmp_path: Path) -> None:
+async def test_auto_transport_uses_a_registered_transport_only_between_hosts(
+    hosts: str, carrier: str, tmp_path: Path
+) -> None:
     async def rank(number: int) -> set[str]:
         options = GroupOptions(host_id=hosts[number], job_key=b"k" * 32, bind="127.0.0.1")
         where = f"shelf://{tmp_path}/jobs"

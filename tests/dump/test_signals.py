@@ -194,7 +194,7 @@ def test_signals_during_the_programs_handler_do_not_call_the_handler_recursively
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-def test_failed_dump_does_not_stop_later_ones(default: None) -> None:
+def test_failed_dump_does_not_prevent_later_dumps(default: None) -> None:
     class FailingListener:
         def signalled(self) -> str:
             raise OSError("disk full")

@@ -160,7 +160,7 @@ async def _executors_in_a_process(pg: ProcessGroup) -> set[Any]:
 
 @pytest.mark.parametrize("shift", range(3))
 @pytest.mark.parametrize("world_size", SIZES)
-async def test_alltoall_with_small_and_large_blocks_gives_the_closed_form(world_size: int, shift: int) -> None:
+async def test_alltoall_with_small_and_large_blocks_gives_the_closed_form_results(world_size: int, shift: int) -> None:
     sizes = [0, 1, FITS, FITS + 1, LARGE, FITS - 1, 3 * FITS][:world_size]
     counts = [*sizes[shift % world_size :], *sizes[: shift % world_size]]
 
@@ -282,7 +282,7 @@ async def test_ranks_read_arrays_in_place_only_if_all_ranks_of_the_group_can(for
         ("reduce_scatter", True, 4, 3),
     ],
 )
-def test_arrays_are_read_in_place_from_the_size_limit_of_the_collective_on(
+def test_arrays_at_or_above_the_size_limit_of_the_collective_are_read_in_place(
     kind: str, reduces: bool, size: int, limit: int
 ) -> None:
     assert SingleCopy(1, 2, 3).limit(kind, size, reduces=reduces) == limit

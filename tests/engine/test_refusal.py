@@ -164,7 +164,7 @@ async def check_failure(pg: ProcessGroup, work: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_group_ignores_frames_of_ranks_outside_it(transport: str) -> None:
+async def test_group_ignores_frames_of_ranks_outside_the_group(transport: str) -> None:
     """Send frames that may belong to another group with the same id."""
 
     async def rank(pg: ProcessGroup) -> None:

@@ -102,7 +102,7 @@ async def test_small_blocks_are_sent_through_slots(call: Call, world_size: int) 
 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_small_blocks_use_slots_next_to_large_ones(call: Call, world_size: int) -> None:
+async def test_small_blocks_use_slots_even_if_other_blocks_are_large(call: Call, world_size: int) -> None:
     """Check ranks with large blocks, which run a schedule and find their small blocks in slots and in frames."""
     seen = set()
     async with jobs(world_size) as (pgs,):

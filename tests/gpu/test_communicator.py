@@ -66,7 +66,9 @@ async def test_async_error_is_queried_by_one_query_at_a_time_and_a_late_result_i
         await run_ranks(1, body, gpu)
 
 
-async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_loop_yields_the_gil_until_the_launcher_thread_has_enqueued_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Check that the loop yields the GIL less and less often, and never while calls only wait for a stream.
 
     The launcher may be in a call that waits for another rank, so the loop must not yield too often.

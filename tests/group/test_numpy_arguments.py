@@ -162,7 +162,7 @@ async def test_stores_and_meetings_accept_numpy_integers() -> None:
             assert pg.size() == 1
 
 
-def test_options_accept_numpy_numbers_and_keep_python_ones() -> None:
+def test_options_accept_numpy_numbers_and_keep_python_numbers() -> None:
     options = GroupOptions(
         connections=np.int64(2),
         spin_us=np.float32(50),

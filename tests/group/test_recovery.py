@@ -380,7 +380,7 @@ async def test_grow_refuses_wrong_arguments() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_grow_on_other_ranks_fails_if_rank_0_cancels_it(pg: ProcessGroup) -> None:
+async def test_grow_fails_on_the_other_ranks_if_rank_0_cancels_the_call(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):

@@ -108,7 +108,7 @@ def test_successor_process_takes_a_free_rank_before_all_ranks_have_arrived(size:
 
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 0), (2, 1), (3, 1), (4, 3), (7, 5)])
-def test_successor_process_takes_the_rank_or_all_ranks_fail_with_an_error_that_names_it(size: int, victim: int) -> None:
+def test_successor_process_takes_the_rank_or_the_errors_of_all_ranks_name_the_rank(size: int, victim: int) -> None:
     for last in itertools.count():
         if not run_virtual(replace_at_request(size, victim, last, None)):
             break

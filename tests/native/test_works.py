@@ -50,7 +50,7 @@ async def finish_calls(ranks: Ranks, **named: Any) -> None:
     await until(lambda: not len(comm_of(ranks[0]).in_flight))
 
 
-async def test_native_work_is_a_work_and_supports_subscript_types(kind: str, ranks: Ranks) -> None:
+async def test_work_has_the_public_class_and_can_be_subscripted(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
     assert type(work) is Work is aiocoll.Work

@@ -72,7 +72,7 @@ def printed_ranks(out: str) -> list[str]:
 
 
 @every_head
-def test_ported_program_head_runs_under_aiocoll_run(name: str, tmp_path: Path) -> None:
+def test_ported_start_of_a_torch_program_runs_under_aiocoll_run(name: str, tmp_path: Path) -> None:
     if name in PARENTS:
         _, err, code = run(["-m", "aiocoll", "run", "-n", "1", *head_command(name)], tmp_path)
         assert "multiprocessing started this process, and only the process that `aiocoll run` started can read" in err
@@ -86,7 +86,7 @@ def test_ported_program_head_runs_under_aiocoll_run(name: str, tmp_path: Path) -
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 @every_head
-def test_ported_program_head_runs_under_torchrun(name: str, tmp_path: Path) -> None:
+def test_ported_start_of_a_torch_program_runs_under_torchrun(name: str, tmp_path: Path) -> None:
     # Only the older command of torch passes --local-rank.
     module = "torch.distributed.launch" if name == "local_rank_argument" else "torch.distributed.run"
     processes = 1 if name in PARENTS else 2
@@ -96,7 +96,7 @@ def test_ported_program_head_runs_under_torchrun(name: str, tmp_path: Path) -> N
 
 
 @every_head
-def test_ported_program_head_runs_without_a_launcher(name: str, tmp_path: Path) -> None:
+def test_ported_start_of_a_torch_program_runs_without_a_launcher(name: str, tmp_path: Path) -> None:
     command = head_command(name)
     if name in PARENTS:
         out, err, code = run(command, tmp_path)
@@ -115,7 +115,7 @@ def test_ported_program_head_runs_without_a_launcher(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["env_url", "sets_address", "local_rank_argument"])
-def test_ported_program_head_that_needs_a_launcher_fails_at_once_without_it(name: str, tmp_path: Path) -> None:
+def test_ported_program_that_needs_a_launcher_fails_at_once_without_a_launcher(name: str, tmp_path: Path) -> None:
     out, err, code = run(head_command(name), tmp_path)
     assert "ValueError: world_size is missing: " in err
     assert "start the ranks with `aiocoll run`, torchrun, mpiexec or srun" in err

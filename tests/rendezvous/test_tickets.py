@@ -117,7 +117,7 @@ async def test_waiting_rank_is_notified_when_the_meeting_ends() -> None:
             await waiting
 
 
-async def test_ticket_of_an_ended_or_other_meeting_is_refused() -> None:
+async def test_ticket_of_an_ended_or_another_meeting_is_refused() -> None:
     async with Meeting(1) as meeting:
         ticket = meeting.ticket()
         other = Ticket(ticket.host, ticket.port, ticket.job, b"?" * 32, 1, 0)
@@ -136,14 +136,14 @@ async def test_ticket_of_an_ended_or_other_meeting_is_refused() -> None:
         (True, TypeError, "rank must be an int or None, not bool"),
     ],
 )
-async def test_invalid_ranks_are_refused(rank: Any, error: type[Exception], message: str) -> None:
+async def test_tickets_for_invalid_ranks_are_refused(rank: Any, error: type[Exception], message: str) -> None:
     async with Meeting(2) as meeting:
         with pytest.raises(error, match=message):
             meeting.ticket(rank)
 
 
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
-def test_invalid_world_sizes_are_refused(size: Any, error: type[Exception]) -> None:
+def test_meetings_with_invalid_world_sizes_are_refused(size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="world_size"):
         Meeting(size)
 
@@ -204,7 +204,7 @@ async def test_rank_is_required_if_rank_0_hosts_the_store() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -3])
-async def test_world_size_must_be_positive(size: int) -> None:
+async def test_world_size_below_one_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=rf"world_size={size}: world_size must be positive"):
         new_group(store=FileStore("/nowhere"), world_size=size)
 

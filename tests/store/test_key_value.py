@@ -190,7 +190,7 @@ async def test_queue_is_limited_to_the_maximum_size_of_a_value() -> None:
     assert await store.queue_pop("q") == bytes(7 * MIB)
 
 
-async def test_prefix_store_uses_overridden_methods_of_its_store() -> None:
+async def test_prefix_store_calls_overridden_methods_of_its_store() -> None:
     calls: list[Any] = []
 
     class InstantStore(MinimalStore):

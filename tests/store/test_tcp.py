@@ -117,7 +117,7 @@ async def test_port_0_is_replaced_by_the_actual_port():
         TCPStore(LOCAL, 70000)
 
 
-async def test_awaiting_a_store_opens_it(server):
+async def test_awaiting_a_store_opens_the_store(server):
     store = await client(server)
     assert await store.num_keys() == 0
     await store.aclose()
@@ -369,7 +369,7 @@ async def test_error_names_an_unresolvable_host():
         await TCPStore("a..b", 1, is_master=True).open()
 
 
-async def test_store_address_can_be_a_host_name():
+async def test_tcp_store_address_can_be_a_host_name():
     async with TCPStore("localhost", 0, is_master=True) as master, TCPStore("localhost", master.port) as store:
         await store.set("k", b"1")
         assert await master.get("k") == b"1"

@@ -82,7 +82,7 @@ def test_tests_of_the_anyio_plugin_run_on_ranks(project: Project, asyncio: bool)
 
 
 @pytest.mark.slow
-def test_anyio_backend_trio_is_refused_with_an_error_that_names_it(project: Project) -> None:
+def test_anyio_backend_trio_is_refused_with_an_error_that_names_trio(project: Project) -> None:
     pytest.importorskip("anyio")
     pytest.importorskip("trio")
     source = """

@@ -105,7 +105,7 @@ def test_interface_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch
         route.interface_address("ghost0")
 
 
-def test_unresolvable_master_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_master_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -114,7 +114,7 @@ def test_unresolvable_master_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         route.routable_address("nowhere.invalid")
 
 
-def test_master_without_a_route_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_master_address_without_a_route_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
         (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("255.255.255.255", 9))
     ]  # `connect` refuses a broadcast address

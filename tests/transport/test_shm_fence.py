@@ -13,7 +13,7 @@ from aiocoll.transport.shm.fence import fences, has_atomic_stores
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
-def test_x86_needs_no_store_fence(machine: str) -> None:
+def test_x86_processor_needs_no_store_fence(machine: str) -> None:
     known = fences(machine)
     assert known is not None
     assert known.order is None
@@ -71,7 +71,7 @@ def test_libatomic_fences_can_be_called() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), AttributeError("no such function")])
-def test_fences_are_unavailable_without_libatomic(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_fences_are_unavailable_without_libatomic(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_to_load(name: str) -> None:
         raise error
 

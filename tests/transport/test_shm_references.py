@@ -394,7 +394,9 @@ async def test_malformed_reference_header_fails_the_link(header: bytes) -> None:
 
 
 @pytest.mark.parametrize("single_copy", [(True, False), (False, True), (False, False)])
-async def test_references_are_used_only_if_both_ends_want_them(single_copy: tuple[bool, bool]) -> None:
+async def test_payloads_are_sent_by_reference_only_if_both_ends_allow_references(
+    single_copy: tuple[bool, bool],
+) -> None:
     runtime = Runtime.of(asyncio.get_running_loop())
     near, far = await shm_ends(runtime, single_copy)
     near.sink, far.sink = Recorder(), Recorder()

@@ -32,7 +32,7 @@ def test_missing_torch_reduction_means_sum_and_an_unknown_reduction_is_refused()
         reduce_op("median")
 
 
-def test_unset_torch_timeout_means_the_timeout_of_the_group() -> None:
+def test_unset_timeout_in_a_torch_call_means_the_timeout_of_the_group() -> None:
     assert seconds(None) is None
     assert seconds(dist.AllreduceOptions()) is None
     assert seconds(timedelta(seconds=0)) == 0.0
