@@ -1,4 +1,4 @@
-"""Pages in a headless Chromium, controlled over its debugging pipe: no port, and nothing but loopback and files.
+"""Web pages in a headless Chromium, controlled over its debugging pipe: only loopback and files are loaded.
 
 See the DevTools protocol: a message is JSON and a zero byte, on file descriptors 3 and 4 of the browser.
 """
@@ -26,7 +26,7 @@ SCHEMES = ("light", "dark")
 MISSING = "no Chromium is on the PATH (apt-get install chromium): pages are not looked at in a browser"
 #: Seconds within which a browser must answer, or an awaited condition must hold.
 PATIENCE = 60.0
-#: A program that becomes the browser, with the ends of two pipes as descriptors 3 and 4.
+#: A program that executes the browser, with the ends of two pipes as descriptors 3 and 4.
 _EXEC = """
 import fcntl, os, sys
 ends = [fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3]]
@@ -50,7 +50,8 @@ _FLAGS = (
     "--no-default-browser-check",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-#: A promise that is kept when an expression is true. It is evaluated after each change or load of the page.
+#: A promise that resolves when an expression is true. The expression is evaluated after each change or load of the
+#: page.
 _UNTIL = """new Promise(done => {
     const look = () => { if (%s) { observer.disconnect(); done(true) } }
     const observer = new MutationObserver(look)
@@ -73,7 +74,7 @@ def executable() -> str | None:
 
 
 class _Pipe:
-    """The messages to and from the browser."""
+    """The pipe that carries messages to and from the browser."""
 
     def __init__(self, out: int, into: int) -> None:
         self._out, self._in = out, into
@@ -137,7 +138,7 @@ class Page:
         return answer["result"].get("value")
 
     def until(self, expression: str) -> None:
-        """Wait until an expression is true."""
+        """Wait until a JavaScript expression is true."""
         assert self.eval(_UNTIL % expression) is True
 
     def texts(self, selector: str) -> list[str]:
@@ -149,12 +150,12 @@ class Page:
         return found
 
     def hidden_elements(self, part: str = "body") -> list[str]:
-        """Return the elements of a part of the page that reach beyond the right edge, where a user cannot see them."""
+        """Return the elements below a selector that reach beyond the right edge, where a user cannot see them."""
         found: list[str] = self.eval(_OUTSIDE % part)
         return found
 
     def console_messages(self) -> list[str]:
-        """Return the errors and the console output of the page."""
+        """Return the JavaScript errors and the console output of the page."""
         mine = [each for each in self._pipe.events if each.get("sessionId") == self._session]
         kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [json.dumps(each["params"]) for each in mine if each["method"] in kinds]
@@ -181,7 +182,7 @@ class Browser:
 
     @contextmanager
     def page(self, width: int, scheme: str = "light") -> Iterator[Page]:
-        """Open a page of a width, in the colour scheme light or dark."""
+        """Open a page with the given width, in the colour scheme light or dark."""
         page = Page(self._pipe, width, scheme)
         yield page
         page.close()
@@ -189,7 +190,7 @@ class Browser:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """Start the browser of this machine with a new profile in a folder, and end it after the block."""
+    """Start the browser of this machine with a new profile in a folder, and close it after the block."""
     program = executable()
     assert program is not None, MISSING
     child_in, parent_out = os.pipe()

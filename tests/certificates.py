@@ -97,7 +97,7 @@ class Authority:
             .not_valid_before(now + days[0] * DAY)
             .not_valid_after(now + days[1] * DAY)
             .add_extension(constraints, critical=True)
-            # Python 3.13 and newer refuse certificates without these two by default.
+            # Python 3.13 and newer refuse certificates without these two extensions by default.
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer._key.public_key()), critical=False)
         )
@@ -133,17 +133,17 @@ def _name(text: str) -> x509.Name:
 
 
 def as_options(files: TlsFiles) -> dict[str, Any]:
-    """Return the options that name these files."""
+    """Return the group options that name these certificate files."""
     return {f"tls_{name}": path for name, path in files._asdict().items()}
 
 
 def as_variables(files: TlsFiles) -> dict[str, str]:
-    """Return the environment that names these files."""
+    """Return the environment variables that name these certificate files."""
     return {f"AIOCOLL_{name.upper()}": path for name, path in as_options(files).items()}
 
 
 def secret_of(files: TlsFiles) -> list[bytes]:
-    """Return all forms in which the private key could be found: the lines of its file, and the encoded number."""
+    """Return all forms in which the private key could appear: the lines of its file, and the encoded number."""
     text = Path(files.key).read_bytes()
     key = serialization.load_pem_private_key(text, None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)

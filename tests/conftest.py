@@ -34,7 +34,7 @@ _FDS = Path("/proc/self/fd")
 _HERE = Path(__file__).parent
 #: Folders and files whose tests start processes. `make test` runs these tests after the others.
 _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
-#: Folders of these tests that run in parallel. Tests that measure seconds, or check the whole machine, run alone.
+#: The folders in `_PROCESSES` whose tests run in parallel; tests that measure time or check the machine run alone.
 _BESIDE = ("cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
 _ALONE = (
     "cli/test_bench.py",
@@ -47,18 +47,18 @@ _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_over
           "test_site.py", "test_tutorials.py")  # fmt: skip
 #: Marks that depend on the folder alone, so that `-m` leaves out whole files.
 _BY_PLACE = {"processes", "beside"}
-#: Tests that follow those of other libraries. They are slow, since other tests cover the same features.
+#: The folder of tests ported from torch. They are marked slow, since other tests cover the same features.
 _SECOND_LOOK = "reference"
 #: Tests of features above the transports: `make test` runs them over the first transport that a test names.
 _ABOVE = ("engine", "group", "gpu", "meeting", "test_threads.py", "test_work.py")
 #: Files of these folders that test a contract of all transports, so that `make test` runs them over each.
 _CONTRACT = ("test_collectives.py", "test_point_to_point.py")
 
-# A shell lets its background processes ignore SIGINT. Processes that tests start and interrupt would inherit that.
+# Background processes of a shell ignore SIGINT, and processes that tests start and interrupt would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A tuning file of this machine must not change the tests. No file exists below this path.
+# Use a path below which no file exists, so that no tuning file of this machine changes the tests.
 os.environ["XDG_CACHE_HOME"] = os.devnull
 
 # The first uvloop of a process opens a pipe that libuv never closes. It must not count as a leak of the first test.
@@ -89,13 +89,13 @@ def _loop_factories(chosen: str) -> Mapping[str, Callable[[], asyncio.AbstractEv
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """Return a function that changes limits by their names in `LIMITS`, such as ``limits(device_parting=0.05)``."""
+    """Return a function that changes internal limits by name, such as ``limits(device_parting=0.05)``."""
     return partial(set_limits, monkeypatch)
 
 
 @pytest.fixture
 def transport(request: pytest.FixtureRequest) -> str:
-    """Return the transport of a test marked with `ranks`: its parameter, or memory."""
+    """Return the transport of a test marked with `ranks`: its parameter, or "memory"."""
     return getattr(request, "param", "memory")
 
 
@@ -106,7 +106,7 @@ def port() -> int:
 
 
 def pytest_configure() -> None:
-    """Show frames of aiocoll in reports, since the tests may fail there."""
+    """Show aiocoll's frames in failure reports, since these tests may fail inside aiocoll."""
     keep_all_frames()
 
 
@@ -122,7 +122,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _marks(path: Path) -> set[str]:
-    """Return the marks that all tests of a file have because of their folder."""
+    """Return the pytest marks that all tests of a file get because of their folder."""
     file = path.relative_to(_HERE)
     top = file.parts[0]
     return {
@@ -133,7 +133,7 @@ def _marks(path: Path) -> set[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set the transport of marked tests, and add the marks for processes and slow tests."""
+    """Set the transport parameter of marked tests, and add the marks for processes and slow tests."""
     # Long files first: a long file at the end would leave all other workers idle.
     items.sort(key=lambda item: item.path.name not in _PAGES)
     first: dict[tuple[Path, str], str] = {}
@@ -165,7 +165,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_older_objects() -> None:
-    """Exempt old objects from garbage collection: the tests themselves are tens of thousands of objects."""
+    """Exempt existing objects from garbage collection: the tests themselves are tens of thousands of objects."""
     gc.collect()
     gc.freeze()
 
@@ -175,7 +175,7 @@ def _open_files() -> dict[str, str]:
     found = {}
     if _FDS.exists():
         for fd in os.listdir(_FDS):
-            with suppress(OSError):  # the descriptor that listed the others
+            with suppress(OSError):  # the descriptor of the directory listing itself is already closed
                 found[fd] = os.readlink(_FDS / fd)
     # multiprocessing opens one pipe at its first use, and never closes it.
     found.pop(str(getattr(resource_tracker._resource_tracker, "_fd", None)), None)
@@ -197,14 +197,14 @@ def _slow_tests_without_debug_mode(request: pytest.FixtureRequest, monkeypatch: 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a thread or an open file; it surrounds the loop and the patches of the test."""
-    # CUDA and NCCL never close some files of a process.
+    """Fail a test that leaves a thread or an open file; the check runs outside the loop and the patches of the test."""
+    # CUDA and NCCL keep some files open until the process ends.
     keeps = request.node.get_closest_marker("gpu") is not None
     threads, files = set(threading.enumerate()), None if keeps else _open_files()
     yield
     for thread in set(threading.enumerate()) - threads:
         if thread.name.startswith("asyncio-waitpid-"):
-            thread.join(1.0)  # asyncio reports the end of a process from this thread, which ends a moment later
+            thread.join(1.0)  # the thread that reports the end of a process to asyncio ends a moment later
     if _leaks(threads, files):
         gc.collect()  # garbage in a cycle is no leak; a collection after every test would take minutes
     assert not (left := _leaks(threads, files)), f"the test left behind: {left}"
@@ -220,14 +220,14 @@ def _leaks(threads: set[threading.Thread], files: Mapping[str, str] | None) -> l
 
 @pytest.fixture(autouse=True)
 def _no_task_left_behind(_nothing_left_behind: None, request: pytest.FixtureRequest) -> None:
-    """Fail a coroutine test that leaves a task; `_finished_tasks` does it, since that needs a loop."""
+    """Fail a coroutine test that leaves a task; the check itself is in `_finished_tasks`, which needs a loop."""
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("_finished_tasks")
 
 
 @pytest.fixture
 async def _finished_tasks() -> AsyncIterator[None]:
-    """Check for tasks after the test; as the first fixture, it is torn down after all others."""
+    """Check for unfinished tasks after the test; as the first fixture, it is torn down after all other fixtures."""
     yield
     # One loop iteration ends the tasks that the test cancelled or closed last.
     await asyncio.sleep(0)

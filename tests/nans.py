@@ -1,4 +1,4 @@
-"""Arrays in which NaNs of all kinds meet, and the check of the reduced arrays."""
+"""Arrays that combine NaNs of all kinds, and the check of the reduced arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
 #: Numbers of elements: one, less than a vector, more than a vector, and many vectors.
 COUNTS = (1, 2, 3, 5, 16, 17, 33, 131, 1000)
 
-#: Numbers that produce NaNs, and NaNs of both signs with payloads, as bits.
+#: By dtype, the bits of numbers that produce NaNs, and of NaNs of both signs with payloads.
 _BITS = {
     np.dtype("float32"): (0x7FC00000, 0xFFC00000, 0x7FC00001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x3F800000, 0),
     np.dtype("float64"): (
@@ -44,13 +44,13 @@ def _values(dtype: np.dtype[Any], rng: np.random.Generator, count: int) -> NDArr
 
 
 def inputs(dtype: str, count: int, size: int, seed: int = 0) -> list[NDArray[Any]]:
-    """Return the array of each rank, which is the same in every process."""
+    """Return the input array of each rank, equal in every process."""
     rng = np.random.default_rng([seed, count, size, *dtype.encode()])
     return [_values(numpy_dtype(dtype), rng, count) for _ in range(size)]
 
 
 def is_right(op: str, arrays: list[NDArray[Any]], result: NDArray[Any]) -> bool:
-    """Return whether NaNs are exactly where an input has one, or infinities of both signs meet.
+    """Return whether NaNs are exactly where an input has a NaN, or infinities of both signs meet.
 
     It checks only operations and dtypes that produce no other NaNs.
     """

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
-#: The only accepted reasons not to run a block.
+#: The only accepted reasons for not running a code block.
 EXCUSES = (
     "needs a GPU",
     "needs an MPI library",
@@ -45,13 +45,13 @@ class Block(NamedTuple):
 
     @property
     def file(self) -> str | None:
-        """The name of the program in the block, if its first line has one."""
+        """The file name of the program in the block, if its first line has one."""
         name = _FILE.match(self.code) if self.language == "python" else None
         return name[1] if name else None
 
 
 def pages() -> list[str]:
-    """Return the pages to which the rule applies, by their paths in the repository."""
+    """Return the pages whose code blocks must be run or excused, by their paths in the repository."""
     top = [name for name in ("README.md", "CONTRIBUTING.md") if (ROOT / name).exists()]
     return [*top, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
@@ -87,14 +87,14 @@ def commands(page: str) -> list[str]:
 
 
 def write(programs: dict[str, str], folder: Path) -> None:
-    """Write the programs that `files` has returned."""
+    """Write the given programs to files."""
     for name, text in programs.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
 
 async def execute(fragment: str, **names: Any) -> dict[str, Any]:
-    """Run a block that may await, with predefined names; return all its names."""
+    """Run a code block, which may await, with predefined names; return all its names."""
     done = eval(compile(fragment, "<page>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
     if done is not None:
         await done
@@ -103,7 +103,7 @@ async def execute(fragment: str, **names: Any) -> dict[str, Any]:
 
 def shell(script: str, folder: Path, **environ: str) -> str:
     """Run commands of a page in `folder`, with the Python of the test; return their output."""
-    # Debug mode is for the tests themselves: it warns about slow steps.
+    # Remove asyncio's debug mode, which warns about slow steps.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIOCOLL_", "PYTHONASYNCIO"))}
     path = {"PYTHONPATH": str(ROOT), "PATH": f"{_tools()}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
@@ -114,7 +114,7 @@ def shell(script: str, folder: Path, **environ: str) -> str:
 
 @cache
 def _tools() -> str:
-    """Return a folder with the commands that pages call. It is made once, since no file may run while it is written."""
+    """Return a folder with the commands that pages call; it is made once, since a running file cannot be written."""
     folder = tempfile.mkdtemp(prefix="aiocoll-tools-")
     atexit.register(shutil.rmtree, folder)
     for name, what in (("aiocoll", "-m aiocoll"), ("pytest", "-m pytest"), ("coverage", "-m coverage"), ("python", "")):

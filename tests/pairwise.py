@@ -1,4 +1,4 @@
-"""A cover of all pairs: any two values of different dimensions share a case, with far fewer cases than the product."""
+"""A pairwise cover: any two values of different dimensions share a case, with far fewer cases than the product."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cover(space: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool]) -> 
 def _extend(
     case: Case, space: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool], open_pairs: Mapping[Pair, None]
 ) -> Case:
-    """Complete `case`: for each dimension in turn, add the value that covers most pairs."""
+    """Complete `case`: for each dimension in turn, add the value that covers the most pairs."""
     for name, values in space.items():
         if name in case:
             continue

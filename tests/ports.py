@@ -20,7 +20,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
     """Return the first of `count` ports in a row on which nothing listens at `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
-        # At a random place, since tests that run at the same time must not choose the same ports.
+        # Start at a random port, since tests that run at the same time must not choose the same ports.
         first = _FIRST + int.from_bytes(os.urandom(4)) % (_LAST - _FIRST - count)
         with ExitStack() as stack:
             try:

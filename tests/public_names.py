@@ -37,7 +37,7 @@ OPERATORS = {"__add__", "__aenter__", "__aexit__", "__aiter__", "__await__", "__
              "__enter__", "__eq__", "__exit__", "__getitem__", "__hash__", "__iter__", "__len__", "__or__"}  # fmt: skip
 
 
-#: A program, and modules that need CuPy, Ray, Dask or torch.
+#: Modules not to import: a program, and modules that need CuPy, Ray, Dask or torch.
 _LEFT = ("aiocoll.__main__", "aiocoll.gpu.cupy_api", "aiocoll.integrations.", "aiocoll.torch")
 
 
@@ -66,7 +66,7 @@ def _of_module(module: ModuleType) -> Iterator[str]:
 
 
 def _home(found: type) -> str | None:
-    """Return the name under which a class is recorded: that of the first module that exports it."""
+    """Return the name under which a class is recorded: its name in the first module that exports it."""
     for module in map(importlib.import_module, MODULES):
         for name in module.__all__:
             if getattr(module, name) is found:
@@ -98,11 +98,11 @@ def _parameters(found: Any, *, method: bool = False) -> str:
         return ""
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(found).parameters.values()]
     signature = inspect.Signature(parameters[1:] if method else parameters)
-    return re.sub(r"<_\w+\.(\w+): .*?>", r"\1", str(signature))  # a member of one of the package's enumerations
+    return re.sub(r"<_\w+\.(\w+): .*?>", r"\1", str(signature))  # shows an enumeration member by its name
 
 
 def _has_constructor(cls: type) -> bool:
-    """Return whether a class has a constructor of the package: those of the standard library differ between Pythons."""
+    """Return whether a class defines its constructor in the package; constructors of the standard library vary."""
     return not issubclass(cls, Enum) and any(
         {"__init__", "__new__"} & vars(base).keys() for base in cls.__mro__ if _is_of_package(base)
     )

@@ -86,7 +86,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def tell(self, *command: str) -> str:
-        """Carry out a command on a separate connection; return the answer, or the items of a list joined by spaces."""
+        """Send a Redis command on a separate connection; return the answer, or the items of a list joined by spaces."""
         return self.send(request(*command))
 
     def send(self, encoded: bytes) -> str:
@@ -100,7 +100,7 @@ class RedisServer:
             return _answer(file)
 
     def clients(self) -> int:
-        """Return the number of connections, except that of this request."""
+        """Return the number of connections, except the connection of this request."""
         return self.tell("CLIENT", "LIST").count(" fd=") - 1
 
     def requests(self) -> int:
@@ -123,7 +123,7 @@ def _answer(file: IO[bytes]) -> str:
 
 
 def request(*command: str) -> bytes:
-    """Return the encoded form of a command."""
+    """Return the encoded form of a Redis command."""
     words = [b"$%d\r\n%s\r\n" % (len(word), word) for word in map(str.encode, command)]
     return b"*%d\r\n%s" % (len(words), b"".join(words))
 
@@ -150,7 +150,7 @@ def redis_server(folder: Path, files: TlsFiles | None = None, *options: str, **h
 
 @pytest.fixture(scope="session")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Yield a Redis server for all tests that do not change it."""
+    """Yield a Redis server that all tests share which do not change its configuration."""
     folder = tmp_path_factory.mktemp("redis")
     files = Authority(folder).make("DNS:localhost")
     with redis_server(folder, files) as server:

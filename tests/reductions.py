@@ -33,7 +33,7 @@ OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", *LOGICAL, "
 def allowed(op: str, dtype: str) -> bool:
     """Return whether the contract defines `op` on `dtype`."""
     if op == "affine":
-        return dtype in ("uint16", "int32", "int64", "uint32", "uint64")  # the packed values need 16 unsigned bits
+        return dtype in ("uint16", "int32", "int64", "uint32", "uint64")  # packed values need 16 unsigned bits
     if dtype == "bool":
         return op not in ("AVG", "PREMUL_SUM")
     if "int" in dtype:
@@ -49,7 +49,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def larger(a: Array, b: Array, out: Array) -> None:
-    """Write the larger elements to `out`; the function is commutative."""
+    """Write the larger elements to `out`; the op is commutative."""
     np.maximum(a, b, out=out)
 
 
@@ -73,7 +73,7 @@ def reduce_op(name: str, rank: int) -> ReduceOp:
 
 
 def factor(rank: int) -> float:
-    """Return the factor of a rank; multiplication by it is exact."""
+    """Return the factor of a rank for PREMUL_SUM, by which multiplication is exact."""
     return 0.5 if rank % 2 else 2.0
 
 
@@ -91,8 +91,8 @@ def data(dtype: str, op: str, rank: int, start: int, count: int) -> Array:
     if "int" in dtype:
         values = mixed - (0 if dtype.startswith("u") else 5)
         if dtype in NARROW:
-            return (values * 3 + rank).astype(np.int8).astype(numpy_dtype(dtype))  # overflow wraps
-        return values.astype(dtype) if op == "AVG" else (values * 37 + rank * 11).astype(dtype)  # overflow wraps
+            return (values * 3 + rank).astype(np.int8).astype(numpy_dtype(dtype))  # overflow wraps around
+        return values.astype(dtype) if op == "AVG" else (values * 37 + rank * 11).astype(dtype)  # overflow wraps around
     if dtype.startswith("complex"):
         if op == "PRODUCT":
             return np.array([1, 1j, -2, -1j], dtype)[mixed % 4]
@@ -128,11 +128,10 @@ def reduced(op: str, dtype: str, inputs: list[Array], world_size: int, first_ran
     for x in inputs[1:]:
         total = function(total, x.astype(wide), dtype=wide)
     if dtype in NARROW:
-        total = total.astype(np.int8).astype(numpy_dtype(dtype)).astype(np.int64)  # overflow wraps
+        total = total.astype(np.int8).astype(numpy_dtype(dtype)).astype(np.int64)  # overflow wraps around
         return (np.trunc(total / world_size) if op == "AVG" else total).astype(np.int8).astype(numpy_dtype(dtype))
     if op == "AVG":
-        # NumPy's rounding of a complex division depends on the position of the element. A real divisor divides both
-        # parts.
+        # Divide real and imaginary parts: NumPy's rounding of a complex division depends on the element's position.
         parts = total.view(total.real.dtype)
         divided = parts / (world_size if "int" in dtype else parts.dtype.type(world_size))
         total = np.trunc(divided) if "int" in dtype else divided.view(wide)
@@ -140,7 +139,7 @@ def reduced(op: str, dtype: str, inputs: list[Array], world_size: int, first_ran
 
 
 def equal(a: Array, b: Array) -> bool:
-    """Return whether dtype, length and all values are equal; zeros of both signs are equal."""
+    """Return whether dtype, length and all values are equal; zeros of both signs count as equal."""
     if a.dtype != b.dtype:
         return False
     narrow = a.dtype.name in HALVES + NARROW

@@ -1,4 +1,4 @@
-"""The checks of `make release-check` with one Python: each installable archive of dist/ works in a clean environment.
+"""The checks of `make release-check` with one Python version: each installable archive of dist/ works.
 
 It needs only the standard library, and never imports the tree around it.
 """
@@ -42,7 +42,7 @@ LIMIT = 600
 
 
 def installable(folder: Path) -> Iterator[Path]:
-    """Yield the archives in a folder that this Python can install: source, pure wheel, native wheel."""
+    """Yield the archives in a folder that this Python version can install: source, pure wheel, native wheel."""
     machine = f"_{platform.machine()}.whl"
     for path in sorted(folder.iterdir()):
         is_native = "-abi3-" in path.name and path.name.endswith(machine)
@@ -51,7 +51,7 @@ def installable(folder: Path) -> Iterator[Path]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return environment variables that do not lead back to the tree."""
+    """Return environment variables that do not refer to the source tree."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AIOCOLL", "VIRTUAL"))}
     return kept | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
 
@@ -91,7 +91,7 @@ def check(archive: Path) -> None:
         output_of("python", "-m", "pip", "check")
         output_of("python", "-W", "error", "-c", f"import {', '.join(MODULES)}")
         version = output_of("aiocoll", "--version")
-        if not archive.name.endswith(".tar.gz"):  # the native part of a source archive depends on this machine
+        if not archive.name.endswith(".tar.gz"):  # whether a source archive builds natively depends on this machine
             kind = "native" if "-abi3-" in archive.name else "pure Python"
             assert f" ({kind}), Python {sys.version.split()[0]}, " in version, version
         program, expected = first_program()
@@ -99,7 +99,7 @@ def check(archive: Path) -> None:
         printed = sorted(output_of("aiocoll", "run", "-n", "2", "hello.py").splitlines())
         assert printed == expected, printed
         (folder / "work" / "test_it.py").write_text(TEST)
-        scope = "asyncio_default_fixture_loop_scope=function"  # without this option, pytest-asyncio warns
+        scope = "asyncio_default_fixture_loop_scope=function"  # without this option, pytest-asyncio emits a warning
         assert "2 passed" in output_of("python", "-W", "error", "-m", "pytest", "-q", "-o", scope, "test_it.py")
         print(f"{archive.name}: {version}", end="", flush=True)
 

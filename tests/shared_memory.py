@@ -12,7 +12,7 @@ from aiocoll.transport.shm.layout import Direction, LinkLayout
 __all__ = ["QUEUE", "mapped"]
 
 _BETWEEN_NATIVE = LinkLayout(2).directions[0]
-#: The chunk queue between two ranks that both run the implementation of this process.
+#: The memory layout of the chunk queue between two ranks that both run this process's implementation.
 QUEUE: Final[Direction] = _BETWEEN_NATIVE if core is not None else _BETWEEN_NATIVE.with_large_chunks()
 
 

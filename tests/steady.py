@@ -1,4 +1,4 @@
-"""An event loop whose clock stops while other processes have the processor, for tests with time limits."""
+"""An event loop whose clock stops while other processes use the processor, for tests with time limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """A selector that sums up the seconds of its waits, except the time by which a wait was too long."""
+    """A selector that adds up the seconds of its waits, without the time by which a wait was too long."""
 
     waited = 0.0
 

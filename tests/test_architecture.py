@@ -30,7 +30,7 @@ from .test_house import MODULES, imports
 PACKAGE = generate.ROOT / "aiocoll"
 FAKES = generate.ROOT / "tests" / "fakes"
 PAGE = (generate.DOCS / "architecture.md").read_text()
-#: The block of the page that begins with a call.
+#: The text block of the page that begins with a call, which is the drawing.
 DRAWING = next(block for block in re.findall(r"^```text\n(.*?)^```$", PAGE, re.S | re.M) if "pg.allreduce(x)" in block)
 
 
@@ -68,16 +68,16 @@ class Profiler:
             self.trees[-1].lines.append("  " * len(self._open) + line)
             self.trees[-1].objects.append(frame.f_locals.get("self"))
             self._open.append(frame)
-        elif event == "return" and self._open:  # no frame is open if the call came before the profiler
+        elif event == "return" and self._open:  # no frame is open if the call began before the profiler
             self._open.pop()
 
     def lines_of(self, work: Work[Any]) -> list[str]:
-        """Return the lines of the trees that involve a work or its completion."""
+        """Return the lines of the call trees that involve a work or its completion."""
         mine = {id(work), id(completion_of(work))}
         return [line for tree in self.trees if mine & set(map(id, tree.objects)) for line in tree.lines]
 
 
-async def test_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_architecture_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record an allreduce of rank 0 over TCP on loopback, which equals an earlier one and waits for rank 1."""
     asyncio.get_running_loop().set_debug(False)  # debug mode watches works that are not awaited
     replaced(monkeypatch, watching=False)
@@ -97,8 +97,8 @@ async def test_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyP
             await work
             await pg.send(message, 0)
             return []
-        await pg.recv(message, 1)  # the next frame is the first one since the link was read
-        # While an operation is in flight, a timer for all operations runs, and the next operation does not start it.
+        await pg.recv(message, 1)  # the link has been read, so the next frame is the first one
+        # Keep an operation in flight, so that the timer for all operations runs and the next call does not start it.
         in_flight = pg.recv(message, 1)
         gc.disable()
         sys.setprofile(profiler)
@@ -116,11 +116,11 @@ async def test_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyP
 
     profiler = Profiler()
     done, _ = await run_ranks(2, body, transport="tcp")
-    # The accelerator makes its own works, without a Python function.
+    # Lines about works may be missing, since the accelerator makes its works without a Python function.
     assert done == [line for line in drawn_calls() if core is None or "work: Handle.__init__" not in line]
 
 
-def test_engine_parts_are_complete_and_import_only_parts_above() -> None:
+def test_table_of_engine_packages_is_complete_and_imports_go_only_upwards() -> None:
     parts = re.findall(r"^\| `engine/(\w+)/` \|", PAGE, re.M)
     assert sorted(parts) == sorted(path.parent.name for path in PACKAGE.glob("engine/*/__init__.py"))
     for number, part in enumerate(parts):
@@ -132,7 +132,7 @@ def test_engine_parts_are_complete_and_import_only_parts_above() -> None:
         assert used <= {"interfaces", *parts[: number + 1]}, part
 
 
-def test_wire_page_has_all_kinds_of_messages() -> None:
+def test_wire_protocol_page_lists_all_kinds_of_messages() -> None:
     page = (generate.DOCS / "wire.md").read_text()
     tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", page, re.M)
     kinds = [{kind for row in table.splitlines() for kind in re.findall(r"\w+", row.split("|")[1])} for table in tables]
@@ -150,8 +150,8 @@ PROSE = {
 CONTRIBUTORS = {"architecture.md", *re.findall(r"^\| `docs/([\w-]+\.md)` \|", PAGE, re.M)} & PROSE.keys()
 
 
-def test_paths_in_the_pages_exist() -> None:
-    """Look below the root, and for contributors' pages also in the package."""
+def test_file_paths_named_on_the_pages_exist() -> None:
+    """Search paths below the root, and for contributors' pages also in the package."""
     named = {
         (page, path)
         for page, text in PROSE.items()
@@ -167,7 +167,7 @@ def test_paths_in_the_pages_exist() -> None:
     assert len(named) > 100
 
 
-def test_modules_and_classes_in_the_pages_exist() -> None:
+def test_modules_and_classes_named_on_the_pages_exist() -> None:
     """Look up dotted names, and the names of classes, on the contributors' pages."""
     names = {(page, name) for page in CONTRIBUTORS for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", PROSE[page])}
     names = {(page, name) for page, name in names if not name.endswith((".py", ".md", ".toml"))}

@@ -57,7 +57,7 @@ def test_torch_threaded_backend_is_refused_with_a_remedy() -> None:
 
 
 @pytest.mark.parametrize("make", [Backend, BackendConfig])
-def test_backend_name_is_a_string(make: Any) -> None:
+def test_backend_name_that_is_not_a_string_is_refused(make: Any) -> None:
     with pytest.raises(TypeError, match=r"backend must be a str.*, not int"):
         make(3)
 
@@ -77,7 +77,7 @@ def test_backend_name_is_a_string(make: Any) -> None:
         ("CUDA:NCCL, CPU:AIO", {"cuda": "nccl", "cpu": "aio"}),
     ],
 )
-def test_backend_config_gives_the_backend_of_a_device(given: str | None, devices: dict[str, str]) -> None:
+def test_backend_config_maps_devices_to_backends(given: str | None, devices: dict[str, str]) -> None:
     config = BackendConfig(given)
     assert config.get_device_backend_map() == config.device_backend_map == devices
     assert list(config.device_backend_map) == list(devices)
@@ -161,12 +161,12 @@ async def test_derived_groups_have_the_backends_of_their_parent() -> None:
         ({"backend": "nccl", "device": "cuda:99"}, ValueError, "device='cuda:99' not found"),
     ],
 )
-def test_unsupported_device_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_unsupported_device_name_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with provide(FakeCuda(2)), pytest.raises(error, match=message):
         new_group(**given, store=HashStore(), rank=0, world_size=1)
 
 
-def test_present_device_is_accepted() -> None:
+def test_device_that_exists_is_accepted() -> None:
     with provide(FakeCuda(2)):
         for device in ("cpu", "cpu:0", "cuda", "cuda:0", "cuda:1"):
             new_group(store=HashStore(), rank=0, world_size=1, device=device)
@@ -179,7 +179,7 @@ def test_present_device_is_accepted() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-async def test_registered_backend_makes_the_group() -> None:
+async def test_registered_backend_creates_the_group() -> None:
     asked: list[tuple[Any, ...]] = []
     store = HashStore()
 
@@ -205,7 +205,7 @@ async def test_registered_backend_makes_the_group() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_registration_gives_devices_and_factory() -> None:
+def test_backend_registration_stores_devices_and_factory() -> None:
     register("mine", print, devices="tpu")
     assert Backend("MINE") == "mine" == Backend.MINE  # type: ignore[attr-defined]
     assert BackendConfig("mine").device_backend_map == {"tpu": "mine"}
@@ -219,13 +219,13 @@ def test_registration_gives_devices_and_factory() -> None:
 
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("given", ["cpu:aio,cuda:mine", "cpu:mine,cuda:nccl"])
-def test_group_has_one_backend(given: str) -> None:
+def test_several_backends_for_one_group_are_refused(given: str) -> None:
     register("mine", print, ["cpu", "cuda"])
     with pytest.raises(ValueError, match=f"backend='{given}': a group has one backend for all its devices"):
         new_group(given, store=HashStore(), rank=0, world_size=1)
 
 
-async def test_factory_error_is_raised_to_the_caller(registry: None) -> None:
+async def test_error_of_a_backend_factory_is_raised_to_the_caller(registry: None) -> None:
     def fails(*args: Any, **options: Any) -> None:
         raise OSError("no such device")
 
@@ -236,7 +236,7 @@ async def test_factory_error_is_raised_to_the_caller(registry: None) -> None:
     await store.aclose()
 
 
-async def test_factory_may_use_the_default_group(registry: None) -> None:
+async def test_backend_factory_can_use_the_default_group(registry: None) -> None:
     async def wrapped(store: Any, rank: int, world_size: int, timeout: float, device: Any, *, options: Any) -> Any:
         return await new_group(store=store, rank=rank, world_size=world_size, timeout=timeout, options=options)
 
@@ -266,7 +266,9 @@ async def test_factory_may_use_the_default_group(registry: None) -> None:
         (("x", print, [1]), ValueError, r"devices=\[1\]: must be kinds of device"),
     ],
 )
-def test_invalid_registration_is_refused(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_invalid_backend_registration_is_refused(
+    arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         register(*arguments)
     assert "x" not in Backend.backend_list

@@ -39,13 +39,13 @@ def calls() -> set[str]:
     return {name for name, _ in inspect.getmembers(ProcessGroup, inspect.isfunction) if name[0] != "_"}
 
 
-def test_blocking_group_has_every_call() -> None:
+def test_blocking_group_has_every_method_of_a_process_group() -> None:
     blocking = {name for name in vars(BlockingGroup) if name[0] != "_"}
     assert blocking == calls() - WITH_THE_LOOP | {"submit"}
 
 
 @pytest.mark.parametrize("name", sorted(calls() - WITH_THE_LOOP - {"shutdown"}))
-def test_blocking_call_has_the_documentation_of_the_call(name: str) -> None:
+def test_blocking_method_has_the_signature_and_docstring_of_the_awaitable_method(name: str) -> None:
     blocking, awaited = getattr(BlockingGroup, name), getattr(ProcessGroup, name)
     assert inspect.signature(blocking) == inspect.signature(awaited)
     assert blocking.__doc__ == awaited.__doc__
@@ -70,7 +70,7 @@ def test_submitted_call_runs_in_the_background() -> None:
         other = 1 - group.rank()
         got = group.submit(ProcessGroup.recv_object, other)
         assert not got.done()
-        group.barrier()  # no rank sends before all have looked
+        group.barrier()  # no rank sends before all ranks have called `iprobe`
         group.send_object(group.rank(), other)
         assert not got.cancel()
         return got.result(20)
@@ -78,7 +78,7 @@ def test_submitted_call_runs_in_the_background() -> None:
     assert on_ranks(2, rank) == [1, 0]
 
 
-def test_users_function_runs_in_the_loop() -> None:
+def test_submitted_function_of_the_user_runs_in_the_event_loop() -> None:
     async def both(pg: ProcessGroup, first: float, *, second: float) -> list[float]:
         async with pg.coalescing():
             works = [pg.allreduce(first), pg.allreduce(second)]
@@ -91,7 +91,7 @@ def test_users_function_runs_in_the_loop() -> None:
     assert on_ranks(2, rank) == [([2.0, 4.0], "aiocoll-blocking")] * 2
 
 
-def test_blocking_call_checks_arguments_in_the_caller() -> None:
+def test_blocking_call_checks_arguments_in_the_calling_thread() -> None:
     def rank(group: BlockingGroup) -> None:
         with pytest.raises(ValueError, match="root"):
             group.submit(ProcessGroup.broadcast, np.ones(3), 7)
@@ -117,7 +117,7 @@ def test_blocking_group_can_be_used_by_many_threads() -> None:
     assert on_ranks(2, rank) == [2.0 * sum(range(40))] * 2
 
 
-def test_derived_groups_are_blocking() -> None:
+def test_groups_derived_from_a_blocking_group_are_blocking() -> None:
     def rank(group: BlockingGroup) -> Any:
         part = group.split_group([[0, 2], [1]])
         assert isinstance(part, BlockingGroup)
@@ -129,7 +129,7 @@ def test_derived_groups_are_blocking() -> None:
     assert on_ranks(3, rank) == [(2, 3), (1, 3), (2, 3)]
 
 
-def test_lost_rank_is_raised_and_the_others_continue() -> None:
+def test_blocking_call_raises_the_loss_of_a_rank_and_the_other_ranks_continue() -> None:
     def rank(group: BlockingGroup) -> Any:
         if group.rank() == 1:
             return None
@@ -151,7 +151,7 @@ def test_closed_blocking_group_refuses_calls() -> None:
     assert not any(thread.name == "aiocoll-blocking" for thread in threading.enumerate())
 
 
-def test_unfinished_call_fails_at_the_end() -> None:
+def test_unfinished_call_fails_when_its_blocking_group_is_closed() -> None:
     """Check that the pending call also survives a garbage collection, although no other object refers to it."""
     kept: list[Future[Any]] = []
 
@@ -168,7 +168,7 @@ def test_unfinished_call_fails_at_the_end() -> None:
         kept[0].result(20)
 
 
-def test_interrupt_ends_the_wait_and_not_the_call() -> None:
+def test_keyboard_interrupt_ends_the_wait_but_not_the_call() -> None:
     def interrupt(meeting: Meeting) -> None:
         with BlockingGroup(init_method=meeting.ticket(1), timeout=20) as group:
             begun = group.submit(ProcessGroup.recv_object, 0)
@@ -193,7 +193,7 @@ def test_interrupt_ends_the_wait_and_not_the_call() -> None:
             other.result(20)
 
 
-def test_interrupt_during_the_rendezvous_leaves_nothing() -> None:
+def test_keyboard_interrupt_during_the_rendezvous_leaves_no_resources() -> None:
     async def interrupt(ticket: Ticket) -> None:
         async with ticket.where().open(20, ticket.key, GroupOptions.resolve(None, {})) as store:
             await store.wait(["aiocoll/1/card/0"])
@@ -207,7 +207,7 @@ def test_interrupt_during_the_rendezvous_leaves_nothing() -> None:
     assert not any(thread.name == "aiocoll-blocking" for thread in threading.enumerate())
 
 
-def test_wait_in_the_loop_thread_is_refused() -> None:
+def test_blocking_wait_in_the_event_loop_thread_is_refused() -> None:
     def rank(group: BlockingGroup) -> None:
         def waits(pg: ProcessGroup) -> None:
             group.allreduce(1)
@@ -244,7 +244,7 @@ def test_exit_of_a_forked_child_does_not_end_its_parents_block() -> None:
     assert on_ranks(2, rank) == [2, 2]
 
 
-async def test_blocking_ranks_work_with_ranks_that_have_a_loop() -> None:
+async def test_blocking_ranks_work_together_with_asyncio_ranks() -> None:
     async def awaits(meeting: Meeting) -> float:
         async with new_group(init_method=meeting.ticket(0), timeout=20) as pg:
             return await pg.allreduce(1.0)
@@ -258,7 +258,7 @@ async def test_blocking_ranks_work_with_ranks_that_have_a_loop() -> None:
 
 
 class Exiting:
-    """A hook that ends the program."""
+    """A hook that raises SystemExit to end the program."""
 
     def on_end(self, info: object) -> None:
         raise SystemExit("for a test")
@@ -266,7 +266,7 @@ class Exiting:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.filterwarnings("ignore:group 'world.0' was not shut down:ResourceWarning")
-def test_exit_in_user_code_ends_the_loop_and_the_calls_that_wait() -> None:
+def test_system_exit_in_user_code_ends_the_loop_and_the_waiting_calls() -> None:
     with Meeting(1) as meeting, BlockingGroup(init_method=meeting.ticket(0), timeout=20) as group:
         never = group.submit(ProcessGroup.recv_object, tag=7)
         group.add_hook(Exiting())

@@ -15,9 +15,9 @@ from .pages import ROOT, Block, blocks, commands, files, shell, write
 
 PAGE = "CONTRIBUTING.md"
 SECURITY = "SECURITY.md"
-#: The examples, with the number of changed files of the package.
+#: The worked examples, with the number of package files that each one changes.
 EXAMPLES = {"A hook": 0, "A store": 1, "A schedule": 3, "A collective": 4, "A transport": 2}
-#: Examples whose commands run many tests, as on the page; `make test` only applies their changes.
+#: Examples whose commands run many tests; `make test` only applies the changes of these examples.
 SLOW = ("A schedule", "A collective")
 
 
@@ -55,17 +55,17 @@ def run(script: str, root: Path) -> str:
 
 
 def apply(diff: str, root: Path) -> None:
-    # If `root` is inside a repository, git would apply the paths to that repository.
+    # Keep git from using a repository around `root`, to which it would apply the paths.
     environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
     subprocess.run(["git", "apply"], input=diff, text=True, cwd=root, env=environ, check=True)
 
 
-def test_each_kind_of_extension_has_an_example() -> None:
+def test_contributing_page_has_an_example_for_each_kind_of_extension() -> None:
     assert list(dict.fromkeys(block.heading for block in blocks(PAGE) if block.heading.startswith("A "))) == [*EXAMPLES]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_example_changes_apply_to_the_tree(example: str, copy: Path) -> None:
+def test_contributing_example_changes_apply_to_the_source_tree(example: str, copy: Path) -> None:
     for block in blocks_of(example):
         if block.language == "diff":
             apply(block.code, copy)
@@ -74,7 +74,7 @@ def test_example_changes_apply_to_the_tree(example: str, copy: Path) -> None:
 @pytest.mark.parametrize(
     "example", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EXAMPLES]
 )
-def test_example_can_be_made_and_run(example: str, copy: Path) -> None:
+def test_contributing_example_can_be_made_and_run(example: str, copy: Path) -> None:
     output = ""
     for block in blocks_of(example):
         if block.file is not None:
@@ -92,7 +92,7 @@ def test_example_can_be_made_and_run(example: str, copy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_examples_pass_the_type_check(copy: Path) -> None:
+def test_contributing_examples_pass_the_type_check(copy: Path) -> None:
     """Run mypy as `make check` does, for one example after the other: its cache makes the later runs fast."""
     before = {path: path.read_bytes() for path in copy.rglob("*.py")}
     for example in EXAMPLES:
@@ -106,11 +106,11 @@ def test_examples_pass_the_type_check(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_example_takes_as_few_files_as_stated(example: str) -> None:
+def test_contributing_example_changes_as_many_files_as_stated(example: str) -> None:
     assert len([path for path in changed_files(example) if path.startswith("aiocoll/")]) == EXAMPLES[example]
 
 
-def test_make_targets_of_the_page_exist() -> None:
+def test_make_targets_of_the_contributing_page_exist() -> None:
     named = set(re.findall(r"^\| `make ([\w-]+)` \|", (ROOT / PAGE).read_text(), re.MULTILINE))
     made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"check", "test"} <= named <= made
@@ -124,7 +124,7 @@ def test_files_named_on_a_page_exist(page: str) -> None:
     assert {name for name in set(named) - made if "/.venvs/" not in name and not (ROOT / name).exists()} == set()
 
 
-def test_security_promise_has_a_test() -> None:
+def test_each_security_promise_names_existing_tests() -> None:
     text = (ROOT / SECURITY).read_text().replace("|---|---|\n", "")
     _, *rows = re.findall(r"^\| (.*) \| (.*) \|$", text, re.MULTILINE)
     assert len(rows) > 10

@@ -21,11 +21,11 @@ from .pages import EXCUSES, ROOT, Block, blocks, commands, files, is_shown, page
 HANGS = "docs/when-something-hangs.md"
 
 
-def test_name_table_matches_the_code() -> None:
+def test_table_of_public_names_matches_the_code() -> None:
     assert list(generate.wrong_names()) == []
 
 
-def test_name_check_finds_missing_names_and_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_the_name_table_finds_missing_names_and_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("aiocoll.ProcessGroup.abort", "aiocoll.ProcessGroup.store", "aiocoll.distributed.group.WORLD"):
         generate.resolve(name)
     for name in ("aiocoll.ProcessGroup.missing", "aiocoll.missing", "aiocoll.distributed.group.missing"):
@@ -36,18 +36,18 @@ def test_name_check_finds_missing_names_and_other_arguments(monkeypatch: pytest.
     assert "aiocoll.distributed.TCPStore(host_name" in next(iter(generate.wrong_names()))
 
 
-def test_name_table_is_current() -> None:
+def test_generated_table_of_public_names_is_current() -> None:
     text = generate.PORTING.read_text()
     assert text == generate.replaced(text, generate.names_table()), "run `python docs/generate.py`"
 
 
-def test_example_index_is_current() -> None:
+def test_generated_index_of_examples_is_current() -> None:
     text = generate.EXAMPLES.read_text()
     assert text == generate.replaced(text, generate.examples()), "run `python docs/generate.py`"
 
 
 @pytest.mark.parametrize("module", generate.modules())
-def test_reference_test_is_covered_or_excluded_with_a_reason(module: str) -> None:
+def test_torch_reference_test_is_covered_or_excluded_with_a_reason(module: str) -> None:
     path = generate.ROOT / "tests/reference" / f"{module}.py"
     if not path.exists():
         pytest.skip(f"{module}.py does not exist yet")
@@ -70,11 +70,11 @@ def test_reference_test_is_covered_or_excluded_with_a_reason(module: str) -> Non
             assert named <= functions, f"{row.reference}: {named - functions} not found"
 
 
-def test_reference_test_is_listed() -> None:
+def test_ported_reference_test_is_listed_in_the_documentation() -> None:
     assert list(generate.unlisted()) == []
 
 
-def test_reference_test_table_is_current() -> None:
+def test_generated_table_of_reference_tests_is_current() -> None:
     listed = [line.split(" | ") for line in generate.REFERENCE_TESTS.read_text().splitlines() if line.startswith("| `")]
     expected = [(f"| `{row.reference}`", generate.first_column(row)) for row in generate.rows()]
     assert [(first, second) for first, second, _ in listed] == expected, "run `python docs/generate.py`"
@@ -84,7 +84,7 @@ def test_reference_test_table_is_current() -> None:
 
 @pytest.mark.slow
 def test_hang_page_shows_the_output_of_its_programs(tmp_path: Path) -> None:
-    """Compare the output except numbers: the first rank and the durations depend on the machine."""
+    """Compare the output without numbers, since the first rank and the durations depend on the machine."""
     write(files(HANGS), tmp_path)
     output = "".join(shell(script, tmp_path) for script in commands(HANGS)).replace(f"{tmp_path}/", "")
     compared = ("A rank does not come", "Timeouts", "Calls that differ", "After the fact")
@@ -94,7 +94,7 @@ def test_hang_page_shows_the_output_of_its_programs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", pages())
-def test_page_links_have_targets(name: str) -> None:
+def test_links_of_the_pages_have_targets(name: str) -> None:
     page = ROOT / name
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", without_code(page)):
         linked = page.parent / target if target else page
@@ -109,7 +109,7 @@ def without_code(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_code_block_is_run_or_excused(page: str) -> None:
+def test_each_code_block_of_the_pages_is_run_or_excused(page: str) -> None:
     for block in blocks(page):
         if block.language not in ("python", "sh"):
             continue
@@ -118,21 +118,21 @@ def test_code_block_is_run_or_excused(page: str) -> None:
             assert is_used(block), f"{where}: no test runs it; see tests/pages.py"
         else:
             assert block.excuse in EXCUSES, f"{where}: not one of the EXCUSES of tests/pages.py"
-            # `files` and `commands` omit excused blocks, so only `code` could return one.
+            # Only `code` can return an excused block, since `files` and `commands` omit them.
             assert place(block) not in used_blocks(), f"{where}: it has an excuse, but a test runs it"
             assert list(errors_in(block)) == [], where
 
 
 @pytest.mark.parametrize("page", pages())
-def test_code_block_cannot_escape_the_rule(page: str) -> None:
-    """Find blocks that are indented or have no language, and excuses that are not directly before their block."""
+def test_check_of_the_pages_finds_every_code_block(page: str) -> None:
+    """Count code fences, to find blocks that are indented or have no language, and misplaced excuses."""
     text, fence = (ROOT / page).read_text(), re.compile("^[ >]*(?:```|~~~)", re.MULTILINE)
     inside = sum(len(fence.findall(block.code)) for block in blocks(page))
     assert len(fence.findall(text)) == 2 * len(blocks(page)) + inside
     assert text.count("<!-- not run: ") == sum(block.excuse is not None for block in blocks(page))
 
 
-def test_code_block_taken_by_a_test_exists() -> None:
+def test_each_code_block_that_a_test_uses_exists() -> None:
     existing = {place(block) for page in pages() for block in blocks(page)} | {(page, None) for page in pages()}
     assert {used for used in used_blocks() if used not in existing and used[:2] not in existing} == set()
 
@@ -154,7 +154,7 @@ def used_blocks() -> frozenset[tuple[Any, ...]]:
         if "pages import" not in (text := path.read_text()):
             continue
         module = ast.parse(text)
-        #: An argument may be the name of a module-level string.
+        # The names of module-level strings, which arguments of these functions may be.
         names = {
             target.id: node.value.value
             for node in module.body
@@ -180,7 +180,7 @@ def value_of(node: ast.expr, names: Mapping[str, Any], where: str) -> Any:
 
 
 def errors_in(block: Block) -> Iterator[str]:
-    """Check a block that cannot be run: yield syntax errors, and names that do not exist."""
+    """Check a block that cannot be run: yield its syntax errors, and names that do not exist."""
     if block.language == "python":
         compile(block.code, block.page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         return

@@ -1,4 +1,4 @@
-"""The code in docstrings, which the site shows too, run with the names and peers that it needs."""
+"""The code in docstrings, also shown on the site, run with the names and peers that it needs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def documented() -> Iterator[tuple[str, Any]]:
         yield module.__name__, module
         for name in module.__all__:
             owner = getattr(module, name)
-            if isinstance(owner, NewType):  # its docstring is that of `NewType`
+            if isinstance(owner, NewType):  # its docstring is the one of `NewType` itself
                 continue
             for path, each in [(name, owner), *((f"{name}.{key}", method) for key, method in methods(owner))]:
                 if id(each) not in seen and getattr(each, "__module__", "").startswith("aiocoll"):
@@ -87,7 +87,7 @@ async def run_meeting() -> None:
     def start(function: Callable[[aiocoll.Ticket], None], ticket: aiocoll.Ticket) -> None:
         threads.append(threading.Thread(target=function, args=(ticket,)))
         threads[-1].start()
-        if len(threads) == 4:  # the meeting ends with its block, so all threads must have ended before
+        if len(threads) == 4:  # wait for all threads here, since the meeting ends with its block
             for thread in threads:
                 thread.join()
 
@@ -173,7 +173,7 @@ async def run_probe() -> None:
 
 async def run_prometheus() -> None:
     prometheus_client = pytest.importorskip("prometheus_client")
-    from aiocoll.metrics import prometheus  # the program imports it too
+    from aiocoll.metrics import prometheus  # the program also has this import
 
     async def body(pg: ProcessGroup) -> None:
         names = await execute(CODE["aiocoll.metrics.prometheus"], aiocoll=aiocoll, pg=pg)
@@ -186,7 +186,7 @@ async def run_prometheus() -> None:
 
 async def run_opentelemetry() -> None:
     pytest.importorskip("opentelemetry.metrics")
-    from aiocoll.metrics import opentelemetry  # the program imports it too
+    from aiocoll.metrics import opentelemetry  # the program also has this import
 
     async def body(pg: ProcessGroup) -> None:
         names = await execute(CODE["aiocoll.metrics.opentelemetry"], aiocoll=aiocoll, pg=pg)
@@ -237,6 +237,6 @@ async def test_docstring_code_runs(name: str) -> None:
     await RUN[name]()
 
 
-def test_docstring_code_is_tested_everywhere() -> None:
-    """Exempt the first program, which `tests/test_readme.py` compares, and the same `probe` of blocking groups."""
+def test_every_docstring_with_code_is_tested() -> None:
+    """Exempt the first program, which `tests/test_readme.py` compares, and the equal `probe` of blocking groups."""
     assert CODE.keys() == RUN.keys() | {"aiocoll", "aiocoll.BlockingGroup.probe"}

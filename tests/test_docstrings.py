@@ -27,13 +27,13 @@ from aiocoll.store import KeyValueStore
 
 from .each import each
 
-#: The sections, in this order, each at most once.
+#: The allowed docstring sections, in this order, each at most once.
 SECTIONS = ("Attributes", "Args", "Returns", "Raises", "Cost", "Source")
 
-#: Calls of a group without a section on costs: they send nothing, or their costs are those of other calls.
+#: Group methods without a section on costs: they send nothing, or have the costs of other calls.
 FREE = {"abort", "add_hook", "aclose", "backend_for", "coords", "drain", "pending", "rank", "rank_at", "shift",
         "shutdown", "size", "stats", "time_estimator", "wait_revoked"}  # fmt: skip
-#: Calls that cannot fail.
+#: Calls without a section on errors, since they cannot fail.
 SAFE = {"pending", "rank", "size", "add_done_callback", "cancelled", "done", "dump", "get_future", "is_completed",
         "is_success", "remove_done_callback", "signalled", "process_group", "current_process_group"}  # fmt: skip
 
@@ -89,7 +89,7 @@ def test_docstring_sections_are_in_order(name: str) -> None:
 
 
 @every_call
-def test_docstring_documents_exactly_the_arguments(name: str) -> None:
+def test_docstring_documents_exactly_the_arguments_of_the_function(name: str) -> None:
     parameters = [each for each in inspect.signature(CALLS[name]).parameters if each not in ("self", "cls")]
     documented = re.findall(r"^    (\w+):", sections(CALLS[name]).get("Args", ""), re.MULTILINE)
     assert documented == parameters
@@ -105,12 +105,12 @@ def test_docstring_documents_results_errors_and_costs(name: str) -> None:
         assert ("Cost" in found) is (last not in FREE)
 
 
-#: Other public functions and methods: of torch.distributed, of stores, for tests.
+#: Other public functions and methods: torch.distributed, stores, and testing.
 OTHERS = dict(other_calls())
 
 
 @each("name", OTHERS)
-def test_other_docstrings_begin_with_one_line_and_document_all_arguments(name: str) -> None:
+def test_docstrings_of_other_functions_begin_with_one_line_and_document_all_arguments(name: str) -> None:
     first, *rest = (inspect.getdoc(OTHERS[name]) or "").splitlines()
     assert first.endswith(".")
     assert not rest or rest[0] == ""
@@ -120,7 +120,7 @@ def test_other_docstrings_begin_with_one_line_and_document_all_arguments(name: s
 
 
 @each("name", CALLS | OTHERS)
-def test_docstring_documents_units(name: str) -> None:
+def test_docstring_documents_units_of_numbers(name: str) -> None:
     text = sections((CALLS | OTHERS)[name]).get("Args", "")
     for line in re.findall(r"^    ((?:timeout|wait|seconds)\b.*)", text, re.MULTILINE):
         assert re.search("seconds|time to", line), line
@@ -133,7 +133,7 @@ SHAPE = re.compile(
 
 
 @each("name", [name for name in CALLS if name.startswith("ProcessGroup.")])
-def test_docstring_documents_shapes(name: str) -> None:
+def test_docstring_documents_array_shapes(name: str) -> None:
     text = sections(CALLS[name]).get("Args", "")
     for argument in re.findall(r"^    ((?:tensors?|outputs?|inputs?):.*(?:\n {8}.*)*)", text, re.MULTILINE):
         assert SHAPE.search(argument), argument
@@ -152,6 +152,6 @@ def test_docstring_documents_each_option() -> None:
     assert "Raises" in sections(GroupOptions)
 
 
-def test_call_help_needs_no_other_page() -> None:
+def test_help_text_of_a_call_refers_to_no_other_page() -> None:
     text = inspect.getdoc(ProcessGroup.shrink) or ""
     assert text.startswith("Make a new group of the ranks that are alive")

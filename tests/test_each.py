@@ -1,4 +1,4 @@
-"""Loops of cases: every case runs, and an error names the one that failed."""
+"""Loops over cases: every case runs, and an error names the case that failed."""
 
 import pytest
 
@@ -9,12 +9,12 @@ seen: list[tuple[int, str]] = []
 
 @pytest.mark.parametrize("letter", "ab")
 @each("number", (1, 2))
-def test_each_works_in_parametrised_tests(number: int, letter: str) -> None:
+def test_each_decorator_works_in_parametrised_tests(number: int, letter: str) -> None:
     seen.append((number, letter))
     assert seen[-number:][0] == (1, letter)
 
 
-def test_error_in_a_loop_names_the_case() -> None:
+def test_error_in_a_loop_of_cases_names_the_failing_case() -> None:
     @each(("one", "two"), [(1, 1), (1, 2)])
     def test(one: int, two: int) -> None:
         assert one == two
@@ -24,7 +24,7 @@ def test_error_in_a_loop_names_the_case() -> None:
     assert caught.value.__notes__ == ["one = 1, two = 2"]
 
 
-def test_loop_without_cases_is_an_error() -> None:
+def test_loop_without_cases_raises_an_error() -> None:
     @each("one", [])
     def test(one: int) -> None:
         raise LookupError

@@ -29,7 +29,7 @@ from .ranks import until
 LIMIT = 20.0
 STEPS = 12
 
-#: A function that each rank calls in each step, with the number of its process; a true result ends the process.
+#: A function (rank, process number) that each rank calls in each step; a true result ends the process.
 Fault = Callable[[int, int], bool]
 
 
@@ -57,7 +57,7 @@ class Program:
         self._processes: list[asyncio.Task[dict[str, Any] | None]] = []
 
     async def run(self) -> list[dict[str, Any]]:
-        """Start the processes; return the states of those that finish all steps."""
+        """Start the processes; return the final states of processes that finish all steps."""
         for rank in range(self._meeting.world_size):
             self._start(self._meeting.ticket(rank))
         ended: list[dict[str, Any] | None] = []
@@ -93,7 +93,7 @@ def check(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-async def test_elastic_run_without_a_loss_has_one_group(world_size: int) -> None:
+async def test_elastic_run_without_a_loss_uses_one_group(world_size: int) -> None:
     async with Meeting(world_size) as meeting:
         program = Program(meeting)
         ended = await program.run()
@@ -104,7 +104,7 @@ async def test_elastic_run_without_a_loss_has_one_group(world_size: int) -> None
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-async def test_newcomer_replaces_a_lost_rank(victim: int) -> None:
+async def test_newcomer_replaces_a_lost_rank_of_an_elastic_run(victim: int) -> None:
     async with Meeting(3) as meeting:
         program = Program(meeting, lambda number, step: number == victim and step == 5)
         ended = await program.run()
@@ -115,7 +115,7 @@ async def test_newcomer_replaces_a_lost_rank(victim: int) -> None:
 
 
 async def test_elastic_run_survives_consecutive_losses() -> None:
-    """Let each process leave two steps after it has joined, except the last ones."""
+    """Let each process, except the last ones, leave two steps after it has joined."""
     async with Meeting(3) as meeting:
         program = Program(meeting, lambda number, step: number < 5 and step == 2 * number)
         ended = await program.run()
@@ -152,8 +152,8 @@ async def test_elastic_run_continues_with_the_remaining_ranks() -> None:
         assert program.groups == {0: [3, 2], 1: [3, 2], 2: [3]}
 
 
-async def test_elastic_ranks_agree_once_per_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the agreements, also of a group that no newcomer has joined."""
+async def test_elastic_ranks_make_one_agreement_per_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the agreements, including those of a group that no newcomer has joined."""
     allgather_object = ProcessGroup.allgather_object
     agreed: list[str] = []
 
@@ -170,7 +170,7 @@ async def test_elastic_ranks_agree_once_per_group(monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
 
 
-async def test_elastic_run_takes_all_present_newcomers() -> None:
+async def test_elastic_run_includes_all_present_newcomers() -> None:
     """Replace one of two lost ranks."""
 
     def fault(number: int, step: int) -> bool:
@@ -193,7 +193,7 @@ async def test_elastic_run_fails_after_the_allowed_failures() -> None:
             await program.run()
 
 
-async def test_elastic_run_fails_without_a_group_in_time() -> None:
+async def test_elastic_run_fails_if_no_group_forms_in_time() -> None:
     async with Meeting(2) as meeting:
         program = Program(meeting, lambda number, step: number == 1 and step == 3, replaced=False, mend_timeout=0.3)
         with pytest.raises(TimeoutError):
@@ -224,8 +224,8 @@ async def test_elastic_run_continues_without_its_store(caplog: pytest.LogCapture
     assert message in caplog.text
 
 
-async def test_late_newcomers_join_a_later_group() -> None:
-    """Let the first rank continue alone: each newcomer leads to the next group."""
+async def test_late_newcomers_join_a_later_group_of_an_elastic_run() -> None:
+    """Let the first rank continue alone; each newcomer leads to the next group."""
     sizes: dict[int, list[int]] = {0: [], 1: []}
 
     async def rank(number: int, ticket: Ticket) -> None:
@@ -255,7 +255,7 @@ async def test_late_newcomers_join_a_later_group() -> None:
 
 
 async def test_loss_of_the_state_sender_leaves_one_consistent_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the sender in the middle: the other ranks must not mix its state with their own."""
+    """Let the sender of the state fail midway; the other ranks must not mix its state with their own."""
     broadcast = ProcessGroup.broadcast
     sent: list[str] = []
 
@@ -287,7 +287,7 @@ async def test_loss_of_the_state_sender_leaves_one_consistent_state(monkeypatch:
     assert len(sent) == 2
 
 
-async def test_newcomer_does_not_continue_alone() -> None:
+async def test_newcomer_without_the_state_does_not_continue_alone() -> None:
     """Lose the only rank with the state before it can send the state to the newcomer."""
     async with Meeting(1) as meeting:
         left = new_group(init_method=meeting.ticket())
@@ -305,14 +305,14 @@ async def test_newcomer_does_not_continue_alone() -> None:
                 await alone
 
 
-async def test_newcomer_does_not_wait_forever() -> None:
+async def test_newcomer_of_an_elastic_run_stops_waiting_at_its_timeout() -> None:
     async with Meeting(1) as meeting, asyncio.timeout(LIMIT):
         with pytest.raises(RendezvousError, match="no group has grown"):
             await anext(elastic(init_method=meeting.newcomer(), timeout=0.1))
 
 
-async def test_newcomers_are_not_searched_after_the_end() -> None:
-    """Use a store that stays, in which the first group could also look for newcomers."""
+async def test_elastic_run_does_not_wait_for_newcomers_after_its_end() -> None:
+    """Use a store that stays open, in which the first group could still look for newcomers."""
     store = HashStore()
 
     async def rank(number: int) -> list[int]:
@@ -334,7 +334,7 @@ async def test_newcomers_are_not_searched_after_the_end() -> None:
     await store.aclose()
 
 
-async def test_programming_error_is_raised_without_a_retry() -> None:
+async def test_elastic_run_raises_a_programming_error_without_a_retry() -> None:
     async def rank(number: int, ticket: Ticket) -> None:
         async with aclosing(elastic(init_method=ticket)) as groups:
             async for pg in groups:
@@ -346,7 +346,7 @@ async def test_programming_error_is_raised_without_a_retry() -> None:
     assert [type(each) for each in ended] == [CollectiveMismatchError] * 2
 
 
-async def test_state_is_taken_from_rank_0() -> None:
+async def test_elastic_ranks_take_the_state_of_rank_0() -> None:
     async def rank(ticket: Ticket, number: int) -> dict[str, Any]:
         state = {"name": f"rank {number}", "array": np.full(2, number), "number": np.float64(number)}
         async with aclosing(elastic(init_method=ticket, state=state)) as groups:
@@ -360,7 +360,7 @@ async def test_state_is_taken_from_rank_0() -> None:
             assert (state["name"], state["array"].tolist(), state["number"]) == ("rank 0", [0, 0], 0.0)
 
 
-async def test_states_with_other_arrays_are_refused() -> None:
+async def test_elastic_run_refuses_states_with_different_arrays() -> None:
     async def rank(ticket: Ticket, state: dict[str, Any]) -> None:
         async with aclosing(elastic(init_method=ticket, state=state)) as groups:
             async for _ in groups:

@@ -19,7 +19,7 @@ RAW = os.fsencode(KEY)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/PID/environ")
 
-#: A program that makes a group on request, and then prints where the key is left.
+#: A program that makes a group on request, and then prints the places where the job key remains.
 PROGRAM = """
 import asyncio, ctypes, os, posix, subprocess, sys
 import aiocoll
@@ -58,7 +58,9 @@ def environment_block(process: subprocess.Popen[str]) -> bytes:
 
 
 @pytest.mark.parametrize("init_method", ["env://", "file"])
-def test_key_is_removed_from_the_initial_environment_of_a_process(tmp_path: Path, port: int, init_method: str) -> None:
+def test_job_key_is_removed_from_the_initial_environment_of_a_process(
+    tmp_path: Path, port: int, init_method: str
+) -> None:
     program = PROGRAM
     if init_method == "file":
         program = program.replace(
@@ -82,7 +84,7 @@ def test_key_is_removed_from_the_initial_environment_of_a_process(tmp_path: Path
     assert out == "False False None False True 1\n"
 
 
-def test_key_is_removed_from_the_launcher_and_not_passed_to_ranks(tmp_path: Path) -> None:
+def test_job_key_is_removed_from_the_launcher_and_not_passed_to_rank_environments(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         # Open before the test writes: a FIFO loses its bytes when no process has it open.
@@ -107,8 +109,8 @@ def test_key_is_removed_from_the_launcher_and_not_passed_to_ranks(tmp_path: Path
         assert RAW not in each
 
 
-def test_entries_of_the_name_and_no_others_are_overwritten() -> None:
-    """Use two entries of one name, and names with the same end: the kernel passes all of them on."""
+def test_removal_overwrites_only_environment_entries_of_the_given_name() -> None:
+    """Use two entries with the same name, and names with the same end; the kernel passes all entries on."""
     program = """
 import os
 from aiocoll.environment import take
@@ -138,7 +140,7 @@ print(*(entry.decode() for entry in after.split(b"\\0") if b"SECRET" in entry))
     assert third == "SECRET= MY_SECRET=three SECRET_TOO=four B=SECRET=five SECRET="
 
 
-def test_removal_from_another_mapping_changes_only_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_from_a_mapping_other_than_os_environ_changes_only_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         environment, "_overwrite", lambda name: pytest.fail(f"{name} is overwritten in the environment block")
     )
@@ -150,7 +152,7 @@ def test_removal_from_another_mapping_changes_only_the_mapping(monkeypatch: pyte
 @pytest.mark.parametrize(
     "stat", [b"1 (x) S", b"1 (x) S " + b"0 " * 60, b"1 (x) S " + b"0 " * 46 + b"4096 8192 0", None]
 )
-def test_removal_without_a_readable_environment_block_does_nothing(
+def test_removal_without_a_readable_environment_block_overwrites_nothing(
     monkeypatch: pytest.MonkeyPatch, stat: bytes | None
 ) -> None:
     """Simulate an old kernel, a hidden address, an unmapped address, and no /proc."""

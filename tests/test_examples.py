@@ -1,4 +1,4 @@
-"""The programs that new users try first: the README's program, the demo, other examples, and the notebook."""
+"""Programs that new users try first: the README's program, the demo, other examples, and the notebook."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(ranks: int, script: Path) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-def test_hello_prints_what_readme_and_quick_start_show() -> None:
+def test_hello_example_prints_the_output_that_readme_and_quick_start_show() -> None:
     command, shown = code(README, "Twelve lines", language="sh"), code(README, "Twelve lines", language="text")
     assert command == code(QUICK_START, "Two ranks", language="sh") == "aiocoll run -n 2 examples/hello.py\n"
     assert shown == code(QUICK_START, "Two ranks", language="text")
@@ -57,7 +57,7 @@ def test_hello_prints_what_readme_and_quick_start_show() -> None:
     compile(code(README, "Twelve lines"), "README.md", "exec")
 
 
-def test_survive_prints_what_readme_and_quick_start_show() -> None:
+def test_survive_example_prints_the_output_that_readme_and_quick_start_show() -> None:
     script = ROOT / "examples" / "survive.py"
     assert textwrap.indent(code(README, "When a rank dies"), "    ") in script.read_text()
     command, shown = code(README, "When a rank dies", language="sh"), code(README, "When a rank dies", language="text")
@@ -70,7 +70,7 @@ def test_survive_prints_what_readme_and_quick_start_show() -> None:
     assert done.stderr.splitlines() == [line for line in lines if line.startswith("aiocoll run:")]
 
 
-def test_quick_start_shows_a_test_and_a_mismatch(tmp_path: Path) -> None:
+def test_test_and_mismatch_of_the_quick_start_have_the_shown_output(tmp_path: Path) -> None:
     (tmp_path / "test_sums.py").write_text(code(QUICK_START, "A test with ranks"))
     assert code(QUICK_START, "A test with ranks", language="sh") == "pytest -q test_sums.py\n"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sums.py"]
@@ -84,7 +84,7 @@ def test_quick_start_shows_a_test_and_a_mismatch(tmp_path: Path) -> None:
     assert " ".join(code(QUICK_START, "Ranks disagree", language="text").split()) in done.stderr
 
 
-def test_failure_page_has_every_error() -> None:
+def test_reliability_page_lists_every_error_class() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text()
     assert [name for name in errors.__all__ if f"`{name}`" not in page] == []
 
@@ -105,7 +105,7 @@ def test_demo_needs_the_package_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_demo_loses_a_rank_and_ends_with_equal_weights(ranks: int) -> None:
+def test_demo_ends_with_equal_weights_after_the_loss_of_a_rank(ranks: int) -> None:
     last = ranks - 1
     done = start(ranks, ROOT / "examples" / "learn_digits.py", "--max-restarts", "1")
     assert done.returncode == 0, done.stderr
@@ -133,13 +133,15 @@ def test_demo_loses_a_rank_and_ends_with_equal_weights(ranks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "grid"), [(1, "1 x 1"), (4, "2 x 2"), (6, "3 x 2")])
-def test_heat_on_a_grid_equals_that_of_one_rank(ranks: int, grid: str) -> None:
+def test_heat_example_on_a_grid_gives_the_result_of_one_rank(ranks: int, grid: str) -> None:
     """Check the printed result; the program itself compares all cells with those of one rank."""
     assert run(ranks, ROOT / "examples" / "halo.py") == [f"[0] {grid} ranks: heat 399.125798, last change 0.001210"]
 
 
 @pytest.mark.slow
-def test_parameter_server_learns_while_workers_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameter_server_example_trains_while_workers_join_and_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     lines = run(3, ROOT / "examples" / "parameter_server.py")
     assert [line for line in lines if line.startswith(("[1]", "[2]"))] == [

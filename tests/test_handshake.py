@@ -1,4 +1,4 @@
-"""The handshake: both ends prove the job key, and no end reveals anything before the proof."""
+"""The handshake: both ends prove the job key, and neither end reveals anything before the proof."""
 
 import itertools
 import os
@@ -56,7 +56,7 @@ def refuse_unproven(peer: Peer) -> Status:
 
 
 def exchange(c, s, decide=accept, change=lambda name, message: message) -> Peer:
-    """Exchange all five messages, each changed by `change`; return the client's identity from the server."""
+    """Exchange all five handshake messages, changed by `change`; return the client identity that the server got."""
     challenge = change("challenge", s.challenge(change("hello", c.hello())))
     verdict = change("verdict", s.verdict(change("proof", c.prove(challenge)), decide))
     return s.accept(change("confirm", c.confirm(verdict)))
@@ -91,7 +91,7 @@ def test_ends_with_different_keys_refuse_each_other(client_key, server_key):
 
 
 def test_ends_that_see_different_certificates_refuse_each_other():
-    """Use different certificates, as with a man in the middle that forwards all messages."""
+    """Use different certificates at the two ends, as with a man in the middle that forwards all messages."""
     for seen_by_client, seen_by_server in ((b"1" * 32, b"2" * 32), (b"", b"2" * 32), (b"1" * 32, b"")):
         c = ClientHandshake(CLIENT, KEY, os.urandom, seen_by_client)
         s = ServerHandshake(SERVER, KEY, os.urandom, seen_by_server)
@@ -106,8 +106,8 @@ def test_ends_that_see_different_certificates_refuse_each_other():
     assert exchange(c, s) == Peer(*CLIENT)
 
 
-def test_server_reveals_nothing_to_a_stranger():
-    """Check that the server sends a nonce, then zeros, whatever the proof and its identity."""
+def test_server_reveals_nothing_to_a_client_without_the_job_key():
+    """Check that the server sends a nonce, then zeros, for any client proof and any server identity."""
     verdicts = set()
     for identity in (SERVER, Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)):
         for proof in (bytes(PROOF_SIZE), os.urandom(PROOF_SIZE), b""):
@@ -119,7 +119,7 @@ def test_server_reveals_nothing_to_a_stranger():
     assert verdicts == {bytes(VERDICT_SIZE)}
 
 
-def test_messages_before_the_proof_contain_only_nonces():
+def test_handshake_messages_before_the_proof_contain_only_nonces():
     """Check that the nonces are the only differences between HELLO and CHALLENGE, for any identity."""
     other = Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)
     hellos = [ClientHandshake(identity, key, bytes).hello() for identity in (CLIENT, other) for key in (KEY, None)]
@@ -127,8 +127,8 @@ def test_messages_before_the_proof_contain_only_nonces():
     assert {each.challenge(hellos[0]) for each in servers} == set(hellos) == {hellos[0]}
 
 
-def test_proof_cannot_be_reflected():
-    """Send a proof or a verdict back to its sender, as in a connection between two ranks that dial each other."""
+def test_handshake_proof_sent_back_to_its_sender_is_refused():
+    """Send a proof or a verdict back to its sender, as between two ranks that dial each other."""
     c, s = client(), server()
     proof = c.prove(s.challenge(c.hello()))
     with pytest.raises(UnprovenError):
@@ -138,14 +138,14 @@ def test_proof_cannot_be_reflected():
         s.accept(verdict[-CONFIRM_SIZE:])
 
 
-def test_echo_is_not_accepted_as_a_server():
+def test_server_that_echoes_handshake_messages_is_refused():
     c = client()
     proof = c.prove(c.hello())
     with pytest.raises(UnprovenError, match="did not prove"):
         c.confirm(proof)
 
 
-def test_recorded_messages_are_refused_with_other_nonces():
+def test_recorded_handshake_messages_are_refused_with_other_nonces():
     c, s = client(), server()
     challenge = s.challenge(c.hello())
     proof = c.prove(challenge)
@@ -165,7 +165,7 @@ def test_recorded_messages_are_refused_with_other_nonces():
 
 
 @pytest.mark.parametrize("message", list(SIZES))
-def test_flipped_byte_is_refused(message):
+def test_handshake_message_with_a_changed_byte_is_refused(message):
     for position, flip in itertools.product(range(SIZES[message]), (0x01, 0x80)):
 
         def flip_byte(name: str, sent: bytes, position: int = position, flip: int = flip) -> bytes:
@@ -178,7 +178,7 @@ def test_flipped_byte_is_refused(message):
 
 
 @pytest.mark.parametrize("message", list(SIZES))
-def test_truncated_and_overlong_messages_are_refused(message):
+def test_truncated_and_overlong_handshake_messages_are_refused(message):
     for size in (*range(SIZES[message]), SIZES[message] + 1):
 
         def resize(name: str, sent: bytes, size: int = size) -> bytes:
@@ -188,7 +188,7 @@ def test_truncated_and_overlong_messages_are_refused(message):
             exchange(client(), server(), accept if message in ("verdict", "confirm") else refuse_unproven, resize)
 
 
-def test_other_protocols_are_named():
+def test_error_names_the_protocol_of_a_foreign_message():
     with pytest.raises(UnprovenError, match=r"client does not use aiocoll's protocol: it sent b'GET / HT'"):
         server().challenge(b"GET / HTTP/1.1\r\n".ljust(HELLO_SIZE))
     with pytest.raises(UnprovenError, match=r"other end does not use aiocoll's protocol: it sent b'SSH-2.0-'"):
@@ -213,7 +213,7 @@ def test_unknown_connection_kind_is_refused():
         ({"kind": ConnKind.STORE}, Status.WRONG_KIND, ("STORE connection", "group listens there")),
     ],
 )
-def test_disagreement_is_authenticated_with_both_values(change, status, values):
+def test_authenticated_refusal_contains_the_differing_values_of_both_ends(change, status, values):
     c, s = client(CLIENT._replace(**change)), server()
     verdict = s.verdict(c.prove(s.challenge(c.hello())), refuse_unproven)
     with pytest.raises(HandshakeRefusedError) as at_client:
@@ -226,7 +226,7 @@ def test_disagreement_is_authenticated_with_both_values(change, status, values):
         assert all(value in str(error) for value in values)
 
 
-def test_different_wire_versions_are_both_named():
+def test_error_names_both_different_wire_versions():
     hello = bytearray(client().hello())
     hello[4] = 9
     s = server()
@@ -241,7 +241,7 @@ def test_different_wire_versions_are_both_named():
 
 
 @pytest.mark.parametrize("status", [Status.CROSSED, Status.DUPLICATE, Status.REFUSED, Status.WRONG_CERTIFICATE])
-def test_server_decision_is_authenticated(status):
+def test_server_verdict_is_authenticated(status):
     c, s = client(), server()
     verdict = s.verdict(c.prove(s.challenge(c.hello())), lambda peer: status)
     with pytest.raises(HandshakeRefusedError) as caught:
@@ -251,7 +251,7 @@ def test_server_decision_is_authenticated(status):
         s.accept(bytes(CONFIRM_SIZE))
 
 
-def test_ok_of_a_server_in_another_epoch_is_refused(monkeypatch):
+def test_client_refuses_the_acceptance_of_a_server_in_another_epoch(monkeypatch):
     c, careless = client(), server(SERVER._replace(epoch=8))
     monkeypatch.setattr(careless, "_judge", lambda claim, decide: Status.OK)
     with pytest.raises(HandshakeRefusedError, match="it is in epoch 8, this process in epoch 3"):
@@ -259,14 +259,14 @@ def test_ok_of_a_server_in_another_epoch_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost", "::ffff:127.0.0.1"])
-def test_loopback_needs_no_key(host):
+def test_loopback_connections_need_no_job_key(host):
     assert is_loopback(host)
     require_key(host, None)
     require_key(host, KEY)
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "::", "fe80::1%eth0", "2001:db8::1", "example.org", ""])
-def test_other_addresses_need_a_key(host):
+def test_connections_to_non_loopback_addresses_need_a_job_key(host):
     assert not is_loopback(host)
     require_key(host, KEY)
     with pytest.raises(AuthenticationError, match=r"no job key.*aiocoll run.*job_key=.*AIOCOLL_JOB_KEY"):
@@ -274,17 +274,17 @@ def test_other_addresses_need_a_key(host):
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "127.0.0.1"])
-def test_short_keys_are_refused_everywhere(host):
+def test_short_job_keys_are_refused_everywhere(host):
     with pytest.raises(AuthenticationError, match="job_key has 15 bytes, but needs at least 16"):
         require_key(host, KEY[:15])
     require_key(host, KEY[:16])
 
 
-def test_job_id_is_a_fixed_hash():
+def test_job_id_is_a_fixed_hash_of_the_job_key():
     assert job_id("") == bytes.fromhex("e3b0c44298fc1c149afbf4c8996fb924")
 
 
-def test_start_of_a_message_is_recognized() -> None:
+def test_first_bytes_of_a_handshake_message_are_recognized() -> None:
     hello = client().hello()
     challenge = server().challenge(hello)
     for message in (hello, challenge):

@@ -1,4 +1,4 @@
-"""Hooks: every start has one end, whatever the outcome, and a failing hook affects no operation."""
+"""Hooks: every reported start has one reported end, and a failing hook affects no operation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def every_call(pg: ProcessGroup) -> list[str]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_hook_gets_one_start_and_end_per_call(size: int, debug: str) -> None:
+async def test_hook_receives_one_start_and_one_end_per_call(size: int, debug: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         recorder = Recorder()
         pg.add_hook(recorder)
@@ -98,9 +98,9 @@ async def test_hook_gets_one_start_and_end_per_call(size: int, debug: str) -> No
 
 @pytest.mark.ranks(2)
 @over("memory", "unix", "tcp", "shm")
-async def test_hook_gets_the_operation_info(pg: ProcessGroup, transport: str) -> None:
+async def test_hook_receives_the_operation_info(pg: ProcessGroup, transport: str) -> None:
     recorder = Recorder()
-    await pg.allreduce(np.ones(1))  # this call opens the links
+    await pg.allreduce(np.ones(1))  # the first call opens the links
     pg.add_hook(recorder)
     await pg.allreduce(np.ones((2, 3), np.float32), key="grad")
     if pg.rank() == 0:
@@ -117,14 +117,14 @@ async def test_hook_gets_the_operation_info(pg: ProcessGroup, transport: str) ->
 
 
 @over("memory", "unix", "tcp", "shm")
-async def test_hook_gets_the_transport_of_an_operation_that_outlives_its_links(
+async def test_hook_receives_the_transport_of_an_operation_whose_links_have_closed(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(monkeypatch, decoding_budget=0.0)
     recorder = Recorder()
 
     async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()  # this call opens the links
+        await pg.barrier()  # the first call opens the links
         if pg.rank() == 0:
             pg.add_hook(recorder)
         await pg.gather_object("a" if pg.rank() == 0 else ["b"] * 200_000, 0)
@@ -133,7 +133,7 @@ async def test_hook_gets_the_transport_of_an_operation_that_outlives_its_links(
     assert [end.transport for end in recorder.ends] == [transport]
 
 
-async def test_global_hook_gets_the_operations_of_all_groups(global_recorder: Recorder) -> None:
+async def test_global_hook_receives_the_operations_of_all_groups(global_recorder: Recorder) -> None:
     async def rank(pg: ProcessGroup) -> None:
         part = await pg.split_group([0, 1])
         assert part is not None
@@ -161,7 +161,7 @@ async def test_removed_hook_is_not_called(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_hook_gets_failures(pg: ProcessGroup) -> None:
+async def test_hook_receives_failures(pg: ProcessGroup) -> None:
     recorder = Recorder()
     pg.add_hook(recorder)
     with pytest.raises((CollectiveMismatchError, GroupError)) as caught:
@@ -172,7 +172,7 @@ async def test_hook_gets_failures(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_hook_gets_timeouts_and_withdrawn_receives(pg: ProcessGroup) -> None:
+async def test_hook_receives_timeouts_and_withdrawn_receives(pg: ProcessGroup) -> None:
     recorder = Recorder()
     pg.add_hook(recorder)
     receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
@@ -190,7 +190,7 @@ async def test_hook_gets_timeouts_and_withdrawn_receives(pg: ProcessGroup) -> No
     assert len(recorder.starts) == len(recorder.ends)
 
 
-async def test_hook_gets_the_end_of_pending_operations_of_a_closed_group() -> None:
+async def test_hook_receives_the_end_of_pending_operations_of_a_closed_group() -> None:
     recorder = Recorder()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -203,7 +203,7 @@ async def test_hook_gets_the_end_of_pending_operations_of_a_closed_group() -> No
     assert len(recorder.starts) == len(recorder.ends) == 1
 
 
-async def test_raising_hook_is_removed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_hook_that_raises_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Recorder):
         def on_start(self, info: OperationInfo) -> None:
             super().on_start(info)
@@ -221,7 +221,7 @@ async def test_raising_hook_is_removed(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.ERROR, "aiocoll"):
         await run_ranks(2, rank)
     removals = [record for record in caplog.records if "the hook is removed" in record.getMessage()]
-    assert len(removals) == 2  # once per rank
+    assert len(removals) == 2  # the hook is removed once per rank
     assert all("Broken.on_start raised" in record.getMessage() for record in removals)
     assert all(record.exc_info is not None for record in removals)
 
@@ -281,7 +281,7 @@ async def test_hook_may_call_another_group(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("wrong", [None, print, "on_start"])
 @pytest.mark.ranks(1)
-async def test_object_that_is_no_hook_is_refused(pg: ProcessGroup, wrong: Any) -> None:
+async def test_object_without_hook_methods_is_refused(pg: ProcessGroup, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"hook must have on_start\(info\) or on_end\(info\), not "):
         hooks.add_hook(wrong)
     with pytest.raises(TypeError, match="hook must have"):

@@ -48,11 +48,11 @@ PUBLIC_SIGNATURES = {
 #: `ProcessGroup` has every call of a group. `Endpoint` makes the parts of a rank.
 LARGE_CLASSES = {"group.process_group.ProcessGroup", "engine.endpoint.Endpoint"}
 
-#: Packages that are loaded on demand or never.
+#: Heavy packages, which aiocoll loads on demand or never.
 HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop", "redis", "prometheus_client",
          "opentelemetry")  # fmt: skip
 
-#: Modules that few programs need, and that take a millisecond or more to import, with their own imports.
+#: Modules that few programs need, and that take 1 ms or more to import, including their imports.
 LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.arrays", "aiocoll.elements.sparse", "aiocoll.gpu",
          "aiocoll.group.sparse_reduce", "aiocoll.redis", "aiocoll.testing", "argparse", "decimal", "email", "fractions",
          "http", "json", "multiprocessing", "tempfile", "urllib.request", "uuid", "xml", "zoneinfo")  # fmt: skip
@@ -83,7 +83,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def without_types(name: str) -> Iterator[ast.AST]:
-    """Yield the nodes of a module, except those for type checkers only."""
+    """Yield the syntax nodes of a module, except code for type checkers only."""
     left: list[ast.AST] = [tree(name)]
     while left:
         yield (node := left.pop())
@@ -110,7 +110,7 @@ def folder(name: str) -> str:
 
 
 def inner_folder(name: str) -> str:
-    """Return the folder of a module; a module at the top of the package stands for itself."""
+    """Return the folder of a module, or the module's own name at the top of the package."""
     return name if MODULES[name].name == "__init__.py" or "." not in name else name.rpartition(".")[0]
 
 
@@ -128,11 +128,11 @@ def qualified_definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast
             yield from qualified_definitions(child, prefix)
 
 
-def test_module_has_a_layer() -> None:
+def test_every_module_belongs_to_a_layer() -> None:
     assert {folder(name) for name in MODULES} == LEVEL.keys(), "add the module to the table in docs/architecture.md"
 
 
-#: Imports for type checkers: a lower module loads these public names on first use.
+#: Allowed upward imports, for type checkers: a lower module loads these public names on first use.
 PUBLIC_FROM_ABOVE = {("store", "redis.store")}
 
 
@@ -150,7 +150,7 @@ def test_module_imports_only_lower_layers() -> None:
 
 #: Devices, array libraries and tools, which only modules of the edge may name in identifiers and literals.
 EDGE_WORD = re.compile(r"cuda|nccl|cupy|torch|redis|(?<![a-z])(ray|dask|jax)(?![a-z])", re.IGNORECASE)
-#: Modules of base and core that may use such names, by pattern, with the reason.
+#: By pattern, modules of base and core that may use names in `EDGE_WORD`, with the reason.
 NAMES_OF_THE_EDGE = {
     "backends": "Backend.NCCL, and the remedy for names of torch's backends: programs for torch.distributed use them",
     "typing": "SupportsCudaArrayInterface is a public protocol, which type checkers have to see",
@@ -160,7 +160,7 @@ NAMES_OF_THE_EDGE = {
 
 
 def edge_imports(name: str) -> set[str]:
-    """Return the modules of the edge that a module imports, including imports in functions and for type checkers."""
+    """Return the edge modules that a module imports, including imports in functions and for type checkers."""
     return {each for each in imports(name) if folder(each) in HOUSES["edge"]}
 
 
@@ -193,7 +193,7 @@ def edge_words(module: ast.AST) -> set[str]:
     return {word for word in words if EDGE_WORD.search(word)}
 
 
-def test_base_and_core_do_not_import_the_edge() -> None:
+def test_base_and_core_modules_do_not_import_edge_modules() -> None:
     assert HOUSES["base"] | HOUSES["core"] | HOUSES["edge"] == LEVEL.keys()
     inside = [name for name in MODULES if folder(name) not in HOUSES["edge"]]
     allowed = {name: {other} for name, other in PUBLIC_FROM_ABOVE}
@@ -204,7 +204,7 @@ def test_base_and_core_do_not_import_the_edge() -> None:
     assert not {f"{name}: {each}" for name in base for each in imports(name) if folder(each) not in HOUSES["base"]}
 
 
-def test_base_and_core_name_no_device_array_library_or_tool() -> None:
+def test_base_and_core_modules_name_no_device_array_library_or_tool() -> None:
     found = {
         name: words for name in MODULES if folder(name) not in HOUSES["edge"] and (words := edge_words(tree(name)))
     }
@@ -228,7 +228,7 @@ def test_base_and_core_name_no_device_array_library_or_tool() -> None:
         "x = f'on CUDA device {n}'",
     ],
 )
-def test_references_to_the_edge_are_detected(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_house_rule_check_finds_references_to_edge_modules(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert edge_words(ast.parse(planted)) or "aiocoll.gpu" in planted
     assert not edge_words(ast.parse('def array(arrays, stray, relax):\n    """Return a torch tensor."""'))
     if "aiocoll.gpu" in planted:
@@ -276,7 +276,7 @@ def test_modules_have_no_import_cycles() -> None:
 
 
 def test_folders_do_not_import_each_other() -> None:
-    """Check modules and folders in the same folder: imports between them go one way."""
+    """Check that imports between modules and folders of the same folder go one way."""
     graphs: dict[str, dict[str, set[str]]] = {}
     for name in MODULES:
         for other in imports(name, types=False):
@@ -291,7 +291,7 @@ def test_folders_do_not_import_each_other() -> None:
 
 
 def test_engine_imports_no_concrete_transport() -> None:
-    """Allow the interfaces in `transport`: concrete transports are in its folders and in `memory`."""
+    """Allow only the interfaces in `transport`; concrete transports are in its subfolders and in `memory`."""
     engine = {i for name in MODULES if folder(name) == "engine" for i in imports(name) if folder(i) == "transport"}
     assert engine
     assert not {i for i in engine if i.count(".") > 1 or i == "transport.memory"}
@@ -311,7 +311,7 @@ def code_lines(name: str) -> int:
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)
 
 
-def test_files_and_functions_are_short() -> None:
+def test_files_and_functions_have_a_limited_length() -> None:
     for name in MODULES:
         assert code_lines(name) <= MAX_CODE, name
         for function in functions(name):
@@ -437,7 +437,7 @@ class Attributes:
         }
 
 
-def test_attribute_is_declared_in_the_file_that_sets_it() -> None:
+def test_attributes_are_declared_in_the_file_that_sets_them() -> None:
     texts = {
         f"{name}.{node.name}": Attributes(node)
         for name in MODULES
@@ -456,7 +456,7 @@ def test_attribute_is_declared_in_the_file_that_sets_it() -> None:
                 for node in all_nodes(name.rpartition(".")[0])
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
             }
-            # Another module may set public attributes.
+            # Count public attributes that other modules set.
             found |= {f"{name}.{each}" for each in texts[name].bare - stored if each.startswith("_")}
     assert not found
 
@@ -510,7 +510,7 @@ def foreign_private_names(module: ast.AST) -> set[str]:
 
 
 def private_uses_of_works(module: ast.AST) -> set[str]:
-    """Return the private attributes of `Work` and `Completion` that a module uses on other objects than `self`."""
+    """Return the private attributes of `Work` and `Completion` that a module uses on objects other than `self`."""
     names = {
         name for each in ("work", "completion") for name in own_private_names(tree(each)) if re.match("_[^_]", name)
     }
@@ -521,7 +521,7 @@ def private_uses_of_works(module: ast.AST) -> set[str]:
     }
 
 
-def test_private_attributes_are_used_where_they_are_defined() -> None:
+def test_private_attributes_are_used_only_in_the_module_that_defines_them() -> None:
     found = {name: names for name in MODULES if (names := foreign_private_names(tree(name)))}
     assert found == FOREIGN
 
@@ -543,17 +543,17 @@ def test_private_attributes_of_works_are_used_in_their_modules_only() -> None:
         ("call._replace(key=None)", set()),
     ],
 )
-def test_foreign_private_attributes_are_found(planted: str, found: set[str]) -> None:
+def test_house_rule_check_finds_private_attributes_of_other_modules(planted: str, found: set[str]) -> None:
     assert foreign_private_names(ast.parse(planted)) == found
 
 
-def test_private_attributes_of_works_are_found() -> None:
+def test_house_rule_check_finds_private_attributes_of_works() -> None:
     planted = "class Part:\n    def f(self, work):\n        self._completion = work._completion"
     assert private_uses_of_works(ast.parse(planted)) == {"work._completion"}
 
 
-def test_public_functions_make_no_completion() -> None:
-    """Check the stack depth: `Completion.__init__` looks for the user's call above the caller of its caller."""
+def test_public_functions_create_no_completion_directly() -> None:
+    """Check the stack depth, since `Completion.__init__` expects the user's call above the caller of its caller."""
     users = {getattr(aiocoll, name) for name in aiocoll.__all__} | {
         getattr(aiocoll.distributed, name) for name in aiocoll.distributed.__all__
     }
@@ -591,7 +591,7 @@ def exported_names(name: str) -> set[str] | None:
     return None
 
 
-def test_module_exports_its_public_names() -> None:
+def test_modules_list_their_public_names_in_all() -> None:
     for name in MODULES:
         if not tree(name).body[1:]:
             continue
@@ -609,7 +609,7 @@ def test_module_exports_its_public_names() -> None:
         assert not strange, f"{name}: {strange}: neither defined nor imported here"
 
 
-def test_time_and_randomness_come_from_the_runtime() -> None:
+def test_modules_take_time_and_randomness_from_the_runtime() -> None:
     for name in MODULES:
         if folder(name) in ("runtime", "cli", "testing"):
             continue
@@ -641,7 +641,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_public_names_exist() -> None:
+def test_names_in_all_exist() -> None:
     import aiocoll
 
     missing = [name for name in aiocoll.__all__ if not hasattr(aiocoll, name)]
@@ -663,7 +663,7 @@ def test_import_loads_only_the_listed_edge_modules() -> None:
     assert not {name for name in imports("shipped") if folder(name) in HOUSES["edge"]}
 
 
-def test_public_names_loaded_on_first_use_behave_like_others() -> None:
+def test_public_names_loaded_on_first_use_behave_like_other_public_names() -> None:
     code = """
 import aiocoll
 later = sorted({*aiocoll.__all__} - {*vars(aiocoll)})
@@ -683,7 +683,7 @@ except AttributeError as error:
     assert run(code) == "BlockingGroup RedisStore elastic"
 
 
-def test_import_loads_nothing_heavy_and_starts_nothing() -> None:
+def test_import_of_aiocoll_loads_no_heavy_package_and_starts_no_thread() -> None:
     code = f"""
 import sys, threading, numpy, pathlib
 fds = pathlib.Path("/proc/self/fd")
@@ -697,7 +697,7 @@ print(*(name for name in {HEAVY} if name in sys.modules))
     assert run(code) == ""
 
 
-def test_import_defers_rarely_needed_modules() -> None:
+def test_import_of_aiocoll_defers_rarely_needed_modules() -> None:
     code = f"""
 import sys, asyncio, numpy
 before = set(sys.modules)
@@ -714,7 +714,7 @@ def test_module_can_be_imported_alone() -> None:
     assert run(code) == ""
 
 
-def test_cupy_is_imported_by_one_module() -> None:
+def test_cupy_is_imported_by_only_one_module() -> None:
     def is_cupy(node: ast.AST) -> bool:
         if isinstance(node, ast.ImportFrom):
             return (node.module or "").partition(".")[0] == "cupy"
@@ -723,14 +723,14 @@ def test_cupy_is_imported_by_one_module() -> None:
     assert [name for name in MODULES if any(map(is_cupy, all_nodes(name)))] == ["gpu.cupy_api"]
 
 
-def test_command_and_plugin_are_at_their_entry_points() -> None:
+def test_command_and_pytest_plugin_are_found_by_their_entry_points() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     where, name = project["scripts"]["aiocoll"].split(":")
     assert name in (exported_names(where.removeprefix("aiocoll.")) or ())
     assert project["entry-points"]["pytest11"]["aiocoll"].removeprefix("aiocoll.") in MODULES
 
 
-def test_files_do_not_mention_paths_of_a_machine() -> None:
+def test_files_contain_no_absolute_paths_of_a_machine() -> None:
     machine = re.compile("|".join(("/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "/tm" + "p/")))
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

@@ -25,7 +25,7 @@ def _launcher_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_launcher_environment")
-async def test_environment_can_make_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environment_variable_makes_a_process_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make newcomers without rank and world size; the process of a newcomer makes a second one."""
     first = new_group(rank=0, world_size=1)
     monkeypatch.setenv("AIOCOLL_JOIN", "1")
@@ -46,7 +46,9 @@ async def test_environment_can_make_a_newcomer(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("_launcher_environment")
-async def test_newcomer_requires_a_rendezvous_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_newcomer_by_environment_variable_requires_a_rendezvous_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", "1")
     async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
         assert pg.size() == 1
@@ -61,18 +63,18 @@ async def test_newcomer_requires_a_rendezvous_in_the_environment(monkeypatch: py
 
 @pytest.mark.usefixtures("_launcher_environment")
 @pytest.mark.parametrize("value", ["yes", "", "2"])
-async def test_invalid_newcomer_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_value_of_the_newcomer_variable_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", value)
     with pytest.raises(ValueError, match=rf"AIOCOLL_JOIN='{value}': must be 1 \(join an existing group\) or 0"):
         new_group(rank=0, world_size=1)
 
 
 @pytest.mark.usefixtures("_launcher_environment")
-async def test_newcomer_value_0_means_no_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_value_0_of_the_newcomer_variable_means_no_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", "0")
     async with new_group(rank=0, world_size=1) as pg:
         assert pg.size() == 1
 
 
-def test_report_without_a_launcher_does_nothing() -> None:
+def test_elastic_report_without_a_launcher_does_nothing() -> None:
     report_elastic()

@@ -1,4 +1,4 @@
-"""Records of the library's log, which have the group and the rank."""
+"""Records of the library's log, which contain the group and the rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 @each("path", sorted(PACKAGE.rglob("*.py")))
 def test_modules_log_through_one_logger(path: Path) -> None:
-    """Use `aiocoll.log.logger` everywhere, which adds missing fields."""
+    """Check that all modules use `aiocoll.log.logger`, which adds missing fields."""
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     used = [ast.unparse(func) for func in calls if isinstance(func, ast.Attribute)]
     if path.name != "log.py":
@@ -30,7 +30,7 @@ def test_modules_log_through_one_logger(path: Path) -> None:
     assert not [name for name in used if name.startswith("logging.") and name.rpartition(".")[2] in LEVELS]
 
 
-def test_record_without_a_group_has_no_rank(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_record_without_a_group_contains_no_rank(caplog: pytest.LogCaptureFixture) -> None:
     logger.warning("for a test: %d", 7)
     (record,) = caplog.records
     assert (record.getMessage(), record.name) == ("for a test: 7", "aiocoll")
@@ -38,7 +38,7 @@ def test_record_without_a_group_has_no_rank(caplog: pytest.LogCaptureFixture) ->
     assert (record.group, record.rank) == (None, None)  # type: ignore[attr-defined]
 
 
-async def test_record_of_a_group_has_group_and_rank(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_record_of_a_group_contains_group_and_rank(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aiocoll")
 
     async def rank(pg: ProcessGroup) -> str:
@@ -55,7 +55,7 @@ async def test_record_of_a_group_has_group_and_rank(caplog: pytest.LogCaptureFix
 
 
 def logged_times(repeats: RepeatLimiter, kind: object, times: range) -> dict[int, str]:
-    """Return at which of `times` a repeated warning is logged, with the end of its text."""
+    """Return the `times` at which a repeated warning is logged, with the end of each text."""
     ends = {now: repeats.admit(kind, float(now)) for now in times}
     return {now: end for now, end in ends.items() if end is not None}
 
@@ -69,7 +69,7 @@ def test_repeated_warning_is_logged_at_growing_intervals_with_a_count() -> None:
     }
 
 
-def test_due_warning_has_no_count() -> None:
+def test_warning_that_was_not_suppressed_contains_no_count() -> None:
     repeats = RepeatLimiter()
     assert [repeats.admit("line", now) for now in (5.0, 15.0, 115.0)] == ["", "", ""]
 
@@ -79,7 +79,7 @@ def test_kinds_of_warnings_do_not_suppress_each_other() -> None:
     assert [repeats.admit(kind, 0.0) for kind in ("a", "b", "a", "b")] == ["", "", None, None]
 
 
-def test_repeat_counts_are_kept_for_the_latest_kinds_only() -> None:
+def test_suppressed_warnings_are_counted_only_for_the_latest_kinds() -> None:
     repeats = RepeatLimiter()
     for number in range(1000):
         repeats.admit(number, 0.0)

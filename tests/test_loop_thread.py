@@ -1,4 +1,4 @@
-"""A thread with an event loop, and calls that other threads start on it."""
+"""The loop thread: a thread with an event loop, and calls that other threads start on it."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def test_thread_is_not_started_before_the_first_call(thread: LoopThread) -> None:
+def test_loop_thread_is_not_started_before_the_first_call(thread: LoopThread) -> None:
     assert not any(each.name == "loop of a test" for each in threading.enumerate())
     assert thread.start(lambda: threading.current_thread().name).result(20) == "loop of a test"
 
 
-def test_loop_is_uvloop_by_default() -> None:
+def test_loop_thread_runs_uvloop_by_default() -> None:
     uvloop = pytest.importorskip("uvloop")
     thread = LoopThread()
     assert isinstance(thread.loop, uvloop.Loop)
     thread.close()
 
 
-def test_calls_run_in_order(thread: LoopThread) -> None:
+def test_loop_thread_runs_calls_in_order(thread: LoopThread) -> None:
     done: list[int] = []
     for number in range(100):
         thread.post(done.append, number)
@@ -55,7 +55,7 @@ def test_calls_run_in_order(thread: LoopThread) -> None:
     assert done == list(range(100))
 
 
-def test_start_awaits_what_the_call_returns(thread: LoopThread) -> None:
+def test_start_awaits_the_coroutine_that_the_call_returns(thread: LoopThread) -> None:
     async def twice(value: int) -> int:
         await asyncio.sleep(0)
         return 2 * value
@@ -64,7 +64,7 @@ def test_start_awaits_what_the_call_returns(thread: LoopThread) -> None:
     assert thread.start(lambda: 7).result(20) == 7
 
 
-def test_start_runs_a_collective() -> None:
+def test_loop_thread_can_run_a_collective() -> None:
     def rank(number: int) -> float:
         thread = LoopThread()
         with_group = aiocoll.new_group(init_method=meeting.ticket(number), timeout=20)
@@ -78,7 +78,7 @@ def test_start_runs_a_collective() -> None:
         assert list(pool.map(rank, range(3))) == [3.0, 3.0, 3.0]
 
 
-def test_errors_of_calls_are_raised_by_result(thread: LoopThread) -> None:
+def test_result_raises_the_error_of_a_call_in_the_loop_thread(thread: LoopThread) -> None:
     async def fail() -> None:
         await asyncio.sleep(0)
         raise KeyError("later")
@@ -89,7 +89,7 @@ def test_errors_of_calls_are_raised_by_result(thread: LoopThread) -> None:
             thread.run(fail())
 
 
-def test_wait_ends_at_its_timeout_and_the_call_continues(thread: LoopThread) -> None:
+def test_wait_for_a_loop_thread_call_ends_at_its_timeout_and_the_call_continues(thread: LoopThread) -> None:
     event = asyncio.Event()
     started = thread.start(event.wait)
     assert not started.wait(0.0)
@@ -100,7 +100,7 @@ def test_wait_ends_at_its_timeout_and_the_call_continues(thread: LoopThread) -> 
     assert started.wait()
 
 
-def test_many_threads_can_wait_for_one_call(thread: LoopThread) -> None:
+def test_many_threads_can_wait_for_one_loop_thread_call(thread: LoopThread) -> None:
     event = asyncio.Event()
     started = thread.start(event.wait)
     with ThreadPoolExecutor(8) as pool:
@@ -109,7 +109,7 @@ def test_many_threads_can_wait_for_one_call(thread: LoopThread) -> None:
         assert [each.result(20) for each in results] == [True] * 8
 
 
-def test_callbacks_run_on_the_thread_of_the_loop_or_at_once(thread: LoopThread) -> None:
+def test_done_callbacks_run_on_the_loop_thread_or_at_once_after_the_end(thread: LoopThread) -> None:
     event, called = asyncio.Event(), threading.Event()
     seen: list[Any] = []
 
@@ -125,7 +125,7 @@ def test_callbacks_run_on_the_thread_of_the_loop_or_at_once(thread: LoopThread) 
     assert seen == [(True, True), (True, False)]
 
 
-def test_wait_on_the_loop_thread_is_refused(thread: LoopThread) -> None:
+def test_wait_for_a_call_on_the_loop_thread_is_refused(thread: LoopThread) -> None:
     async def nothing() -> None:
         pass
 
@@ -138,7 +138,7 @@ def test_wait_on_the_loop_thread_is_refused(thread: LoopThread) -> None:
         thread.start(lambda: thread.start(nothing).result()).result(20)
 
 
-def test_interrupt_ends_the_wait_and_not_the_call(thread: LoopThread) -> None:
+def test_keyboard_interrupt_ends_the_wait_but_not_the_call(thread: LoopThread) -> None:
     event = asyncio.Event()
 
     started = thread.start(event.wait)
@@ -155,7 +155,7 @@ def test_interrupt_ends_the_wait_and_not_the_call(thread: LoopThread) -> None:
     assert started.result(20) is True
 
 
-def test_interrupt_cancels_a_running_coroutine(thread: LoopThread) -> None:
+def test_keyboard_interrupt_cancels_a_running_coroutine(thread: LoopThread) -> None:
     ended: list[str] = []
 
     async def wait() -> None:
@@ -171,7 +171,7 @@ def test_interrupt_cancels_a_running_coroutine(thread: LoopThread) -> None:
     assert ended == ["cleaned up"]
 
 
-def test_unfinished_calls_fail_when_the_thread_is_closed(thread: LoopThread) -> None:
+def test_unfinished_calls_fail_when_the_loop_thread_is_closed(thread: LoopThread) -> None:
     async def forever() -> None:
         await asyncio.Event().wait()
 
@@ -187,8 +187,8 @@ def test_unfinished_calls_fail_when_the_thread_is_closed(thread: LoopThread) -> 
     assert not any(each.name == "loop of a test" for each in threading.enumerate())
 
 
-def test_call_while_the_loop_ends_is_refused(thread: LoopThread) -> None:
-    """Start a call when the loop no longer runs scheduled callbacks, but is not closed yet."""
+def test_call_during_the_end_of_the_loop_thread_is_refused(thread: LoopThread) -> None:
+    """Start a call when the event loop no longer runs scheduled callbacks, but is not closed yet."""
     made: list[Started[None]] = []
     ending, call_made = threading.Event(), threading.Event()
 
@@ -214,7 +214,7 @@ def test_call_while_the_loop_ends_is_refused(thread: LoopThread) -> None:
         made[0].result(20)
 
 
-def test_forked_child_gets_its_own_thread(thread: LoopThread) -> None:
+def test_forked_child_starts_its_own_loop_thread(thread: LoopThread) -> None:
     parent = thread.start(threading.get_native_id).result(20)
     never = thread.start(asyncio.Event().wait)
 
@@ -228,8 +228,8 @@ def test_forked_child_gets_its_own_thread(thread: LoopThread) -> None:
     assert thread.start(threading.get_native_id).result(20) == parent
 
 
-def test_result_of_a_finished_call_is_not_kept(thread: LoopThread) -> None:
+def test_loop_thread_keeps_no_result_of_a_finished_call(thread: LoopThread) -> None:
     made = weakref.ref(thread.start(threading.Event).result(20))
-    thread.start(lambda: None).result(20)  # the loop may refer to its last call
+    thread.start(lambda: None).result(20)  # make another call, since the loop may reference its last call
     gc.collect()
     assert made() is None

@@ -1,4 +1,4 @@
-"""Timeouts of handshakes, which depend on seconds, loop iterations, and messages that wait to be read."""
+"""Loop timeouts, which depend on seconds, loop iterations, and messages that wait to be read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_on_virtual_clock(program: Callable[[], Coroutine[Any, Any, Any]]) -> Any
 
 
 async def expiry(seconds: float, arrived: Callable[[], bool] = lambda: False) -> tuple[float, LoopTimeout]:
-    """Return the time at which a timeout of `seconds` expires, and the timeout."""
+    """Return the time at which a loop timeout of `seconds` expires, and the timeout."""
     loop = asyncio.get_running_loop()
     expired = loop.create_future()
     timeout = LoopTimeout(Runtime.of(loop), seconds, lambda: expired.set_result(None), arrived)
@@ -28,13 +28,13 @@ async def expiry(seconds: float, arrived: Callable[[], bool] = lambda: False) ->
     return loop.time(), timeout
 
 
-def test_timeout_expires_after_its_seconds() -> None:
+def test_loop_timeout_expires_after_its_seconds() -> None:
     when, timeout = run_on_virtual_clock(lambda: expiry(4.5))
     assert when == pytest.approx(4.5)
     assert timeout.blocked == 0
 
 
-def test_blocked_loop_uses_up_one_iteration() -> None:
+def test_blocked_loop_counts_as_one_iteration_of_a_loop_timeout() -> None:
     async def program() -> tuple[float, LoopTimeout]:
         loop = asyncio.get_running_loop()
         loop.call_later(1.0, loop.jump, 100.0)
@@ -46,14 +46,14 @@ def test_blocked_loop_uses_up_one_iteration() -> None:
 
 
 @pytest.mark.parametrize(("messages", "extra"), [(0, 0.0), (1, 0.1), (3, 0.3), (100, 0.3)])
-def test_message_that_has_arrived_extends_the_timeout(messages: int, extra: float) -> None:
-    """Extend the timeout three times at most, so that a peer cannot extend it forever byte by byte."""
+def test_arrived_message_extends_a_loop_timeout(messages: int, extra: float) -> None:
+    """Check that the timeout is extended at most three times, so that a peer cannot extend it byte by byte."""
     left = iter(range(messages))
     when, _ = run_on_virtual_clock(lambda: expiry(4.5, lambda: next(left, None) is not None))
     assert when == pytest.approx(4.5 + extra)
 
 
-def test_cancelled_or_infinite_timeout_never_expires() -> None:
+def test_cancelled_or_infinite_loop_timeout_never_expires() -> None:
     async def program() -> None:
         runtime = Runtime.of(asyncio.get_running_loop())
         calls: list[int] = []
@@ -69,7 +69,7 @@ def test_cancelled_or_infinite_timeout_never_expires() -> None:
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_patient_timeout_raises_in_the_body(quick: bool) -> None:
+def test_loop_timeout_context_raises_an_error_in_its_body(quick: bool) -> None:
     async def program() -> float:
         loop = asyncio.get_running_loop()
         try:

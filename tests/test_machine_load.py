@@ -15,7 +15,7 @@ ROOT_PID = 100
 
 
 class Machine:
-    """The files of a machine, with counters given in seconds."""
+    """Simulated /proc and /sys files of a machine, with counters given in seconds."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -41,7 +41,7 @@ class Machine:
         self.write(self.proc / "stat", "\n".join([*lines, "intr 1 2 3"]))
 
     def process(self, pid: int, parent: int, own: float = 0.0, reaped: float = 0.0, name: str = "python") -> None:
-        """Write the times of a process, half of each as user time and half as system time."""
+        """Write the CPU time of a process, half of it as user time and half as system time."""
         halves = " ".join(str(round(seconds * TICKS / 2)) for seconds in (own, own, reaped, reaped))
         self.write(self.proc / str(pid) / "stat", f"{pid} ({name}) S {parent} 1 1 0 -1 0 0 0 0 0 {halves} 20 0 1 0 55")
 
@@ -60,7 +60,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path)
 
 
-def test_load_of_others_is_the_busy_time_minus_the_own_tree(machine: Machine) -> None:
+def test_load_of_other_processes_excludes_the_processes_of_the_measurement(machine: Machine) -> None:
     machine.process(101, ROOT_PID, own=4, name="a (b) c")
     machine.process(102, 101, own=1, reaped=2)
     machine.process(200, 1, own=50)
@@ -72,11 +72,11 @@ def test_load_of_others_is_the_busy_time_minus_the_own_tree(machine: Machine) ->
     machine.process(200, 1, own=99)
     machine.cores({0: 15, 2: 25})
     machine.uptime(1004.0)
-    # 10 busy seconds in 4, of which the tree had 1 + 3 + 1 + 2.
+    # In 4 s there are 10 busy core seconds, of which the own process tree used 1 + 3 + 1 + 2.
     assert meter.lap().others == pytest.approx(3 / 4)
 
 
-def test_ended_child_counts_in_the_own_tree(machine: Machine) -> None:
+def test_load_of_other_processes_excludes_ended_child_processes(machine: Machine) -> None:
     machine.process(101, ROOT_PID, own=4)
     meter = machine.meter()
     (machine.proc / "101" / "stat").unlink()
@@ -86,7 +86,7 @@ def test_ended_child_counts_in_the_own_tree(machine: Machine) -> None:
     assert meter.lap().others == pytest.approx(0)
 
 
-def test_forbidden_cores_do_not_count(machine: Machine) -> None:
+def test_load_does_not_count_cores_that_this_process_cannot_use(machine: Machine) -> None:
     machine.cores({0: 0, 1: 0, 2: 0, 20: 0})
     meter = machine.meter()
     machine.cores({0: 1, 1: 100, 2: 2, 20: 100})
@@ -94,7 +94,7 @@ def test_forbidden_cores_do_not_count(machine: Machine) -> None:
     assert meter.lap().others == pytest.approx(0.3)
 
 
-def test_lap_begins_where_the_last_one_ended(machine: Machine) -> None:
+def test_load_measurement_starts_at_the_end_of_the_previous_measurement(machine: Machine) -> None:
     machine.pressure(1.0)
     meter = machine.meter()
     machine.cores({0: 5}, steal=1)
@@ -109,7 +109,7 @@ def test_lap_begins_where_the_last_one_ended(machine: Machine) -> None:
     assert (second.others, second.steal, second.pressure) == pytest.approx((0.5, 0.2, 0.5))
 
 
-def test_decreasing_counters_are_no_load(machine: Machine) -> None:
+def test_decreasing_counters_count_as_no_load(machine: Machine) -> None:
     meter = machine.meter()
     machine.process(ROOT_PID, 1, own=5.2)
     machine.cores({0: 5})
@@ -191,7 +191,7 @@ def test_load_above_the_limit_is_high(others: float | None, steal: float | None,
     assert MachineLoad(others, steal, None, None).is_high is high
 
 
-def test_load_is_formatted_as_text() -> None:
+def test_machine_load_is_formatted_as_text() -> None:
     load = MachineLoad(0.123, 0.0, 0.25, inf)
     assert str(load) == "other processes 0.12 cores, steal 0.00 cores, CPU pressure 25 %, CPU quota none"
     assert str(MachineLoad(1.0, 0.0, 1.0, 1.5)).endswith("CPU quota 1.50 cores")

@@ -1,4 +1,4 @@
-"""Error messages on the pages about failures, compared with the real ones that ranks of one process can cause."""
+"""Error messages on the pages about failures, compared with real errors of ranks in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HANGS = "docs/when-something-hangs.md"
 
 
 @pytest.mark.ranks(2)
-async def test_mismatch_message_is_the_one_shown(pg: ProcessGroup) -> None:
+async def test_mismatch_error_equals_the_documented_message(pg: ProcessGroup) -> None:
     await pg.barrier()
     with pytest.raises(GroupError) as caught:
         await pg.allreduce(np.ones(4 if pg.rank() else 6))
@@ -36,7 +36,7 @@ async def time_out_on_a_late_rank(pg: ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_late_rank_message_is_the_one_shown() -> None:
+def test_late_rank_warning_equals_the_documented_message() -> None:
     for message in run_virtual(3, time_out_on_a_late_rank):
         assert is_shown(code(PAGE, "What you see", 2, "text"), message)
 
@@ -49,13 +49,13 @@ async def lose_a_left_rank(pg: ProcessGroup) -> str:
     return str(caught.value)
 
 
-async def test_left_rank_message_is_the_one_shown() -> None:
+async def test_error_about_a_rank_that_has_left_equals_the_documented_message() -> None:
     *_, shown = code(PAGE, "What you see", 3, "text").splitlines()
     assert is_shown(shown, (await run_ranks(3, lose_a_left_rank))[0])
 
 
 @pytest.mark.ranks(2)
-async def test_abort_message_is_the_one_shown(pg: ProcessGroup) -> None:
+async def test_abort_error_equals_the_documented_message(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         pg.abort("the user pressed stop")
     await pg.wait_revoked()
@@ -64,7 +64,7 @@ async def test_abort_message_is_the_one_shown(pg: ProcessGroup) -> None:
     assert is_shown(code(PAGE, "What you see", 4, "text"), str(caught.value))
 
 
-async def test_failed_rendezvous_message_is_the_one_shown(tmp_path: Path, port: int) -> None:
+async def test_rendezvous_error_equals_the_documented_message(tmp_path: Path, port: int) -> None:
     with pytest.raises(aiocoll.RendezvousError) as alone:
         await aiocoll.new_group(store=HashStore(), rank=0, world_size=2, timeout=0.01)
     with pytest.raises(aiocoll.RendezvousError) as elsewhere:
@@ -92,7 +92,7 @@ async def input_errors(pg: ProcessGroup) -> list[str]:
     return messages
 
 
-async def test_wrong_input_messages_are_those_shown() -> None:
+async def test_argument_errors_equal_the_documented_messages() -> None:
     messages = await run_ranks(2, input_errors)
     shown = code(PAGE, "Wrong input", language="text").splitlines()
     assert [is_shown(*pair) for pair in zip(shown, messages[0], strict=True)] == [True] * 3
@@ -106,7 +106,7 @@ async def time_out_in_monitored_barrier(pg: ProcessGroup) -> str:
     return f"CollectiveTimeoutError {caught.value}"
 
 
-def test_monitored_barrier_message_is_the_one_shown() -> None:
+def test_monitored_barrier_error_equals_the_documented_message() -> None:
     assert is_shown(
         code(HANGS, "A barrier that names ranks", language="text"), run_virtual(4, time_out_in_monitored_barrier)[0]
     )

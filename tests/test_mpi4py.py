@@ -35,7 +35,7 @@ def code_spans() -> set[str]:
 
 
 @pytest.mark.ranks(1)
-async def test_names_of_the_page_exist_with_these_arguments(pg: ProcessGroup) -> None:
+async def test_names_and_arguments_on_the_mpi4py_page_exist(pg: ProcessGroup) -> None:
     texts = code_spans()
     assert len(texts) > 70
     for command in [text for text in texts if text.startswith("aiocoll run ")]:
@@ -53,11 +53,11 @@ async def test_names_of_the_page_exist_with_these_arguments(pg: ProcessGroup) ->
             elif isinstance(node, ast.Call):
                 function = eval(ast.unparse(node.func), names)
                 given = {str(keyword.arg): keyword.value for keyword in node.keywords}
-                with suppress(ValueError):  # builtins have no signature
+                with suppress(ValueError):  # builtins may have no signature
                     inspect.signature(function).bind(*node.args, **given)
 
 
-def test_ported_program_prints_the_result_of_one_process(tmp_path: Path) -> None:
+def test_ported_mpi4py_program_prints_the_result_of_one_process(tmp_path: Path) -> None:
     u = np.zeros(1 + 50 + 1)
     u[0] = 1.0
     for _ in range(100):
@@ -72,7 +72,7 @@ def test_ported_program_prints_the_result_of_one_process(tmp_path: Path) -> None
 
 
 @pytest.mark.ranks(4)
-async def test_minloc_of_the_page_finds_the_lowest_rank(pg: ProcessGroup) -> None:
+async def test_minloc_example_of_the_mpi4py_page_finds_the_lowest_rank(pg: ProcessGroup) -> None:
     space = await execute(code(PAGE, "MINLOC"), np=np, ReduceOp=ReduceOp)
     rank = pg.rank()
     values, ranks = await space["minloc"](pg, np.array([2.0, 3.0 - rank, rank % 2]))
@@ -80,7 +80,7 @@ async def test_minloc_of_the_page_finds_the_lowest_rank(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(3)
-async def test_window_of_rank_0_is_read_and_changed_by_all_ranks(pg: ProcessGroup) -> None:
+async def test_window_example_of_the_mpi4py_page_is_read_and_changed_by_all_ranks(pg: ProcessGroup) -> None:
     space = await execute(code(PAGE, "One-sided calls"))
     window = np.zeros(8)
     serving = asyncio.create_task(space["serve"](pg, window)) if pg.rank() == 0 else None
@@ -98,13 +98,13 @@ async def test_window_of_rank_0_is_read_and_changed_by_all_ranks(pg: ProcessGrou
 
 
 @pytest.mark.ranks(2)
-async def test_mpi_dtypes_and_operations_of_the_page_work(pg: ProcessGroup) -> None:
+async def test_dtypes_and_operations_of_the_mpi4py_page_work(pg: ProcessGroup) -> None:
     """Use structured dtypes and logical operations."""
     x = np.zeros(2, [("mass", "f8"), ("charge", "i4")])
     x["charge"] = pg.rank()
     await pg.broadcast(x, root=1)
     assert x["charge"].tolist() == [1, 1]
-    # Logical operations.
+    # Check logical operations.
     for op, expected in ((ReduceOp.LAND, [0.0, 0.0]), (ReduceOp.LOR, [1.0, 0.0]), (ReduceOp.LXOR, [1.0, 0.0])):
         assert (await pg.allreduce(np.array([pg.rank() * 2.5, 0.0]), op)).tolist() == expected
 

@@ -29,7 +29,7 @@ print(next(iter(WheelBuilder(".").build(directory=sys.argv[1], versions=[sys.arg
 """
 NEEDS = "from hatchling.build import get_requires_for_build_wheel as needs; print(*needs())"
 SHOW = "from aiocoll.native import describe_implementation as describe; print(describe())"
-#: Two ranks in one process, which prints its log.
+#: A program with two ranks in one process, which prints its log.
 LOGGED = """
 import asyncio, logging
 import aiocoll, aiocoll.testing
@@ -42,7 +42,7 @@ for _ in range(2):
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder, with the package in it."""
+    """Run Python in a folder that contains the package."""
     left = ("AIOCOLL_NATIVE", "CC", "CFLAGS", "PYTHONPATH")
     env = {name: value for name, value in os.environ.items() if name not in left}
     return subprocess.run(
@@ -76,7 +76,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hook() -> dict[str, Any]:
-    """Return the namespace of the build hook."""
+    """Return the global names of the build hook's module."""
     pytest.importorskip("hatchling")
     return runpy.run_path(str(ROOT / "hatch_build.py"))
 
@@ -98,7 +98,7 @@ def fake_compiler(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-def test_built_wheel_runs_natively(source: Path, tmp_path: Path) -> None:
+def test_built_wheel_uses_the_accelerator(source: Path, tmp_path: Path) -> None:
     start = monotonic()
     path = wheel(source, AIOCOLL_NATIVE="1")
     assert monotonic() - start < 60  # 10 s on 2 idle cores; other tests may run at the same time
@@ -120,18 +120,18 @@ def test_built_wheel_runs_natively(source: Path, tmp_path: Path) -> None:
     assert " (native), Python " in run(unpacked, "-m", "aiocoll", "--version").stdout
 
 
-def test_no_compiler_builds_a_pure_wheel_and_needs_no_numpy(source: Path) -> None:
+def test_build_without_a_compiler_makes_a_pure_wheel_without_numpy(source: Path) -> None:
     assert run(source, "-c", NEEDS, CC="no-such-compiler").stdout == "\n"
     assert wheel(source, CC="no-such-compiler").name.endswith("-py3-none-any.whl")
 
 
 @pytest.mark.usefixtures("compiler")
-def test_numpy_is_needed_only_to_compile(source: Path) -> None:
+def test_build_needs_numpy_only_to_compile(source: Path) -> None:
     assert run(source, "-c", NEEDS).stdout == "numpy>=2.0\n"
     assert run(source, "-c", NEEDS, AIOCOLL_NATIVE="0").stdout == "\n"
 
 
-def test_required_build_without_compiler_fails_with_the_remedy(source: Path) -> None:
+def test_required_build_without_a_compiler_fails_with_a_remedy(source: Path) -> None:
     done = run(source, "-c", BUILD, ".", "standard", AIOCOLL_NATIVE="1", CC="no-such-compiler")
     assert done.returncode != 0
     assert "AIOCOLL_NATIVE=1, but the accelerator cannot be built: " in done.stderr
@@ -140,7 +140,7 @@ def test_required_build_without_compiler_fails_with_the_remedy(source: Path) -> 
 
 
 @pytest.mark.usefixtures("compiler")
-def test_failing_compiler_builds_a_pure_wheel_unless_it_is_required(source: Path, tmp_path: Path) -> None:
+def test_build_with_a_failing_compiler_makes_a_pure_wheel_unless_required(source: Path, tmp_path: Path) -> None:
     fake = fake_compiler(tmp_path)
     assert wheel(source, CC=fake).name.endswith("-py3-none-any.whl")
     assert (tmp_path / "called").exists()
@@ -155,13 +155,13 @@ def test_pure_build_calls_no_compiler(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "called").exists()
 
 
-def test_unknown_value_fails_the_build(source: Path) -> None:
+def test_unknown_value_of_aiocoll_native_fails_the_build(source: Path) -> None:
     done = run(source, "-c", BUILD, ".", "standard", AIOCOLL_NATIVE="yes")
     assert "AIOCOLL_NATIVE='yes': must be 1 (build the accelerator in C, or fail) or 0 (do not)" in done.stderr
 
 
 @pytest.mark.usefixtures("compiler")
-def test_editable_install_builds_in_place(source: Path) -> None:
+def test_editable_install_builds_the_accelerator_in_place(source: Path) -> None:
     pytest.importorskip("editables")
     wheel(source, "editable", AIOCOLL_NATIVE="1")
     assert (source / MODULE).is_file()
@@ -171,7 +171,7 @@ def test_editable_install_builds_in_place(source: Path) -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_module_built_with_another_layout_is_not_used(source: Path) -> None:
+def test_accelerator_built_with_another_memory_layout_is_not_used(source: Path) -> None:
     numbers = source / "aiocoll/native/layout.py"
     text = numbers.read_text()
     numbers.write_text(text.replace("MIDDLE_SLOTS: Final = 4", "MIDDLE_SLOTS: Final = 5"))
@@ -183,25 +183,27 @@ def test_module_built_with_another_layout_is_not_used(source: Path) -> None:
     assert "ImportError: AIOCOLL_NATIVE=1, but the accelerator in C is not available: " in done.stderr
 
 
-def test_layout_header_has_every_number(hook: dict[str, Any]) -> None:
+def test_generated_layout_header_contains_every_layout_number(hook: dict[str, Any]) -> None:
     lines = hook["layout_header"](ROOT).splitlines()
     for name in layout.__all__:
         assert f"#define LAYOUT_{name} {getattr(layout, name)}" in lines
     assert f"#define LAYOUT_NUMBERS(X) {' '.join(f'X({name})' for name in layout.__all__)}" in lines
 
 
-def test_module_has_the_layout_of_the_package() -> None:
+def test_accelerator_has_the_memory_layout_of_the_package() -> None:
     if core is None:
         pytest.skip("the accelerator in C does not run here")
     assert {name: getattr(layout, name) for name in layout.__all__} == core.LAYOUT
 
 
-def test_free_threaded_interpreter_builds_nothing(hook: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_threaded_interpreter_builds_no_accelerator(hook: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
     assert hook["obstacle"]() == "it requires CPython on Linux, and not a free-threaded build"
 
 
-def test_missing_headers_are_named(hook: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_build_error_names_missing_python_headers(
+    hook: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if sys.platform != "linux" or sys.implementation.name != "cpython":
         pytest.skip("nothing is built here")
     monkeypatch.setenv("CC", "sh")
@@ -209,7 +211,7 @@ def test_missing_headers_are_named(hook: dict[str, Any], monkeypatch: pytest.Mon
     assert f"there is no Python.h in {tmp_path}" in hook["obstacle"]()
 
 
-def test_missing_module_is_an_error_only_if_it_is_required(source: Path) -> None:
+def test_missing_accelerator_raises_an_error_only_if_required(source: Path) -> None:
     assert run(source, "-c", SHOW).stdout == "pure Python (not built)\n"
     assert run(source, "-c", SHOW, AIOCOLL_NATIVE="0").stdout == "pure Python (AIOCOLL_NATIVE=0)\n"
     done = run(source, "-c", "import aiocoll", AIOCOLL_NATIVE="1")
@@ -222,14 +224,14 @@ def test_missing_module_is_an_error_only_if_it_is_required(source: Path) -> None
     assert "AIOCOLL_NATIVE=1 pip install" in error
 
 
-def test_module_that_does_not_load_is_named(source: Path) -> None:
+def test_error_names_an_accelerator_that_cannot_be_loaded(source: Path) -> None:
     (source / MODULE).write_bytes(b"no library")
     assert f"{MODULE}: " in run(source, "-c", SHOW).stdout
     done = run(source, "-c", "import aiocoll", AIOCOLL_NATIVE="1")
     assert f"{MODULE}: " in done.stderr.splitlines()[-1]
 
 
-def test_unknown_value_fails_the_import() -> None:
+def test_unknown_value_of_aiocoll_native_fails_the_import() -> None:
     done = run(ROOT, "-c", "import aiocoll", AIOCOLL_NATIVE="yes")
     assert (
         done.stderr.splitlines()[-1] == "ValueError: AIOCOLL_NATIVE='yes': "
@@ -237,12 +239,12 @@ def test_unknown_value_fails_the_import() -> None:
     )
 
 
-def test_first_group_logs_the_implementation_once() -> None:
+def test_first_group_logs_once_whether_the_accelerator_is_used() -> None:
     done = run(ROOT, "-c", LOGGED, AIOCOLL_NATIVE="0")
     assert done.stderr.splitlines().count("INFO aiocoll runs pure Python (AIOCOLL_NATIVE=0)") == 1
 
 
-def test_commands_of_the_page_name_the_implementation(tmp_path: Path) -> None:
+def test_commands_of_the_native_page_show_whether_the_accelerator_is_used(tmp_path: Path) -> None:
     said = shell(commands("docs/native.md")[0], tmp_path)
     assert f" ({IMPLEMENTATION}), Python " in said
     assert f", {IMPLEMENTATION} (" in said

@@ -1,4 +1,4 @@
-"""Parsing of numbers: accepted texts, for all variables and arguments."""
+"""Parsing of numbers: accepted texts for all environment variables and arguments."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from aiocoll.options import GroupOptions, job_key
 
 from .each import each
 
-#: Texts without a plain number, most of which Python's `int` and `float` accept.
+#: Texts that are not plain numbers, most of which Python's `int` and `float` accept.
 NO_NUMBERS = ["1_0", " 1", "1 ", "1\n", "+1", "\u0661", "\uff11", "", "-", "--1", "0x1", "9" * 5000]
 
 
 @each("text", [*NO_NUMBERS, "1.0", "1e3", "inf"])
-def test_text_that_is_no_integer_is_refused(text: str) -> None:
+def test_text_that_is_not_a_plain_integer_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be a whole number"):
         parse_int(text)
 
 
 @each("text", [each for each in NO_NUMBERS if each[:1] != "9"] + ["1.5_0", ".", "1e", "Infinity"])
-def test_text_that_is_no_number_is_refused(text: str) -> None:
+def test_text_that_is_not_a_plain_number_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be a number"):
         parse_float(text)
 
 
-def test_number_is_parsed_from_text() -> None:
+def test_plain_number_is_parsed_from_text() -> None:
     assert [parse_int(text) for text in ("0", "7", "-12", "0029500")] == [0, 7, -12, 29500]
     assert [parse_float(text) for text in ("0", "1.", ".5", "-2.5", "1e-3", "inf")] == [0, 1, 0.5, -2.5, 1e-3, math.inf]
 
 
 @pytest.mark.parametrize("text", ["1_0", " 1", "\u0661"])
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_PORT", "AIOCOLL_PORT"])
-def test_rendezvous_variables_accept_digits_only(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+def test_rendezvous_variables_accept_only_ascii_digits(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str
+) -> None:
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "11",
@@ -54,7 +56,7 @@ def test_rendezvous_variables_accept_digits_only(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("text", ["1_0", " 1", "\u0661"])
-def test_other_variables_accept_digits_only(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_other_numeric_variables_accept_only_ascii_digits(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("LOCAL_RANK", text)
     with pytest.raises(ValueError, match=f"LOCAL_RANK={text!r}"):
         dist.get_node_local_rank()
@@ -65,7 +67,7 @@ def test_other_variables_accept_digits_only(monkeypatch: pytest.MonkeyPatch, tex
         job_key({"AIOCOLL_JOB_KEY_FD": text}, None)
 
 
-def test_descriptor_in_other_digits_is_not_opened() -> None:
+def test_key_descriptor_in_non_ascii_digits_is_not_opened() -> None:
     reading, writing = os.pipe()
     with open(writing, "wb") as pipe:
         pipe.write(b"0123456789abcdef")
@@ -75,7 +77,7 @@ def test_descriptor_in_other_digits_is_not_opened() -> None:
         assert pipe.read() == b"0123456789abcdef"
 
 
-#: Commands that end with another error if the text is accepted as a number.
+#: Command lines with a numeric argument, which end with another error if the text is accepted as a number.
 ARGUMENTS = [
     ("run", "-n", "{}", "script"),
     ("run", "-n", "1", "--nnodes", "{}", "script"),
@@ -91,7 +93,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize("text", ["1_0", " 1", "\u0661"])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=" ".join)
-def test_command_line_numbers_accept_digits_only(
+def test_command_line_numbers_accept_only_ascii_digits(
     arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -99,7 +101,7 @@ def test_command_line_numbers_accept_digits_only(
     assert f": {text!r} " in capsys.readouterr().err
 
 
-def test_command_line_arguments_do_not_use_int_and_float() -> None:
+def test_command_line_parsers_do_not_use_int_and_float() -> None:
     folder = Path(__file__).parents[1] / "aiocoll" / "cli"
     for path in sorted(folder.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

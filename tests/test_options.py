@@ -71,7 +71,7 @@ def test_explicit_option_takes_precedence_over_environment_and_default(
     assert getattr(GroupOptions.resolve(GroupOptions(**{name: other}), environ), name) == other
 
 
-def test_explicit_none_takes_precedence_over_the_environment() -> None:
+def test_option_with_explicit_none_takes_precedence_over_the_environment() -> None:
     assert GroupOptions.resolve(GroupOptions(interface=None), {"AIOCOLL_INTERFACE": "eth0"}).interface is None
 
 
@@ -82,13 +82,13 @@ def test_options_can_be_resolved_twice() -> None:
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_variables_of_other_programs_are_ignored(name: str) -> None:
+def test_environment_variables_of_other_programs_are_ignored(name: str) -> None:
     environ = {f"AIOCOLL_{name}": "x"}
     assert GroupOptions.resolve(None, environ) == GroupOptions.resolve(None, {})
     assert environ == {f"AIOCOLL_{name}": "x"}
 
 
-def test_choices_in_the_environment_may_be_capital_letters() -> None:
+def test_option_values_in_the_environment_can_be_upper_case() -> None:
     assert GroupOptions.resolve(None, {"AIOCOLL_DEBUG": "DETAIL", "AIOCOLL_TRANSPORT": "Shm"}) == GroupOptions.resolve(
         GroupOptions(debug="detail", transport="shm"), {}
     )
@@ -115,7 +115,7 @@ def test_choices_in_the_environment_may_be_capital_letters() -> None:
         ("AIOCOLL_TRANSPROT", "tcp", "unknown variable; use one of .*AIOCOLL_TRANSPORT"),
     ],
 )
-def test_unusable_variables_are_named(variable: str, text: str, allowed: str) -> None:
+def test_error_names_an_environment_variable_with_an_unusable_value(variable: str, text: str, allowed: str) -> None:
     with pytest.raises(ValueError, match=allowed) as caught:
         GroupOptions.resolve(None, {variable: text})
     assert str(caught.value).startswith(f"{variable}=")
@@ -146,7 +146,7 @@ def test_unusable_variables_are_named(variable: str, text: str, allowed: str) ->
         ({"job_key": "short"}, ValueError, "job key has 5 bytes, but at least 16 are required; make a key with"),
     ],
 )
-def test_unusable_arguments_are_named(given: dict, error: type[Exception], message: str) -> None:
+def test_error_names_an_option_with_an_unusable_value(given: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         GroupOptions(**given)
 
@@ -163,30 +163,30 @@ def test_advertised_port_requires_a_single_port(port_range: tuple[int, int] | No
     assert GroupOptions.resolve(known, {}).port_range == (31000, 31000)
 
 
-def test_repr_shows_what_was_given_but_never_the_key() -> None:
+def test_repr_of_options_shows_given_options_but_never_the_job_key() -> None:
     options = GroupOptions(transport="tcp", job_key=KEY)
     assert repr(options) == "GroupOptions(transport='tcp', job_key=<hidden>)"
     assert KEY not in repr(GroupOptions.resolve(options, {}))
 
 
-def test_key_errors_do_not_show_the_key() -> None:
+def test_errors_about_the_job_key_do_not_show_the_key() -> None:
     with pytest.raises(ValueError, match="job_key") as caught:
         GroupOptions(job_key="secret")
     assert "'secret'" not in str(caught.value)
 
 
-def test_explicit_key_takes_precedence_and_is_utf8() -> None:
+def test_explicit_job_key_takes_precedence_and_is_encoded_as_utf8() -> None:
     environ = {"AIOCOLL_JOB_KEY": KEY}
     assert job_key(environ, "ä" * 8) == b"\xc3\xa4" * 8
     assert job_key(environ, b"\xff" * 16) == b"\xff" * 16
     assert environ == {"AIOCOLL_JOB_KEY": KEY}
 
 
-def test_options_without_a_key_have_none() -> None:
+def test_options_without_a_job_key_contain_none() -> None:
     assert job_key({}, None) is None
 
 
-def test_key_from_the_environment_is_removed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_job_key_from_the_environment_is_removed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     environ = {"AIOCOLL_JOB_KEY": KEY}
     with caplog.at_level(logging.WARNING, "aiocoll"):
         assert job_key(environ, None) == KEY.encode()
@@ -195,7 +195,7 @@ def test_key_from_the_environment_is_removed_with_a_warning(caplog: pytest.LogCa
     assert KEY not in caplog.text
 
 
-def test_key_is_read_from_an_inherited_pipe() -> None:
+def test_job_key_is_read_from_an_inherited_pipe() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"\n\0" * 16)
     os.close(writer)
@@ -206,7 +206,7 @@ def test_key_is_read_from_an_inherited_pipe() -> None:
         os.fstat(reader)
 
 
-def test_key_pipe_read_by_another_process_is_refused() -> None:
+def test_job_key_pipe_that_another_process_has_read_is_refused() -> None:
     reader, writer = os.pipe()
     os.close(writer)
     with pytest.raises(ValueError, match=f"AIOCOLL_JOB_KEY_FD={reader}: another process has read the key; only the"):
@@ -214,12 +214,12 @@ def test_key_pipe_read_by_another_process_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "999999", "9" * 30])
-def test_key_descriptor_that_was_not_inherited_is_refused(text: str) -> None:
+def test_job_key_descriptor_that_was_not_inherited_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor that this process inherited"):
         job_key({"AIOCOLL_JOB_KEY_FD": text}, None)
 
 
-def test_key_descriptor_of_another_file_is_refused(tmp_path) -> None:
+def test_job_key_descriptor_of_another_file_is_refused(tmp_path) -> None:
     (tmp_path / "diary").write_text("dear diary, " * 4)
     with open(tmp_path / "diary", "rb") as diary:
         with pytest.raises(ValueError, match="not a pipe"):
@@ -228,7 +228,7 @@ def test_key_descriptor_of_another_file_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_key_is_read_from_a_file(tmp_path, end: str) -> None:
+def test_job_key_is_read_from_a_file(tmp_path, end: str) -> None:
     path = tmp_path / "key"
     path.write_bytes(f"{KEY}{end}".encode())
     path.chmod(0o600)
@@ -238,7 +238,7 @@ def test_key_is_read_from_a_file(tmp_path, end: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o601])
-def test_key_file_open_to_others_is_refused(tmp_path, mode: int) -> None:
+def test_job_key_file_that_other_users_can_read_is_refused(tmp_path, mode: int) -> None:
     path = tmp_path / "key"
     path.write_text(KEY)
     path.chmod(mode)
@@ -246,7 +246,7 @@ def test_key_file_open_to_others_is_refused(tmp_path, mode: int) -> None:
         job_key({"AIOCOLL_JOB_KEY_FILE": str(path)}, None)
 
 
-def test_untrusted_key_file_is_refused(tmp_path) -> None:
+def test_unusable_job_key_file_is_refused(tmp_path) -> None:
     path = tmp_path / "key"
     path.write_text(KEY)
     path.chmod(0o600)
@@ -265,7 +265,7 @@ def test_untrusted_key_file_is_refused(tmp_path) -> None:
         read_key_file(str(path))
 
 
-def test_key_file_of_another_user_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_key_file_of_another_user_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "key"
     path.write_text(KEY)
     path.chmod(0o600)
@@ -279,23 +279,23 @@ def test_key_file_of_another_user_is_refused(tmp_path, monkeypatch: pytest.Monke
     ("value", "expected"),
     [(0, 0.0), (3, 3.0), (0.5, 0.5), (timedelta(minutes=2), 120.0), (math.inf, math.inf), (10**400, math.inf)],
 )
-def test_seconds_accepts_real_numbers(value: float | timedelta, expected: float) -> None:
+def test_seconds_parser_accepts_real_numbers(value: float | timedelta, expected: float) -> None:
     assert seconds(value, "timeout") == expected
     assert type(seconds(value, "timeout")) is float
 
 
-def test_seconds_of_none_is_the_default() -> None:
+def test_seconds_parser_returns_the_default_for_none() -> None:
     assert seconds(None, "timeout") == math.inf
     assert seconds(None, "timeout", 300.0) == 300.0
 
 
 @pytest.mark.parametrize("value", [-1, -0.001, math.nan, -math.inf, timedelta(seconds=-1)])
-def test_seconds_out_of_range_is_refused(value: float | timedelta) -> None:
+def test_seconds_parser_refuses_values_out_of_range(value: float | timedelta) -> None:
     with pytest.raises(ValueError, match=r"timeout=.* must be >= 0 seconds"):
         seconds(value, "timeout")
 
 
 @pytest.mark.parametrize("value", ["3", True, [1]])
-def test_seconds_of_another_type_is_refused(value: object) -> None:
+def test_seconds_parser_refuses_values_of_another_type(value: object) -> None:
     with pytest.raises(TypeError, match=f"timeout must be seconds, a timedelta or None, not {type(value).__name__}"):
         seconds(value, "timeout")

@@ -21,7 +21,7 @@ WIDTH = 16
 
 @pytest.mark.parametrize("bucket_bytes", [0, 4 * WIDTH * WIDTH, 1 << 30])
 @pytest.mark.ranks(2)
-async def test_gradients_are_the_averages(pg: ProcessGroup, bucket_bytes: int) -> None:
+async def test_overlap_averages_gradients_of_all_ranks(pg: ProcessGroup, bucket_bytes: int) -> None:
     from aiocoll.torch import Overlap
 
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
@@ -41,11 +41,11 @@ async def test_gradients_are_the_averages(pg: ProcessGroup, bucket_bytes: int) -
 
 
 @pytest.mark.ranks(2)
-async def test_ranks_learn_equal_weights_from_different_data(pg: ProcessGroup) -> None:
+async def test_overlap_trains_equal_weights_from_different_data(pg: ProcessGroup) -> None:
     from aiocoll.torch import Overlap
 
     class Optimizer:
-        """A gradient descent optimizer; the import of torch's takes seconds."""
+        """A gradient descent optimizer, used since the import of torch's optimizers takes seconds."""
 
         def __init__(self, model: Any) -> None:
             self.model = model
@@ -57,7 +57,7 @@ async def test_ranks_learn_equal_weights_from_different_data(pg: ProcessGroup) -
 
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(0.0)
-    # With this rate, the first step reaches the average of all y, which is 3, and the second changes nothing.
+    # With this learning rate, the first step reaches 3, the average of all y, and the second changes nothing.
     batches = [(torch.ones(4, 1), torch.full((4, 1), 2.0 + 2.0 * pg.rank()))] * 2
     loop = code(PAGE, "Overlap with backward")
     names = {"Overlap": Overlap, "torch": torch, "optimizer": Optimizer(model)}
@@ -66,7 +66,7 @@ async def test_ranks_learn_equal_weights_from_different_data(pg: ProcessGroup) -
 
 
 @pytest.mark.ranks(2)
-async def test_gradients_without_synchronization_are_averaged_by_the_next_backward(pg: ProcessGroup) -> None:
+async def test_accumulated_gradients_are_averaged_by_the_next_synchronized_backward(pg: ProcessGroup) -> None:
     from aiocoll.torch import Overlap
 
     layer = torch.nn.Linear(2, 1, bias=False)
@@ -80,7 +80,7 @@ async def test_gradients_without_synchronization_are_averaged_by_the_next_backwa
 
 
 @pytest.mark.ranks(2)
-async def test_unused_parameters_count_as_zero_or_keep_no_gradient(pg: ProcessGroup) -> None:
+async def test_gradients_of_unused_parameters_count_as_zero_or_stay_none(pg: ProcessGroup) -> None:
     from aiocoll.torch import Overlap
 
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(3)) for _ in range(3)])
@@ -93,7 +93,7 @@ async def test_unused_parameters_count_as_zero_or_keep_no_gradient(pg: ProcessGr
 
 
 @pytest.mark.ranks(2)
-async def test_gradients_can_be_compressed_and_buffers_broadcast(pg: ProcessGroup) -> None:
+async def test_overlap_can_compress_gradients_and_broadcast_buffers(pg: ProcessGroup) -> None:
     from aiocoll.torch import Overlap
 
     layer = torch.nn.Linear(2, 1, bias=False)
@@ -107,9 +107,9 @@ async def test_gradients_can_be_compressed_and_buffers_broadcast(pg: ProcessGrou
 
 
 @pytest.mark.slow
-def test_program_of_the_page_prints_the_shown_output(tmp_path: Path) -> None:
+def test_program_of_the_training_page_prints_the_shown_output(tmp_path: Path) -> None:
     write(files(PAGE), tmp_path)
     _, measure = commands(PAGE)
-    # A smaller model than the page's.
+    # Use a smaller model than the page does.
     output = shell(re.sub(r"8 1024 256.*", "2 32 8", measure), tmp_path)
     assert is_shown(code(PAGE, "How to check the overlap", language="text"), output), output

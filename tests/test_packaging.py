@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "pyproject.toml").read_text()
 PROJECT = tomllib.loads(TEXT)["project"]
 VERSION = PROJECT["version"]
-#: Files that only the source archive has, and files of the repository that it leaves out.
+#: Files only in the source archive, and files of the repository that the archive omits.
 MADE, LEFT_OUT = {"PKG-INFO"}, {".ci/run"}
 BUILD = """
 import sys
@@ -101,13 +101,13 @@ def test_source_archive_is_complete_and_builds_the_wheel(tmp_path: Path) -> None
     assert "[pytest11]\naiocoll = aiocoll.testing.plugin" in entries
 
 
-def test_version_matches_the_package() -> None:
+def test_version_of_the_metadata_matches_the_package() -> None:
     import aiocoll
 
     assert aiocoll.__version__ == VERSION
 
 
-def test_classifiers_name_the_tested_versions() -> None:
+def test_metadata_classifiers_name_the_tested_python_versions() -> None:
     versions = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)}
     makefile = (ROOT / "Makefile").read_text()
     for target in ("matrix", "release-check"):
@@ -125,7 +125,7 @@ def test_installation_page_lists_every_extra() -> None:
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == said
 
 
-def test_plugin_dependencies_are_an_extra() -> None:
+def test_dependencies_of_the_pytest_plugin_are_an_extra() -> None:
     extras = {name: set(needs) for name, needs in PROJECT["optional-dependencies"].items()}
     assert {re.split(r"[>=]", each)[0] for each in extras["testing"]} == {"pytest", "pytest-asyncio"}
     assert extras["testing"] <= extras["dev"]
@@ -153,13 +153,13 @@ def test_release_check_without_archives_fails(tmp_path: Path) -> None:
             release.main(str(folder))
 
 
-def test_release_check_program_is_that_of_the_readme() -> None:
+def test_release_check_runs_the_first_program_of_the_readme() -> None:
     program, printed = release.first_program()
     assert "aiocoll.new_group()" in program
     assert [line[:3] for line in printed] == ["[0]", "[1]"]
 
 
-def test_release_checklist_names_existing_targets() -> None:
+def test_release_checklist_names_existing_make_targets() -> None:
     page = (ROOT / "docs" / "releasing.md").read_text()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([\w-]+)", page, re.MULTILINE))

@@ -41,8 +41,8 @@ def address(port: int) -> dict[str, str]:
     return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-async def test_guide_ways_to_meet_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace other ranks and hosts: there is one rank, on this host."""
+async def test_all_rendezvous_examples_of_the_guide_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run with one rank on this host, replacing other ranks and hosts in the examples."""
     for name, value in address(free_port()).items():
         monkeypatch.setenv(name, value)
     ways = code("docs/guide.md", "Groups").replace("world_size=4", "world_size=1").replace("/shared", str(tmp_path))
@@ -57,12 +57,12 @@ async def test_guide_ways_to_meet_work(tmp_path: Path, monkeypatch: pytest.Monke
     await pg.shutdown()
 
 
-def test_guide_meeting_runs(tmp_path: Path) -> None:
+def test_meeting_example_of_the_guide_runs(tmp_path: Path) -> None:
     write({"sums.py": files("docs/guide.md")["sums.py"]}, tmp_path)
     assert shell(f"{sys.executable} sums.py", tmp_path) == "[6, 6, 6, 6]\n"
 
 
-async def test_guide_blocking_calls_work() -> None:
+async def test_blocking_example_of_the_guide_works() -> None:
     async with aiocoll.Meeting(1) as meeting:
         block = code("docs/guide.md", "Meetings", 2)
         names = {"aiocoll": aiocoll, "ticket": meeting.ticket(), "x": np.ones(2), "y": np.ones(3)}
@@ -78,7 +78,7 @@ def run_sync(block: str, names: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "victim", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.soak)]
 )
-def test_elastic_program_survives_a_kill(victim: int | None, tmp_path: Path) -> None:
+def test_elastic_program_of_the_page_survives_a_killed_rank(victim: int | None, tmp_path: Path) -> None:
     programs = files("docs/elastic.md")
     if victim is not None:
         death = (
@@ -92,7 +92,7 @@ def test_elastic_program_survives_a_kill(victim: int | None, tmp_path: Path) -> 
     assert shell("python supervisor.py", tmp_path).count("[5050. 5050. 5050.]") == 4
 
 
-async def test_guide_store_passes_the_contract_and_ranks_meet_there() -> None:
+async def test_store_example_of_the_guide_passes_the_store_contract() -> None:
     store, use = code("docs/guide.md", "Writing a store"), code("docs/guide.md", "Writing a store", 2)
     assert (ROOT / "tests/store/minimal_store.py").read_text().endswith(f'"""\n\n{store}')
     space = await execute(store)
@@ -104,7 +104,7 @@ async def test_guide_store_passes_the_contract_and_ranks_meet_there() -> None:
     assert sizes == [2, 2]
 
 
-async def test_guide_ranks_meet_on_a_redis_server(tmp_path: Path) -> None:
+async def test_redis_example_of_the_guide_works(tmp_path: Path) -> None:
     use = code("docs/guide.md", "On a Redis server").replace("...", "sizes.append(await pg.allreduce(1))")
     user = code("docs/security.md", "What a Redis server sees", 1, "text")
     with redis_server(tmp_path, Authority(tmp_path).make("DNS:localhost")) as server:
@@ -122,7 +122,7 @@ async def test_guide_ranks_meet_on_a_redis_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_guide_work_can_be_awaited_later(pg: ProcessGroup) -> None:
+async def test_later_await_example_of_the_guide_works(pg: ProcessGroup) -> None:
     x = np.ones(3)
     space = await execute(code("docs/guide.md", "Works"), pg=pg, x=x)
     assert space["work"].done()
@@ -130,7 +130,7 @@ async def test_guide_work_can_be_awaited_later(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_guide_tasks_match_by_key(pg: ProcessGroup) -> None:
+async def test_key_example_of_the_guide_works(pg: ProcessGroup) -> None:
     names = [f"layer{number}" for number in range(GRADIENTS)]
     gradients = {name: np.ones(2) for name in (reversed(names) if pg.rank() else names)}
     await execute(code("docs/guide.md", "Keys"), pg=pg, asyncio=asyncio, gradients=gradients)
@@ -138,7 +138,7 @@ async def test_guide_tasks_match_by_key(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_guide_messages_arrive(pg: ProcessGroup) -> None:
+async def test_message_example_of_the_guide_works(pg: ProcessGroup) -> None:
     calls, server = code("docs/guide.md", "Messages").replace("    ...", "    break").split("\nasync for")
     other = 1 - pg.rank()
     x, y = np.full(2, pg.rank()), np.full(2, 7)
@@ -150,7 +150,7 @@ async def test_guide_messages_arrive(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_guide_grid_and_plan_work(pg: ProcessGroup) -> None:
+async def test_grid_and_plan_examples_of_the_guide_work(pg: ProcessGroup) -> None:
     x = np.ones(1)
     space = await execute(code("docs/guide.md", "Grids"), pg=pg, np=np, x=x)
     await execute(code("docs/guide.md", "Plans"), pg=pg, x=(planned := np.ones(2)))
@@ -160,8 +160,8 @@ async def test_guide_grid_and_plan_work(pg: ProcessGroup) -> None:
     assert (x.tolist(), planned.tolist()) == ([1.0], [4.0, 4.0])
 
 
-async def test_guide_hook_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    """Call the hook with an operation of more than a second."""
+async def test_hook_example_of_the_guide_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    """Call the hook with an operation that took more than a second."""
 
     class Info:
         op, group, seconds, nbytes, transport = "ALLREDUCE", "world:0", 1.5, 8, "memory"
@@ -175,7 +175,7 @@ async def test_guide_hook_is_called(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "ALLREDUCE of world:0: 1.5 s for 8 bytes over memory\n"
 
 
-def test_guide_tests_pass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_test_examples_of_the_guide_pass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     marked = f"import pytest\n{code('docs/guide.md', 'Tests', 2)}"
@@ -186,7 +186,7 @@ def test_guide_tests_pass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.ranks(2)
-async def test_page_block_of_calls_is_coalesced(pg: ProcessGroup) -> None:
+async def test_coalescing_example_of_the_page_is_sent_as_one_operation(pg: ProcessGroup) -> None:
     gradients = [np.full(3, pg.rank()) for _ in range(GRADIENTS)]
     step = np.array([7 - 7 * pg.rank()])
     space = await execute(
@@ -203,7 +203,7 @@ async def test_page_block_of_calls_is_coalesced(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_page_block_of_tasks_is_coalesced(pg: ProcessGroup) -> None:
+async def test_coalescing_example_with_tasks_is_sent_as_one_operation(pg: ProcessGroup) -> None:
     class Layer:
         async def reduce(self, pg: ProcessGroup) -> None:
             self.sum = await pg.allreduce(1)
@@ -217,7 +217,7 @@ async def test_page_block_of_tasks_is_coalesced(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_page_shows_the_mismatch_of_blocks(pg: ProcessGroup) -> None:
+async def test_coalescing_page_shows_the_mismatch_error_of_blocks(pg: ProcessGroup) -> None:
     async def differ() -> None:
         async with pg.coalescing():
             for op in [*[ReduceOp.SUM] * 5, (ReduceOp.SUM, ReduceOp.MAX)[pg.rank()]]:
@@ -228,7 +228,7 @@ async def test_page_shows_the_mismatch_of_blocks(pg: ProcessGroup) -> None:
     assert is_shown(code("docs/coalescing-and-keys.md", "Coalescing", language="text"), str(caught.value))
 
 
-async def test_page_estimate_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_estimate_example_of_the_metrics_page_works(capsys: pytest.CaptureFixture[str]) -> None:
     async def body(pg: ProcessGroup) -> None:
         gradients = np.ones(1000)
         await execute(code("docs/metrics.md", "Estimating time"), pg=pg, gradients=gradients)
@@ -240,7 +240,9 @@ async def test_page_estimate_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert [call.split()[:2] for call in calls] == [["ALLREDUCE", "8000"], ["BARRIER", "0"]]
 
 
-async def test_page_store_outlives_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_store_example_of_the_reliability_page_outlives_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("aiocoll.rendezvous.new_group._keys", {})
     key = b"of this test and no other"
     server = code("docs/reliability.md", OUTLIVING).replace('"10.0.0.1", 29500', '"127.0.0.1", 0')
@@ -258,8 +260,8 @@ async def test_page_store_outlives_every_rank(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-async def test_page_openssl_certificates_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let four ranks meet with the page's certificates, in a store on host 0."""
+async def test_openssl_certificates_of_the_security_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let four ranks meet with the page's certificates, at a store on host 0."""
     monkeypatch.chdir(tmp_path)
     shell(code("docs/security.md", "Making certificates", language="sh"), tmp_path)
     assert [os.stat(name).st_mode & 0o777 for name in ("ca.key", "host0.key", "host1.key")] == [0o600] * 3
@@ -287,7 +289,7 @@ async def test_page_openssl_certificates_work(tmp_path: Path, monkeypatch: pytes
     await server.aclose()
 
 
-def test_page_shows_the_certificate_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_security_page_shows_the_certificate_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     authority = Authority(Path())
     names = [rank_name("train", rank) for rank in (2, 3)]
@@ -306,7 +308,7 @@ def test_page_shows_the_certificate_errors(tmp_path: Path, monkeypatch: pytest.M
     assert is_shown(code("docs/security.md", "When a certificate is refused", 4, "text"), str(refused.value))
 
 
-async def test_page_ported_example_runs() -> None:
+async def test_ported_example_of_the_porting_page_runs() -> None:
     """Run the ranks as tasks of this loop, which already have groups."""
     imported = await execute(code("docs/porting.md", "Porting from torch.distributed"))
     assert imported["dist"] is dist
@@ -324,7 +326,9 @@ async def test_page_ported_example_runs() -> None:
     await run_ranks(4, body)
 
 
-async def test_page_program_with_a_thread_and_an_exit_stack_runs(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+async def test_porting_page_program_with_a_thread_and_an_exit_stack_runs(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     results: dict[int, int] = {}
@@ -337,7 +341,7 @@ async def test_page_program_with_a_thread_and_an_exit_stack_runs(monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_page_example_before_the_port_runs(tmp_path: Path, port: int) -> None:
+def test_original_example_of_the_porting_page_runs(tmp_path: Path, port: int) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     before = code("docs/porting.md", "An example") + "\n"
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
@@ -346,7 +350,7 @@ def test_page_example_before_the_port_runs(tmp_path: Path, port: int) -> None:
     assert "ran" in shell(script, tmp_path, **environ)
 
 
-#: A job like the one on the page about the recorder: rank 2 is late, and at the end waits for rank 0.
+#: A program like the one on the recorder page: rank 2 is late, and at the end waits for rank 0.
 TRAIN = """
 import asyncio
 import contextlib
@@ -375,7 +379,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_page_shows_the_recorder_output(tmp_path: Path) -> None:
+def test_recorder_page_shows_the_output_of_its_commands(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     (tmp_path / "train.py").write_text(TRAIN)
     (script,) = commands("docs/recorder.md")
@@ -387,7 +391,7 @@ def test_page_shows_the_recorder_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_page_shows_the_command_line_output(tmp_path: Path) -> None:
+def test_command_line_page_shows_the_output_of_its_commands(tmp_path: Path) -> None:
     write(files("docs/command-line.md"), tmp_path)
     output = shell(commands("docs/command-line.md")[0], tmp_path)
     assert output == code("docs/command-line.md", "For programs", language="text")

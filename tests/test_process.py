@@ -1,4 +1,4 @@
-"""Observation of other processes: proofs of an end, and errors of the observer, which prove nothing."""
+"""Observation of other processes: proofs of an end, and observer errors, which prove nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .internals import replaced_call
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 
-#: A child that gives itself a misleading name in /proc, prints its identity, and waits.
+#: A child program that gives itself a misleading name in /proc, prints its identity, and waits.
 CHILD = """
 import pathlib, sys
 from aiocoll.process import this_process
@@ -58,7 +58,7 @@ def child_process() -> Iterator[tuple[subprocess.Popen[str], ProcessId]]:
             process.kill()
 
 
-def test_this_process_is_running() -> None:
+def test_state_of_this_process_is_running() -> None:
     assert this_process().pid == os.getpid()
     assert state(this_process()) == "running"
 
@@ -78,13 +78,13 @@ def test_process_states_are_observed_from_stop_to_end() -> None:
         assert state(identity) == GONE
 
 
-def test_later_process_with_a_reused_pid_is_another_one() -> None:
+def test_later_process_with_a_reused_pid_is_recognized_as_another_process() -> None:
     assert state(this_process()._replace(started=this_process().started - 1)) == GONE
 
 
 #: Errors whose cause is the observer, not the observed process.
 OWN_ERRORS = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO, errno.EAGAIN, errno.EINTR]
-#: Number of the system call that ends one thread.
+#: The number of the system call that ends a single thread.
 SYS_EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
 
 
@@ -112,7 +112,7 @@ def ended_process() -> Iterator[tuple[ProcessId, PidFd]]:
 
 @contextmanager
 def failing_calls(number: int, *names: str) -> Iterator[None]:
-    """Let functions that `aiocoll.process` calls, such as "open" or "os.kill", fail with an errno."""
+    """Make functions that `aiocoll.process` calls, such as "open" or "os.kill", fail with an errno."""
     with ExitStack() as stack:
         for name in names:
             fault = mock.Mock(side_effect=OSError(number, os.strerror(number)))
@@ -123,7 +123,7 @@ def failing_calls(number: int, *names: str) -> Iterator[None]:
 @pytest.mark.parametrize("number", OWN_ERRORS)
 @pytest.mark.parametrize("names", [("open",), ("select.poll",), ("os.kill",), ("open", "os.kill"), ("os.stat", "open")])
 @pytest.mark.parametrize("with_pidfd", [False, True])
-def test_living_process_is_never_reported_gone(
+def test_living_process_is_never_reported_as_ended(
     number: int, names: tuple[str, ...], with_pidfd: bool, living_process: tuple[ProcessId, PidFd]
 ) -> None:
     with failing_calls(number, *names):
@@ -132,7 +132,7 @@ def test_living_process_is_never_reported_gone(
 
 @pytest.mark.parametrize("number", OWN_ERRORS)
 @pytest.mark.parametrize("names", [("open",), ("select.poll",), ("select.poll", "open"), ("os.kill",)])
-def test_single_proof_of_an_end_is_enough(
+def test_one_proof_suffices_to_report_an_ended_process(
     number: int, names: tuple[str, ...], ended_process: tuple[ProcessId, PidFd]
 ) -> None:
     with failing_calls(number, *names):
@@ -140,18 +140,20 @@ def test_single_proof_of_an_end_is_enough(
 
 
 @pytest.mark.parametrize("number", OWN_ERRORS)
-def test_missing_observations_prove_nothing(number: int, ended_process: tuple[ProcessId, PidFd]) -> None:
+def test_failed_observations_do_not_prove_the_end_of_a_process(
+    number: int, ended_process: tuple[ProcessId, PidFd]
+) -> None:
     with failing_calls(number, "open", "select.poll", "os.kill"):
         assert state(*ended_process) == UNKNOWN
 
 
-def test_process_whose_entry_is_hidden_is_not_gone(living_process: tuple[ProcessId, PidFd]) -> None:
+def test_process_whose_proc_entry_is_hidden_is_not_reported_as_ended(living_process: tuple[ProcessId, PidFd]) -> None:
     """Hide the entry in /proc, as the mount option `hidepid` does for processes that may not be traced."""
     with failing_calls(errno.ENOENT, "open"):
         assert state(living_process[0]) == UNKNOWN
 
 
-def test_proc_of_another_namespace_proves_nothing() -> None:
+def test_proc_of_another_pid_namespace_does_not_prove_the_end_of_a_process() -> None:
     other = this_process()._replace(started=this_process().started - 1)
     real = open
 
@@ -164,7 +166,7 @@ def test_proc_of_another_namespace_proves_nothing() -> None:
         assert state(other) == UNKNOWN
 
 
-def test_process_of_another_namespace_is_unknown() -> None:
+def test_state_of_a_process_in_another_pid_namespace_is_unknown() -> None:
     elsewhere = this_process()._replace(namespace=this_process().namespace + 1, pid=(1 << 22) - 1)
     assert state(elsewhere) == UNKNOWN
     assert state(elsewhere._replace(namespace=0)) == UNKNOWN
@@ -175,12 +177,12 @@ def test_process_of_another_namespace_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1 << 40, -(1 << 70)])
-def test_unused_pid_is_unknown(pid: int) -> None:
-    """Use pids as from a peer's card; `kill` would take some of them for process groups."""
+def test_state_of_an_unused_pid_is_unknown(pid: int) -> None:
+    """Check pids as in a peer's card, some of which `kill` would take for process groups."""
     assert state(this_process()._replace(pid=pid)) == UNKNOWN
 
 
-def test_pidfd_shows_the_end_of_a_zombie() -> None:
+def test_pidfd_shows_that_a_zombie_process_has_ended() -> None:
     with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
@@ -192,8 +194,8 @@ def test_pidfd_shows_the_end_of_a_zombie() -> None:
         assert pidfd.has_ended() is None
 
 
-def test_end_is_detected_without_pidfd_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a Python that was built with headers of an older kernel."""
+def test_end_of_a_process_is_detected_without_pidfd_send_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a Python that was built with headers of an older kernel."""
     with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
@@ -205,8 +207,8 @@ def test_end_is_detected_without_pidfd_signals(monkeypatch: pytest.MonkeyPatch) 
         pidfd.close()
 
 
-def test_another_file_at_a_pidfds_number_proves_nothing() -> None:
-    """Open another file at the descriptor number, as a program may that closes all descriptors."""
+def test_another_file_with_the_number_of_a_pidfd_does_not_prove_the_end_of_a_process() -> None:
+    """Open another file with the descriptor number, as in a program that closes all descriptors."""
     with child_process() as (_, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
@@ -224,7 +226,7 @@ def test_another_file_at_a_pidfds_number_proves_nothing() -> None:
 
 
 @pytest.mark.skipif(SYS_EXIT is None, reason="needs the number of a system call, which is unknown for this processor")
-def test_process_with_an_ended_main_thread_is_alive() -> None:
+def test_process_whose_main_thread_has_ended_is_reported_as_alive() -> None:
     program = f"""
 import ctypes, sys, threading
 from aiocoll.process import this_process

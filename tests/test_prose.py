@@ -27,7 +27,9 @@ def lines(path: str, text: str) -> list[int]:
 @pytest.mark.parametrize(
     ("docstring", "bad"), [("Which rank it is.", True), ("One.", True), ("Oneness of ranks.", False)]
 )
-def test_docstring_is_reported_if_its_first_word_is_forbidden(definition: str, docstring: str, bad: bool) -> None:
+def test_prose_check_reports_a_docstring_with_a_forbidden_first_word(
+    definition: str, docstring: str, bad: bool
+) -> None:
     indent = "    " if definition else ""
     found = lines(
         "aiocoll/a.py", f'{definition}{indent}"""{docstring}\n\n{indent}Which is no first word.\n{indent}"""\n'
@@ -47,11 +49,11 @@ def test_docstring_is_reported_if_its_first_word_is_forbidden(definition: str, d
         ('"""A rank.\n\nThe work is\ndone.\n"""\n', []),
     ],
 )
-def test_retired_word_is_reported_in_docstrings_comments_and_messages(text: str, found: list[int]) -> None:
+def test_prose_check_reports_retired_words_in_docstrings_comments_and_messages(text: str, found: list[int]) -> None:
     assert lines("aiocoll/a.py", text) == found
 
 
-def test_retired_word_is_allowed_in_strings_of_tests() -> None:
+def test_prose_check_allows_retired_words_in_strings_of_tests() -> None:
     text = "assert error == 'the message of an older release informed'  # informed\n"
     assert lines("tests/test_a.py", f"\n{text}") == [2]
     assert lines("aiocoll/a.py", text) == [1, 1]
@@ -65,7 +67,7 @@ def test_retired_word_is_allowed_in_strings_of_tests() -> None:
         ("int informed = 1;\nputs('afresh');\n", []),
     ],
 )
-def test_retired_word_is_reported_in_comments_of_c(text: str, found: list[int]) -> None:
+def test_prose_check_reports_retired_words_in_c_comments(text: str, found: list[int]) -> None:
     assert lines("aiocoll/native/a.c", text) == found
 
 
@@ -84,11 +86,11 @@ def test_retired_word_is_reported_in_comments_of_c(text: str, found: list[int]) 
         ("<!-- one two three four five six seven -->\n", []),
     ],
 )
-def test_page_sentence_is_reported_if_it_is_long(text: str, found: list[int]) -> None:
+def test_prose_check_reports_long_sentences_of_pages(text: str, found: list[int]) -> None:
     assert lines("docs/a.md", text) == found
 
 
-def test_command_prints_findings_with_place_and_remedy(
+def test_prose_check_prints_findings_with_file_line_and_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prose, "Rules", lambda text: RULES)

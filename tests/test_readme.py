@@ -15,14 +15,14 @@ from .layers import HOUSES, LAYERS, module
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-#: The block that has the name of the package on a line of its own.
+#: The block of the page whose first line is the name of the package: the package map.
 MAP = next(
     text for text in re.findall(r"^```text\n(.*?)^```$", ARCHITECTURE, re.DOTALL | re.MULTILINE) if "aiocoll/\n" in text
 )
 
 
 def rows() -> list[tuple[Path, list[str]]]:
-    """Return folder and names of each line of the map; indented lines belong to the last folder at the margin."""
+    """Return folder and names of each line of the package map; indented lines belong to the last folder."""
     found: list[tuple[Path, list[str]]] = []
     folder = ROOT
     for line in MAP.splitlines():
@@ -35,18 +35,18 @@ def rows() -> list[tuple[Path, list[str]]]:
 
 
 def mapped_paths() -> list[Path]:
-    """Return the paths on the left side of the map."""
+    """Return the paths on the left side of the package map."""
     return [folder / name for folder, names in rows() for name in names]
 
 
-def test_map_paths_exist_and_are_unique() -> None:
+def test_paths_in_the_package_map_exist_and_are_unique() -> None:
     wrong = {str(path.relative_to(ROOT)) for path in mapped_paths() if not path.exists()}
     assert not wrong
     assert len(set(mapped_paths())) == len(mapped_paths())
 
 
-def test_map_has_all_top_level_modules_in_layer_order() -> None:
-    """Check that the modules of a row are of one layer, and import only from rows below."""
+def test_package_map_lists_all_top_level_modules_in_layer_order() -> None:
+    """Check that the modules of each line belong to one layer, and import only from lines below."""
     package = ROOT / "aiocoll"
     layers = [{module(name) for name in names} for folder, names in rows() if folder == package]
     assert {name for names in layers for name in names} == set().union(*LAYERS)
@@ -62,19 +62,19 @@ def test_map_has_all_top_level_modules_in_layer_order() -> None:
     assert {path.name for path in tracked - set(mapped_paths())} <= {"build", "dist", "gpu-figures", "planted-figures"}
 
 
-def test_readme_fits_two_screens() -> None:
+def test_readme_has_at_most_140_lines() -> None:
     assert len(README.splitlines()) <= 140
 
 
-def test_readme_paths_exist() -> None:
+def test_paths_named_in_the_readme_exist() -> None:
     """Check the pages, programs, tables and tests that the README names."""
     named = set(re.findall(r"(?<![\w/.-])((?:docs|examples|bench|tests)/[\w./-]*\w)", README))
     assert len(named) > 10
     assert {name for name in named if "/.venvs" not in name and not (ROOT / name).exists()} == set()
 
 
-def test_readme_works_on_a_package_index() -> None:
-    """Check that no link is relative: a package index shows the README without the other files."""
+def test_readme_contains_no_relative_links() -> None:
+    """Check that no link is relative, since a package index shows the README without the other files."""
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"] == "README.md"
     assert [target for target in re.findall(r"\]\(([^)]*)\)", README) if not re.match("https://|#", target)] == []
 
@@ -85,7 +85,7 @@ def test_readme_begins_with_the_commands() -> None:
     assert "pip install .\n" in blocks
 
 
-def test_package_help_is_for_users() -> None:
+def test_help_of_the_package_lists_all_public_names_for_users() -> None:
     text = aiocoll.__doc__ or ""
     assert "await pg.allreduce(x)" in text
     assert "layer" not in text
@@ -94,7 +94,7 @@ def test_package_help_is_for_users() -> None:
     assert set(aiocoll.__all__) - errors - listed == set(), "public names are missing in help(aiocoll)"
 
 
-def test_package_help_opens_with_the_first_program() -> None:
+def test_help_of_the_package_begins_with_the_first_program() -> None:
     program = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)[0]
     assert len([line for line in program.splitlines() if line]) <= 12
     lines = (ROOT / "examples" / "hello.py").read_text().splitlines()
@@ -103,7 +103,7 @@ def test_package_help_opens_with_the_first_program() -> None:
     assert opening.split("\n\n", 1)[1].startswith(textwrap.indent(program, "    "))
 
 
-def test_guide_has_every_option() -> None:
+def test_guide_documents_every_option() -> None:
     guide = (ROOT / "docs" / "guide.md").read_text()
     options = aiocoll.GroupOptions.__dataclass_fields__
     assert {name for name in options if f"| `{name}` | `AIOCOLL_" not in guide} == set()

@@ -27,7 +27,7 @@ def registry() -> Registry[object]:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder on the path with a distribution that has two entry points, one of which fails."""
+    """Return a folder on the import path with a distribution that has two entry points, one of which fails."""
     monkeypatch.syspath_prepend(str(tmp_path))
     info = tmp_path / "gadgets-1.0.dist-info"
     info.mkdir()
@@ -44,7 +44,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("test_gadgets", None)
 
 
-def test_target_is_imported_on_first_use(registry: Registry[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registry_imports_an_implementation_on_first_use(
+    registry: Registry[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "decimal", raising=False)
     assert "decimal" in registry
     assert "decimal" not in sys.modules
@@ -53,53 +55,53 @@ def test_target_is_imported_on_first_use(registry: Registry[object], monkeypatch
     assert registry.get("decimal") is found
 
 
-def test_later_registration_replaces_earlier(registry: Registry[object]) -> None:
+def test_later_registration_replaces_an_earlier_registration(registry: Registry[object]) -> None:
     registry.register("decimal", int, version=VERSION)
     assert registry.get("decimal") is int
     assert registry.names() == ["decimal", "absent"]
 
 
-def test_module_that_is_not_installed_is_named(registry: Registry[object]) -> None:
+def test_registry_error_names_a_module_that_is_not_installed(registry: Registry[object]) -> None:
     for _ in range(2):
         with pytest.raises(BackendUnavailableError, match="gadget 'absent' need: No module named 'no_such_module'"):
             registry.get("absent")
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
-def test_other_version_is_refused(version: int, registry: Registry[object]) -> None:
+def test_registry_refuses_another_interface_version(version: int, registry: Registry[object]) -> None:
     with pytest.raises(ValueError, match=f"'new' was written for version {version} .* has version {VERSION}"):
         registry.register("new", dict, version=version)
     assert "new" not in registry
 
 
 @pytest.mark.parametrize("name", ["", "Tcp"])
-def test_invalid_name_is_refused(name: str, registry: Registry[object]) -> None:
+def test_registry_refuses_an_invalid_name(name: str, registry: Registry[object]) -> None:
     with pytest.raises(ValueError, match="lower case"):
         registry.register(name, dict, version=VERSION)
 
 
-def test_name_that_is_no_str_is_refused(registry: Registry[object]) -> None:
+def test_registry_refuses_a_name_that_is_not_a_string(registry: Registry[object]) -> None:
     with pytest.raises(TypeError, match="must be a str, not int"):
         registry.register(1, dict, version=VERSION)  # type: ignore[arg-type]
 
 
-def test_unknown_name_is_refused_with_the_known_ones(registry: Registry[object]) -> None:
+def test_registry_error_for_an_unknown_name_lists_the_known_names(registry: Registry[object]) -> None:
     with pytest.raises(ValueError, match="gadget 'none' is not known; use decimal, absent"):
         registry.get("none")
 
 
-def test_unknown_name_of_a_known_package_names_the_package_to_install(registry: Registry[object]) -> None:
+def test_registry_error_for_the_name_of_a_known_package_names_the_package(registry: Registry[object]) -> None:
     with pytest.raises(ValueError, match="gadget 'other' is not known; install gadgets-extra"):
         registry.get("other")
 
 
 @pytest.mark.usefixtures("site")
-def test_entry_point_registers_an_unknown_name(registry: Registry[object]) -> None:
+def test_registry_finds_an_unknown_name_by_its_entry_point(registry: Registry[object]) -> None:
     assert registry.get("round") is dict
 
 
 @pytest.mark.usefixtures("site")
-def test_entry_point_is_not_read_for_a_registered_name(registry: Registry[object]) -> None:
+def test_registry_reads_no_entry_point_for_a_registered_name(registry: Registry[object]) -> None:
     registry.register("round", list, version=VERSION)
     assert registry.get("round") is list
     assert "test_gadgets" not in sys.modules
@@ -109,20 +111,24 @@ def test_entry_point_is_not_read_for_a_registered_name(registry: Registry[object
 @pytest.mark.parametrize(
     ("name", "cause"), [("old", f"written for version {VERSION - 1}"), ("lost", "no attribute 'missing'")]
 )
-def test_entry_point_that_fails_names_its_distribution(name: str, cause: str, registry: Registry[object]) -> None:
+def test_registry_error_names_the_distribution_of_a_failing_entry_point(
+    name: str, cause: str, registry: Registry[object]
+) -> None:
     with pytest.raises(BackendUnavailableError, match=f"of gadgets did not register gadget '{name}': .*{cause}"):
         registry.get(name)
 
 
 @pytest.mark.usefixtures("site")
-def test_failing_entry_point_fails_every_time(registry: Registry[object]) -> None:
+def test_failing_entry_point_raises_an_error_at_each_lookup(registry: Registry[object]) -> None:
     for _ in range(2):
         with pytest.raises(BackendUnavailableError, match="did not register gadget 'lost'"):
             registry.get("lost")
 
 
 @pytest.mark.usefixtures("site")
-def test_two_threads_find_the_same_entry_point(registry: Registry[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_can_look_up_the_same_entry_point_at_once(
+    registry: Registry[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     barrier = threading.Barrier(2, timeout=10)
     provide = Registry._provide
 
@@ -136,14 +142,14 @@ def test_two_threads_find_the_same_entry_point(registry: Registry[object], monke
 
 
 @pytest.mark.usefixtures("site")
-def test_discovery_registers_all_that_can_be_loaded(registry: Registry[object]) -> None:
+def test_discovery_registers_all_entry_points_that_can_be_loaded(registry: Registry[object]) -> None:
     errors = registry.discover()
     assert registry.names() == ["decimal", "absent", "round"]
     assert sorted(str(error).split("gadget ")[1][:6] for error in errors) == ["'lost'", "'old':"]
 
 
 @pytest.mark.usefixtures("site")
-def test_unregistered_name_is_looked_up_again(registry: Registry[object]) -> None:
+def test_name_is_looked_up_again_after_unregister(registry: Registry[object]) -> None:
     registry.register("round", list, version=VERSION)
     registry.unregister("round")
     assert registry.get("round") is dict

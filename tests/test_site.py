@@ -27,7 +27,7 @@ pytest.importorskip("myst_parser", reason="myst-parser is not installed: pip ins
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-#: Files and folders that the pages include or name.
+#: Files and folders that the site's pages include or name.
 SOURCES = ("docs", "examples", "bench", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 
 #: The brightness of the paper, from 0 to 1, and the contrast of each piece of text with it, as WCAG 2 defines them.
@@ -84,7 +84,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def described_names(tree: Path) -> set[tuple[str, str]]:
-    """Return the ends of all names in the site's reference: class and attribute, or module and name."""
+    """Return the last parts of all names in the site's reference: class and attribute, or module and name."""
     data = zlib.decompress((tree / "build" / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     entries = [line.split(" ")[:2] for line in data.splitlines()]
     return {last_two(name) for name, kind in entries if kind.startswith("py:")}
@@ -119,7 +119,7 @@ def resolve_or_none(name: str) -> Any:
         return None
 
 
-def test_reference_has_every_public_name(tree: Path) -> None:
+def test_reference_pages_contain_every_public_name(tree: Path) -> None:
     described = described_names(tree)
     names = recorded_names()
     assert len(names) > 500
@@ -127,7 +127,7 @@ def test_reference_has_every_public_name(tree: Path) -> None:
     assert [name for name in ("aiocoll.nothing", "aiocoll.Work.nothing") if possible_names(name) & described] == []
 
 
-def test_reference_of_a_call_has_arguments_and_cost(tree: Path) -> None:
+def test_reference_entry_of_a_call_contains_arguments_and_cost(tree: Path) -> None:
     page = (tree / "build/reference/group.html").read_text()
     call = page[page.index('id="aiocoll.ProcessGroup.allreduce"') : page.index('id="aiocoll.ProcessGroup.reduce"')]
     sections = re.findall(r'<dt class="field-\w+">(\w+)<', call)
@@ -160,7 +160,7 @@ def test_site_links_have_targets(tree: Path) -> None:
     assert wrong == []
 
 
-def test_page_names_are_links(tree: Path) -> None:
+def test_public_names_on_the_pages_are_links_to_the_reference(tree: Path) -> None:
     page = (tree / "build/architecture.html").read_text()
     assert re.search(r'<a [^>]*href="wire.html"[^>]*><code[^>]*><span class="pre">docs/wire.md<', page)
     assert re.search(r'href="project/CONTRIBUTING.html"', (tree / "build/index.html").read_text())
@@ -194,7 +194,7 @@ def test_pages_fit_the_browser_and_load_nothing_external(tree: Path, tmp_path: P
     assert papers["dark"] < 0.1
 
 
-def test_page_outside_of_the_tree_fails_the_build(tree: Path) -> None:
+def test_page_outside_of_the_table_of_contents_fails_the_site_build(tree: Path) -> None:
     page = tree / "docs" / "orphan.md"
     page.write_text("# A page\n\n[One that is not there](nothing.md), [no heading](guide.md#nothing)\n")
     warnings = build(tree)
@@ -206,7 +206,7 @@ def test_page_outside_of_the_tree_fails_the_build(tree: Path) -> None:
     assert build(tree) == ""
 
 
-def test_reference_to_a_missing_name_fails_the_build(tree: Path) -> None:
+def test_reference_to_a_missing_name_fails_the_site_build(tree: Path) -> None:
     page = tree / "docs" / "reference" / "works.rst"
     text = page.read_text()
     page.write_text(f"{text}\n`ProcessGroup.allreduce`, `ProcessGroup.nothing`\n")
@@ -216,8 +216,8 @@ def test_reference_to_a_missing_name_fails_the_build(tree: Path) -> None:
     assert "ProcessGroup.allreduce" not in warnings
 
 
-def test_site_has_no_untested_code() -> None:
-    """Check that pages of the site have only code that other tests run: code of pages and docstrings."""
+def test_site_pages_contain_only_tested_code() -> None:
+    """Check that site pages contain only code that other tests run: code of pages and docstrings."""
     known = {
         "autoclass",
         "autoexception",

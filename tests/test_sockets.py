@@ -57,12 +57,12 @@ def option(sock: socket.socket, number: int) -> int:
 
 
 @pytest.mark.skipif(not knows_rto_max(), reason="this kernel is older than 6.15")
-def test_retransmission_after_an_outage_is_within_a_second(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_tcp_retransmits_within_a_second_after_an_outage(pair: tuple[socket.socket, socket.socket]) -> None:
     retry_soon(pair[0])
     assert option(pair[0], TCP_RTO_MAX_MS) == 1000
 
 
-def test_older_kernel_gets_no_unknown_options(
+def test_older_kernel_receives_no_unknown_socket_options(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "_TCP_RTO_MAX_MS", 444)
@@ -70,7 +70,7 @@ def test_older_kernel_gets_no_unknown_options(
     assert option(pair[0], socket.TCP_NODELAY) == 1
 
 
-def test_rank_connection_survives_a_stopped_reader(
+def test_connection_between_ranks_survives_a_stopped_reader(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     retry_soon(pair[0])
@@ -93,7 +93,7 @@ def test_store_connections_survive_an_outage_at_both_ends() -> None:
                         assert option(sock, TCP_RTO_MAX_MS) == 1000
 
 
-def test_loopback_peer_is_on_this_host(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_peer_of_a_loopback_connection_is_on_this_host(pair: tuple[socket.socket, socket.socket]) -> None:
     assert not any(map(is_between_hosts, pair))
     for sock in (unix := socket.socketpair()):
         assert not is_between_hosts(sock)
@@ -104,13 +104,13 @@ def test_loopback_peer_is_on_this_host(pair: tuple[socket.socket, socket.socket]
 @pytest.mark.parametrize(
     ("sent_again", "probes", "since_data", "since_answer", "expected"),
     [
-        (0, 0, 60_000, 60_000, 0.0),  # idle: no probe is unanswered
+        (0, 0, 60_000, 60_000, 0.0),  # an idle connection has no unanswered probe
         (4, 0, 60_000, 5_300, 5.3),
-        (0, 5, 5_300, 60_000, 5.3),  # data is an answer too
-        (2, 1, 60_000, 60_000, 0.0),  # no probe was sent for a while, as after a pause of this host
+        (0, 5, 5_300, 60_000, 5.3),  # data counts as an answer
+        (2, 1, 60_000, 60_000, 0.0),  # no recent probe was sent, as after a pause of this host
     ],
 )
-def test_silence_is_the_time_with_unanswered_probes(
+def test_silence_of_a_tcp_peer_is_measured_by_unanswered_probes(
     pair: tuple[socket.socket, socket.socket],
     monkeypatch: pytest.MonkeyPatch,
     sent_again: int,
@@ -141,7 +141,7 @@ def test_round_trip_time_is_read_from_the_kernel(pair: tuple[socket.socket, sock
         assert 1e-6 <= round_trip(end) < 1.0
 
 
-def test_bursty_connection_does_not_use_bbr() -> None:
+def test_connection_that_sends_in_bursts_does_not_use_bbr() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as here:
         send_in_bursts(here)
         here.connect(listener.getsockname())
@@ -149,7 +149,7 @@ def test_bursty_connection_does_not_use_bbr() -> None:
 
 
 def test_paced_connection_has_an_unreachable_rate_limit() -> None:
-    """Check the lower 32 bits too: older kernels use only these, and take all ones for no limit."""
+    """Check the lower 32 bits too, since older kernels use only these and take all ones for no limit."""
     with socket.socket() as sock:
         assert pacing_rate(sock) == UNLIMITED
         send_evenly(sock)
@@ -169,7 +169,7 @@ def test_send_window_is_limited_by_the_buffer(pair: tuple[socket.socket, socket.
 
 
 def test_congestion_window_is_read_from_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Expect 10 packets at first (RFC 6928), of at least the size that every network carries."""
+    """Expect an initial window of 10 packets (RFC 6928), of at least the size that every network carries."""
     before = window(pair[0])
     assert 10 * 536 <= before <= 10 * (1 << 16)
     here, there = socket.socketpair()
@@ -177,7 +177,7 @@ def test_congestion_window_is_read_from_the_kernel(pair: tuple[socket.socket, so
         assert window(here) == 0
 
 
-def test_socket_is_ready_when_it_has_something_to_read(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_socket_with_data_to_read_is_ready(pair: tuple[socket.socket, socket.socket]) -> None:
     here, there = pair
     assert not is_ready(here.fileno())
     there.send(b"a")
@@ -189,7 +189,7 @@ def test_socket_is_ready_when_it_has_something_to_read(pair: tuple[socket.socket
     assert not is_ready(-1)
 
 
-def test_socket_is_ready_to_write_when_it_is_connected() -> None:
+def test_connected_socket_is_ready_to_write() -> None:
     full, other = socket.socketpair()
     with full, other:
         full.setblocking(False)

@@ -63,7 +63,7 @@ class StoppingStore(HashStore):
         requests: the number of requests since `stop_at`.
     """
 
-    _may_stop = True  # like a store in another process
+    _may_stop = True  # marks the store as able to stop, like a store in another process
 
     def __init__(self, carried_out: bool = False) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class StoppingStore(HashStore):
         self._carried_out = carried_out
 
     def stop_at(self, number: float) -> None:
-        """Stop after `number` more requests."""
+        """Stop the store after `number` more requests."""
         self.requests = 0
         self._last = number
 
@@ -101,7 +101,7 @@ class Timed:
         self._limit = limit
 
     async def __call__(self, call: Awaitable[Any]) -> Any:
-        """Return the result of `call`; None if it fails with an error of aiocoll."""
+        """Return the result of `call`, or None if it fails with an aiocoll error."""
         time = asyncio.get_running_loop().time
         began = time()
         try:
@@ -146,7 +146,7 @@ async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
 
 
 async def close_group(group: ProcessGroup | None) -> None:
-    """Close a group, which takes no time even with a stopped store."""
+    """Close a group, which must take no time even with a stopped store."""
     if group is not None:
         await Timed(0.0)(group.shutdown())
 
@@ -206,7 +206,7 @@ def _grow(size: int, newcomers: int, count: int, least: int) -> Scenario:
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
         async with open_groups(store, size) as groups:
             stop()
-            # If fewer newcomers come, the group grows when the time for them ends.
+            # With fewer newcomers than requested, the group grows only at the timeout for newcomers.
             limit = TIMEOUT if count == newcomers else 2 * TIMEOUT
             try_limited_lock = Timed(limit)
             joining = [
@@ -277,7 +277,7 @@ SCENARIOS: dict[str, Scenario] = {
     "elastic with a newcomer": _lose_rank(3, True, 1.0),
     "elastic that waits too long": _lose_rank(2, False, 60.0),
 }
-#: The error of calls that fail although the store answers: newcomers are missing.
+#: Errors of calls that fail although the store answers, since newcomers are missing.
 MISSING = {
     "grow without newcomers": "0 of 1 newcomers came within 5 s",
     "elastic that waits too long": "no new group within mend_timeout=5 s, waiting for 1 newcomer(s)",
@@ -286,7 +286,7 @@ MISSING = {
 
 @pytest.mark.parametrize("carried_out", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_call_ends_wherever_its_store_stops(name: str, carried_out: bool) -> None:
+def test_call_ends_in_time_at_whichever_request_its_store_stops(name: str, carried_out: bool) -> None:
     *stopped, answered = at_each_request(SCENARIOS[name], carried_out)
     assert len(stopped) > 4
     if name == "elastic without newcomers":
@@ -311,7 +311,7 @@ async def _halo(pg: ProcessGroup) -> None:
     await grid.halo(np.zeros(4), timeout=TIMEOUT)
 
 
-#: A call of each method with a timeout, on both of two ranks.
+#: By method with a timeout, a function that calls it on both of two ranks.
 GROUP_CALLS: dict[str, Callable[[ProcessGroup], Awaitable[Any]]] = {
     "allgather": lambda pg: pg.allgather([_ones(), _ones()], _ones(), timeout=TIMEOUT),
     "allgather_into_tensor": lambda pg: pg.allgather_into_tensor(np.ones(4), _ones(), timeout=TIMEOUT),
@@ -373,7 +373,7 @@ async def _message(pg: ProcessGroup, receive: Call, obj: object = None) -> None:
 
 
 @pytest.mark.parametrize("name", GROUP_CALLS)
-def test_call_of_a_group_needs_no_store(name: str) -> None:
+def test_calls_of_a_group_work_while_its_store_is_stopped(name: str) -> None:
     async def main() -> None:
         store = StoppingStore()
 
@@ -409,7 +409,7 @@ async def fill(store: Store) -> None:
 
 
 class StoppingKeyValueStore(MinimalStore):
-    """A user's store whose server stops at one of its requests."""
+    """A store of a user whose server stops at one of its requests."""
 
     def __init__(self, entries: dict[str, bytes]) -> None:
         super().__init__(entries)
@@ -431,7 +431,7 @@ class StoppingKeyValueStore(MinimalStore):
 
 @pytest.mark.parametrize("prefixed", [False, True])
 @pytest.mark.parametrize("call", WAITS)
-def test_call_ends_if_a_users_store_stops(call: str, prefixed: bool) -> None:
+def test_call_ends_in_time_if_a_users_store_stops(call: str, prefixed: bool) -> None:
     async def main(last: int) -> tuple[int, list[BaseException]]:
         store = StoppingKeyValueStore({})
         store.timeout = TIMEOUT
@@ -454,7 +454,7 @@ def test_call_ends_if_a_users_store_stops(call: str, prefixed: bool) -> None:
 
 
 class StoppedServer:
-    """Servers that stop: open sessions answer no request, and new ones no handshake."""
+    """A store server that stops: open sessions answer no request, and new ones no handshake."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: dict[int, float] = {}
@@ -488,7 +488,7 @@ def stopped_server(monkeypatch: pytest.MonkeyPatch) -> StoppedServer:
 
 
 @pytest.mark.parametrize("call", WAITS)
-async def test_call_ends_if_a_tcp_store_stops(call: str, stopped_server: StoppedServer) -> None:
+async def test_call_ends_in_time_if_a_tcp_store_stops(call: str, stopped_server: StoppedServer) -> None:
     """Stop the server before the client has connected, or at its request."""
 
     async def store_stops(last: int, opened: bool) -> None:
@@ -512,7 +512,7 @@ async def aclosing_store(store: Any) -> AsyncIterator[Any]:
     await Timed(0.0)(store.aclose())
 
 
-async def test_tcp_store_that_stops_ends_the_opening_in_time(stopped_server: StoppedServer) -> None:
+async def test_opening_a_tcp_store_ends_in_time_if_its_server_stops(stopped_server: StoppedServer) -> None:
     async with TCPStore("127.0.0.1", 0, is_master=True) as master:
         stopped_server.left[master.port] = 0
         timed = Timed(SHORT)
@@ -521,7 +521,7 @@ async def test_tcp_store_that_stops_ends_the_opening_in_time(stopped_server: Sto
         stopped_server.left[master.port] = inf
 
 
-async def test_ranks_of_a_stopped_meeting_end_in_time(stopped_server: StoppedServer) -> None:
+async def test_ranks_end_in_time_if_the_store_of_their_meeting_stops(stopped_server: StoppedServer) -> None:
     """Stop the store at many of its requests, with two ranks and a newcomer."""
 
     async def meeting_stops(last: int) -> None:
@@ -542,7 +542,7 @@ async def test_ranks_of_a_stopped_meeting_end_in_time(stopped_server: StoppedSer
 
 @pytest.fixture
 def locked_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Return a dictionary of limits by path: how often a file can be locked before another process holds the lock."""
+    """Return a dictionary that limits, by path, how often a file can be locked before another process holds it."""
     left: dict[str, float] = {}
     try_lock = LogFile.try_lock
 
@@ -555,7 +555,7 @@ def locked_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("call", WAITS)
-async def test_call_ends_if_the_lock_of_a_file_store_is_held(
+async def test_call_ends_in_time_if_the_lock_of_a_file_store_is_held(
     call: str, tmp_path: Path, locked_files: dict[str, float]
 ) -> None:
     path = str(tmp_path / "store")
@@ -564,11 +564,13 @@ async def test_call_ends_if_the_lock_of_a_file_store_is_held(
     locked_files[path] = 0
     timed = Timed(SHORT)
     await timed(WAITS[call](store, SHORT))
-    assert bool(timed.failures) == (call in ("queue_pop", "set"))  # other calls take no lock
+    assert bool(timed.failures) == (call in ("queue_pop", "set"))  # calls other than these two take no lock
     await Timed(0.0)(store.aclose())
 
 
-async def test_rendezvous_ends_if_the_lock_of_its_file_is_held(tmp_path: Path, locked_files: dict[str, float]) -> None:
+async def test_rendezvous_ends_in_time_if_the_lock_of_its_file_is_held(
+    tmp_path: Path, locked_files: dict[str, float]
+) -> None:
     """Let another process hold the lock after any number of calls."""
 
     async def lock_is_held(last: int) -> list[BaseException]:
@@ -589,7 +591,7 @@ async def test_rendezvous_ends_if_the_lock_of_its_file_is_held(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("call", WAITS)
-async def test_call_ends_if_a_redis_store_never_answers(call: str) -> None:
+async def test_call_ends_in_time_if_a_redis_server_never_answers(call: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}", timeout=SHORT)
         timed = Timed(SHORT)
@@ -599,7 +601,7 @@ async def test_call_ends_if_a_redis_store_never_answers(call: str) -> None:
 
 
 @pytest.mark.parametrize("last", [0, 3])
-def test_blocking_group_ends_if_its_store_stops(last: int) -> None:
+def test_blocking_call_ends_in_time_if_its_store_stops(last: int) -> None:
     store = StoppingStore()
     store.stop_at(last)
     with pytest.raises(RendezvousError, match="StoppingStore does not answer"):
@@ -609,7 +611,7 @@ def test_blocking_group_ends_if_its_store_stops(last: int) -> None:
 # -- all calls
 
 
-#: Calls that no scenario covers, with the reason.
+#: Public calls that no scenario covers, with the reason.
 _ELSEWHERE = {
     "(Work).wait": "it waits for a collective, from another thread",
     "aiocoll.HashStore": "it is in the process of its users, so it cannot stop",
@@ -641,19 +643,19 @@ def _with_timeout() -> Iterator[str]:
             yield name if line[0] != "(" else f"({name}"
 
 
-def test_every_public_call_with_a_timeout_is_exercised() -> None:
+def test_stopped_store_tests_cover_every_public_call_with_a_timeout() -> None:
     found = [*_with_timeout()]
     assert len(found) > 100
     for name in found:
         home, _, call = name.rpartition(".")
-        if home == "aiocoll.BlockingGroup":  # waits for the call of the group
+        if home == "aiocoll.BlockingGroup":  # each method waits for the awaitable call of the group
             assert getattr(BlockingGroup, call).__wrapped__ is getattr(ProcessGroup, call)
             name = f"(ProcessGroup).{call}"
         assert name in _EXERCISED or name in _ELSEWHERE or home in _ELSEWHERE, f"no test stops the store of {name}"
 
 
 @pytest.mark.parametrize("last", [0, 4])
-def test_run_ranks_ends_if_its_store_stops(last: int) -> None:
+def test_run_ranks_ends_in_time_if_its_store_stops(last: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
 

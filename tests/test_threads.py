@@ -106,13 +106,13 @@ async def test_many_threads_can_wait_for_one_work(pg: ProcessGroup) -> None:
         else:
             assert await asyncio.gather(*waiting) == ["all of you"] * 4
             await pg.allreduce(np.zeros(5, int))
-        # The work has ended, so the thread need not wait.
+        # The work has ended, so the thread's wait returns at once.
         assert await loop.run_in_executor(threads, work.wait, 0) is work.result()
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_threads_can_call_through_the_loop(pg: ProcessGroup) -> None:
+async def test_threads_can_make_calls_through_the_event_loop(pg: ProcessGroup) -> None:
     rounds = 10
     loop = asyncio.get_running_loop()
 
@@ -129,13 +129,13 @@ async def test_threads_can_call_through_the_loop(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_waiting_thread_gets_the_failure(pg: ProcessGroup) -> None:
+async def test_thread_that_waits_for_a_work_gets_its_failure(pg: ProcessGroup) -> None:
     loop = asyncio.get_running_loop()
     work = pg.allreduce(1, timeout=0.05) if pg.rank() == 0 else None
     if work is not None:
         with pytest.raises(CollectiveTimeoutError, match="ALLREDUCE"):
             await loop.run_in_executor(None, work.wait)
-        # The failure counts as retrieved, so it is not logged.
+        # The thread retrieves the failure, so that it is not logged.
         assert isinstance(await loop.run_in_executor(None, work.exception), CollectiveTimeoutError)
     else:
         await pg.wait_revoked()
@@ -158,7 +158,7 @@ async def test_failure_retrieved_by_a_thread_is_not_logged(caplog: pytest.LogCap
 
 
 @pytest.mark.ranks(2)
-async def test_thread_that_gave_up_leaves_no_record(pg: ProcessGroup) -> None:
+async def test_expired_wait_of_a_thread_leaves_no_callback(pg: ProcessGroup) -> None:
     loop = asyncio.get_running_loop()
     work = pg.recv(np.zeros(1), 1 - pg.rank())
     for limit in (0, -1, 0.01, timedelta(milliseconds=1)):
@@ -175,8 +175,8 @@ async def test_thread_that_gave_up_leaves_no_record(pg: ProcessGroup) -> None:
 
 @pytest.mark.filterwarnings("ignore:group 'world.0' was not shut down:ResourceWarning")
 @pytest.mark.parametrize("tidy", [False, True])
-def test_closed_loop_ends_the_wait_of_threads(tidy: bool) -> None:
-    """End the wait by the end of the group, or of the loop if it does not close the group."""
+def test_closing_the_event_loop_ends_the_waits_of_threads(tidy: bool) -> None:
+    """End the threads' waits by the end of the group, or of the event loop without a closed group."""
     error = GroupClosedError if tidy else RuntimeError
     text = "was closed by this rank" if tidy else "has not ended, and its event loop was closed"
     with Loop(tidy=tidy) as elsewhere:
@@ -201,7 +201,7 @@ async def wait_for_waiters(work: Work[Any]) -> None:
         await asyncio.sleep(0)
 
 
-def test_finished_work_can_be_read_after_the_loop() -> None:
+def test_finished_work_can_be_read_after_the_event_loop_is_closed() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         works = [elsewhere.run(make_call(pg.allreduce, 2.5)) for pg in groups]
@@ -213,11 +213,11 @@ def test_finished_work_can_be_read_after_the_loop() -> None:
         failed.wait()
 
 
-def test_stopped_loop_may_continue() -> None:
+def test_thread_can_wait_for_a_work_while_the_event_loop_is_stopped_and_restarted() -> None:
     loop = asyncio.new_event_loop()
     groups = loop.run_until_complete(pair())
     work = loop.run_until_complete(make_call(groups[0].allreduce, 1))
-    # The loop of this thread cannot run during the wait.
+    # A wait in the loop's thread is refused, since the loop could not run meanwhile.
     with pytest.raises(RuntimeError, match="its event loop belongs to this thread and does not run"):
         work.wait()
     with ThreadPoolExecutor(1) as threads:
@@ -229,7 +229,7 @@ def test_stopped_loop_may_continue() -> None:
     loop.close()
 
 
-def test_forked_child_does_not_wait() -> None:
+def test_wait_for_a_work_in_a_forked_child_is_refused() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         work = elsewhere.run(make_call(groups[0].allreduce, 1))
@@ -238,8 +238,8 @@ def test_forked_child_does_not_wait() -> None:
         elsewhere.run(close(groups))
 
 
-def test_interrupt_ends_only_the_wait() -> None:
-    """Interrupt the main thread, which alone receives signals."""
+def test_keyboard_interrupt_ends_only_the_wait_for_a_work() -> None:
+    """Interrupt the main thread, which is the only thread that receives signals."""
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         work = elsewhere.run(make_call(groups[0].allreduce, 1))
@@ -271,7 +271,7 @@ def test_call_from_another_thread_is_refused_with_a_remedy(inside: bool) -> None
 
         with pytest.raises(RuntimeError, match=r"belongs to another event loop .*run_coroutine_threadsafe"):
             asyncio.run(call()) if inside else groups[0].allreduce(1)
-        # A blocked loop may wait for a work of another loop.
+        # Block this loop by a wait for works of another loop, which is allowed.
         works = [elsewhere.run(make_call(pg.allreduce, 1)) for pg in groups]
         assert [work.wait(30) for work in works] == [2, 2]
         elsewhere.run(close(groups))
@@ -312,7 +312,7 @@ def code_in(error: BaseException) -> list[str]:
     return re.findall("`([^`]+)`", str(error))
 
 
-def test_remedy_for_a_call_from_another_thread_works() -> None:
+def test_remedy_in_the_error_for_a_call_from_another_thread_works() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         other = elsewhere.run(make_call(groups[1].allreduce, 2.0))
@@ -325,7 +325,7 @@ def test_remedy_for_a_call_from_another_thread_works() -> None:
         elsewhere.run(close(groups))
 
 
-def test_remedy_for_an_await_in_another_loop_works() -> None:
+def test_remedy_in_the_error_for_an_await_in_another_loop_works() -> None:
     async def waits(work: Work[Any]) -> Any:
         return await work
 
@@ -347,7 +347,7 @@ def test_remedy_for_an_await_in_another_loop_works() -> None:
 
 
 def _by_hand(main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    """Run a coroutine without asyncio, as another library does."""
+    """Run a coroutine without asyncio, as another async library does."""
     main().send(None)
 
 
@@ -360,7 +360,7 @@ def _by_trio(main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
     [(_by_hand, r"no asyncio event loop is running; .* asyncio\.run\(main\(\)\)"), (_by_trio, "trio is running, but")],
 )
 @pytest.mark.parametrize("what", ["group", "hash", "tcp", "file"])
-def test_loop_of_another_library_is_refused_by_name(
+def test_error_names_the_library_of_an_unsupported_event_loop(
     what: str, run: Callable[[Any], None], message: str, tmp_path: Path
 ) -> None:
     async def main() -> None:

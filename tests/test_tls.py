@@ -32,7 +32,7 @@ KEY = b"a key of this test and no other"
 @pytest.mark.parametrize(
     ("encryption", "here", "elsewhere"), [("auto", False, True), ("tls", True, True), ("none", False, False)]
 )
-def test_encryption_follows_the_option_and_the_hosts(encryption: str, here: bool, elsewhere: bool) -> None:
+def test_encryption_depends_on_the_option_and_the_hosts(encryption: str, here: bool, elsewhere: bool) -> None:
     assert [is_encrypted(encryption, host) for host in ("127.0.0.1", "::1", "localhost")] == [here] * 3
     assert [is_encrypted(encryption, host) for host in ("10.0.0.1", "fd77::1", "0.0.0.0")] == [elsewhere] * 3
 
@@ -41,18 +41,18 @@ def another_process() -> Tls:
     return make_own_contexts.__wrapped__()
 
 
-def test_process_has_its_own_certificate_and_key() -> None:
+def test_each_process_creates_its_own_certificate_and_key() -> None:
     made = [another_process() for _ in range(3)]
     assert len({each.certificate for each in made}) == 3
     assert make_own_contexts() is make_own_contexts()
 
 
-def test_binding_is_the_hash_of_the_certificate() -> None:
+def test_channel_binding_is_the_hash_of_the_certificate() -> None:
     assert binding(b"x") == hashlib.sha256(b"x").digest()
     assert binding(None) == b""
 
 
-async def test_socket_of_a_lost_peer_is_closed() -> None:
+async def test_socket_is_closed_if_the_peer_is_lost_before_the_tls_handshake() -> None:
     """Reset the connection before the handshake, when only `wrap_socket` holds the socket."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with socket.create_connection(listener.getsockname()) as client:
@@ -64,7 +64,7 @@ async def test_socket_of_a_lost_peer_is_closed() -> None:
         gc.collect()  # an open socket would lead to a ResourceWarning
 
 
-def test_private_key_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_key_of_a_process_is_not_written_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[tuple[str, int]] = []
 
     load = ssl.SSLContext.load_cert_chain
@@ -105,7 +105,7 @@ async def connected_streams(server: Tls, client: Tls) -> AsyncIterator[tuple[Tls
             stream.close()
 
 
-async def test_both_ends_are_bound_to_the_listeners_certificate() -> None:
+async def test_handshakes_of_both_ends_are_bound_to_the_listeners_certificate() -> None:
     server, client = another_process(), another_process()
     async with connected_streams(server, client) as (dialled, dialling):
         assert dialled.bound == dialling.bound == binding(server.certificate)
@@ -117,7 +117,7 @@ async def test_both_ends_are_bound_to_the_listeners_certificate() -> None:
     "received", [b"", b"aioc" + bytes(36), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff", b"\xff" * 99]
 )
 @pytest.mark.parametrize("dialled", [False, True])
-async def test_client_without_tls_is_refused(received: bytes, dialled: bool) -> None:
+async def test_tls_listener_refuses_a_client_without_tls(received: bytes, dialled: bool) -> None:
     near, far = socket.socketpair()
     near.setblocking(False)
     with far:
@@ -128,10 +128,10 @@ async def test_client_without_tls_is_refused(received: bytes, dialled: bool) -> 
         far.settimeout(5)
         with suppress(ConnectionResetError):
             while far.recv(4096):
-                pass  # the end sends an alert, then closes the connection
+                pass  # the refusing end sends an alert, and then closes the connection
 
 
-async def test_cancelled_handshake_closes_the_socket() -> None:
+async def test_cancelled_tls_handshake_closes_the_socket() -> None:
     near, far = socket.socketpair()
     near.setblocking(False)
     with far:
@@ -159,7 +159,7 @@ async def test_old_tls_version_is_refused() -> None:
 
 
 async def test_man_in_the_middle_of_a_store_connection_is_detected() -> None:
-    """Forward all messages between client and server, with a certificate of a third process."""
+    """Forward all messages between client and server, using a certificate of a third process."""
     between = another_process()
     pumps: set[asyncio.Task[None]] = set()
     async with TCPStore("127.0.0.1", 0, is_master=True, key=KEY, encryption="tls") as store:
@@ -227,7 +227,7 @@ async def test_ranks_encrypt_connections_between_hosts(encryption: tuple[str, st
 
 @pytest.mark.parametrize(("encryption", "expected"), [("auto", TlsStream), ("none", PlainStream)])
 async def test_ranks_claiming_one_host_encrypt_non_loopback_connections(encryption: Any, expected: type) -> None:
-    """Use one host id, as copies of a machine do: only the loopback proves that ranks are on one host."""
+    """Use one host id, as copies of a machine have; only the loopback proves that ranks are on one host."""
     store = HashStore()
     options = GroupOptions(transport="tcp", job_key=KEY, encryption=encryption, bind="any")
 
@@ -248,7 +248,7 @@ def test_connections_to_an_unknown_address_are_encrypted(encryption: Any, expect
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])
 @pytest.mark.parametrize("other", ["auto", "tls"])
-async def test_different_encryption_options_are_reported(hosts: str, other: str) -> None:
+async def test_different_encryption_options_of_ranks_are_reported(hosts: str, other: str) -> None:
     store = HashStore()
     encryption = (other, "none", other)
 
@@ -262,7 +262,7 @@ async def test_different_encryption_options_are_reported(hosts: str, other: str)
     await store.aclose()
 
 
-async def test_rank_without_cryptography_is_reported_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rank_without_the_cryptography_package_is_reported_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the other rank fails too, instead of waiting."""
     store = HashStore()
     replaced(monkeypatch, certificate_made=another_process)

@@ -24,7 +24,7 @@ from aiocoll.tuning import default_path, dumps, from_wire, load, to_wire
 
 from .internals import comm_of, plans_of, replaced
 
-#: A message that costs so much to start that all data are sent at once, whatever the size.
+#: A machine with so high a latency that all data are sent at once, whatever the size.
 DEAR = Machine(1.0, 0.001, 1e-9, 1e-10)
 CHEAP = Machine(1e-6, 1e-6, 1e-9, 1e-10)
 LARGE = 1 << 20
@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "tuning.json"
 
 
-def test_tuning_round_trips_through_its_file(path: Path) -> None:
+def test_tuning_is_written_to_and_read_from_its_file_unchanged(path: Path) -> None:
     path.write_text(dumps({"tcp": DEAR, "shm": CHEAP}, "2026-01-01T12:00:00+00:00"))
     assert load(str(path), {}) == Tuning(tcp=DEAR, shm=CHEAP)
     content = json.loads(path.read_text())
@@ -54,10 +54,10 @@ def test_tuning_round_trips_through_its_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("single_copy", [SingleCopy(), SingleCopy(0, 65536, 7), SingleCopy(*[math.inf] * 3)])
-def test_single_copy_sizes_are_read(single_copy: SingleCopy, path: Path) -> None:
+def test_single_copy_sizes_are_read_from_the_tuning_file(single_copy: SingleCopy, path: Path) -> None:
     path.write_text(dumps({}, "2026-01-01", single_copy))
     assert load(str(path), {}) == Tuning(single_copy=single_copy)
-    json.loads(path.read_text(), parse_constant=pytest.fail)  # only constants that JSON has
+    json.loads(path.read_text(), parse_constant=pytest.fail)  # fails for constants that JSON does not have
     told = to_wire(Tuning(single_copy=single_copy), 4)
     assert from_wire(told, "shm", 2) == Tuning(medium="shm", single_copy=single_copy)
 
@@ -71,7 +71,7 @@ def test_single_copy_sizes_are_read(single_copy: SingleCopy, path: Path) -> None
         (None, SingleCopy()),
     ],
 )
-def test_default_sizes_depend_on_the_processor(
+def test_default_single_copy_sizes_depend_on_the_processor(
     text: str | None, expected: SingleCopy, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processors = tmp_path / "cpuinfo"
@@ -82,23 +82,23 @@ def test_default_sizes_depend_on_the_processor(
     assert load(write(path), {}) == Tuning(**machines(), single_copy=expected)
 
 
-def test_single_copy_sizes_may_be_incomplete(path: Path) -> None:
+def test_single_copy_sizes_in_a_tuning_file_can_be_incomplete(path: Path) -> None:
     assert load(write(path, single_copy={"reduced": 7}), {}) == Tuning(**machines(), single_copy=SingleCopy(reduced=7))
 
 
 @pytest.mark.parametrize("sizes", [[], {"sent": 1}, {"moved": -1}, {"moved": "1"}, {"moved": True}, {"reduced": [1]}])
-def test_invalid_sizes_are_refused(sizes: object, path: Path) -> None:
+def test_invalid_single_copy_sizes_are_refused(sizes: object, path: Path) -> None:
     with pytest.raises(ValueError, match=r"single_copy.* must be "):
         load(write(path, single_copy=sizes), {})
 
 
 @pytest.mark.parametrize("sizes", [None, [], [1, 2], [1, 2, 3, 4], [1, 2, "3"], [float("nan"), 1, 2]])
-def test_invalid_sizes_of_rank_0_are_refused(sizes: object) -> None:
+def test_invalid_single_copy_sizes_of_rank_0_are_refused(sizes: object) -> None:
     with pytest.raises(RendezvousError, match="single_copy"):
         from_wire([*to_wire(Tuning(), 4)[:-1], sizes], "shm", 2)
 
 
-def test_default_file_is_in_the_users_cache_and_optional(
+def test_default_tuning_file_is_in_the_users_cache_and_optional(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
@@ -124,7 +124,9 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("text", UNUSABLE.values(), ids=UNUSABLE)
-def test_malformed_file_is_an_error_if_requested(path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_tuning_file_raises_an_error_if_requested(
+    path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"^tuning='.*': it (is|has) .*; write a new file with `aiocoll bench --tune`"):
         load(str(path), {})
@@ -137,7 +139,7 @@ def test_malformed_file_is_an_error_if_requested(path: Path, text: str, caplog: 
     assert f"{default_path(environ)} is not used: it " in caplog.text
 
 
-def test_unreadable_file_is_an_error_if_requested(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_tuning_file_raises_an_error_if_requested(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"tuning='.*none': No such file or directory; write a new file"):
         load(str(tmp_path / "none"), {})
     with pytest.raises(ValueError, match=r"tuning='.*': Is a directory"):
@@ -161,13 +163,13 @@ def test_unreadable_file_is_an_error_if_requested(tmp_path: Path, caplog: pytest
         ),
     ],
 )
-def test_impossible_numbers_are_named(path: Path, media: Any, message: str) -> None:
+def test_error_names_impossible_numbers_in_a_tuning_file(path: Path, media: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"tuning='.*': {message}"):
         load(write(path, media=media), {})
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None, "x" * 1000])
-def test_file_of_another_version_is_not_used(path: Path, version: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_tuning_file_of_another_version_is_not_used(path: Path, version: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert load(write(path, version=version, media="of the future"), {}) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -175,7 +177,7 @@ def test_file_of_another_version_is_not_used(path: Path, version: Any, caplog: p
     assert len(record.getMessage()) < 300 + len(str(path))
 
 
-def test_tuning_is_sent_with_every_number() -> None:
+def test_encoded_tuning_contains_every_number() -> None:
     tuning = Tuning(DEAR, CHEAP)
     assert from_wire(to_wire(tuning, 4), "tcp", 4) == tuning
     assert from_wire(to_wire(tuning, 4), "shm", 4) == tuning.over("shm")
@@ -205,7 +207,7 @@ def test_malformed_tuning_is_refused(numbers: Any) -> None:
 
 
 @pytest.mark.parametrize("medium", [None, "pigeon", ["tcp"], 1])
-def test_unknown_medium_is_refused(medium: Any) -> None:
+def test_tuning_for_an_unknown_medium_is_refused(medium: Any) -> None:
     with pytest.raises(RendezvousError, match="rank 0 published an invalid medium in the store: "):
         from_wire(None, medium, 2)
 
@@ -218,7 +220,7 @@ async def group(store: HashStore, rank: int, world_size: int, **options: Any) ->
 
 @pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
 async def test_tuning_of_rank_0_is_used_by_all_ranks(path: Path, transport: Any) -> None:
-    """Give rank 1 another file, with which it would choose another algorithm and wait forever."""
+    """Give rank 1 a different tuning file, with which it would choose another algorithm and wait forever."""
     other = write(path.with_name("other.json"), media={"tcp": CHEAP._asdict(), "unix": CHEAP._asdict()})
     own = write(path)
     assert choose("allreduce", LARGE, 2) != choose("allreduce", LARGE, 2, tuning=Tuning(tcp=DEAR))
@@ -229,7 +231,7 @@ async def test_tuning_of_rank_0_is_used_by_all_ranks(path: Path, transport: Any)
     for pg in groups:
         assert comm_of(pg).tuning._replace(crowd=1.0) == Tuning(**machines(), medium=transport)
     arrays = [np.full(LARGE // 4, rank + 1, np.float32) for rank in range(2)]
-    # A scaled sum, since plain sums in shared memory do not depend on the tuning.
+    # Use a scaled sum, since plain sums in shared memory do not depend on the tuning.
     await asyncio.gather(
         *(pg.allreduce(array, ReduceOp.PREMUL_SUM(2)) for pg, array in zip(groups, arrays, strict=True))
     )
@@ -239,7 +241,7 @@ async def test_tuning_of_rank_0_is_used_by_all_ranks(path: Path, transport: Any)
     await store.aclose()
 
 
-async def test_medium_of_rank_0_is_used_by_all_ranks() -> None:
+async def test_transport_medium_of_rank_0_determines_the_tuning_of_all_ranks() -> None:
     """Let ranks of one host meet although rank 1 excludes shared memory."""
     store = HashStore()
     groups = await asyncio.gather(*(group(store, rank, 2, transport=("shm", "unix")[rank]) for rank in range(2)))
@@ -249,7 +251,7 @@ async def test_medium_of_rank_0_is_used_by_all_ranks() -> None:
     await store.aclose()
 
 
-async def test_unreadable_file_of_rank_0_fails_all_ranks_at_once(path: Path) -> None:
+async def test_unreadable_tuning_file_of_rank_0_fails_all_ranks_at_once(path: Path) -> None:
     write(path, format="of something else")
     store = HashStore()
     first, second = await asyncio.gather(
@@ -265,7 +267,9 @@ async def tuning_of(pg: aiocoll.ProcessGroup) -> Tuning:
     return comm_of(pg).tuning
 
 
-def test_virtual_run_does_not_depend_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_in_a_virtual_run_does_not_depend_on_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "aiocoll").mkdir()
     path = write(Path(default_path(os.environ)))

@@ -16,7 +16,7 @@ from .pages import code, commands, execute, files, shell, write
 
 TRAINING = "docs/training.md"
 SERVER = "docs/parameter-server.md"
-#: A function that kills its process, once, at the 50th call with a true argument.
+#: The code of a function that kills its process, once, at the 50th call with a true argument.
 DEATH = """
 import os
 
@@ -33,7 +33,7 @@ def die(mine):
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_ranks_train_a_model(tmp_path: Path) -> None:
+def test_tutorial_ranks_train_a_model(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     write(files(TRAINING), tmp_path)
     script, _ = commands(TRAINING)
@@ -58,7 +58,7 @@ def test_training_program_computes_in_a_thread() -> None:
 
 
 @pytest.mark.slow
-def test_workers_train_with_a_parameter_server(tmp_path: Path) -> None:
+def test_tutorial_workers_train_with_a_parameter_server(tmp_path: Path) -> None:
     write(files(SERVER), tmp_path)
     first, second, _, fourth = commands(SERVER)
     assert shell(first, tmp_path) == code(SERVER, "The program", language="text")
@@ -68,8 +68,8 @@ def test_workers_train_with_a_parameter_server(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [None, "work", "serve"])
-def test_workers_can_join_a_running_server(tmp_path: Path, port: int, victim: str | None) -> None:
-    """Kill a process after 50 gradients: the server, or a worker in addition to the two that the page starts."""
+def test_tutorial_workers_can_join_a_running_parameter_server(tmp_path: Path, port: int, victim: str | None) -> None:
+    """Kill a process after 50 gradients: the server, or a worker beyond the two that the page starts."""
     script = commands(SERVER)[2]
     program = files(SERVER)["joining.py"].replace("29500", str(port))
     place = "    x = random.normal"
@@ -94,8 +94,8 @@ def test_workers_can_join_a_running_server(tmp_path: Path, port: int, victim: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_other_processes_continue_after_a_server_or_worker_is_killed(tmp_path: Path, victim: int) -> None:
-    """Kill the process during its first steps; the launcher starts another one in its place."""
+def test_tutorial_processes_continue_after_a_server_or_worker_is_killed(tmp_path: Path, victim: int) -> None:
+    """Kill a process during its first steps; the launcher starts another one in its place."""
     programs = files(SERVER)
     file, line = ("lasting.py", "            state[") if victim == 0 else ("server.py", "        x = random")
     before, after = programs[file].split(line, 1)
@@ -109,8 +109,8 @@ def test_other_processes_continue_after_a_server_or_worker_is_killed(tmp_path: P
 
 
 @pytest.mark.ranks(3)
-async def test_workers_exchange_parts_with_several_servers(pg: ProcessGroup) -> None:
-    """Let ranks 0 and 1 serve: each returns its part, doubled."""
+async def test_tutorial_workers_exchange_parts_with_several_servers(pg: ProcessGroup) -> None:
+    """Let ranks 0 and 1 be servers, each of which returns its part, doubled."""
     names = await execute(code(SERVER, "Several servers"), aiocoll=aiocoll, np=np, WEIGHTS=1)
     if pg.rank() == 2:
         weights = np.zeros(5)

@@ -53,7 +53,7 @@ async def forget_at_the_end(pg: ProcessGroup) -> None:
 
 
 async def forget_before_distributed_barrier(pg: ProcessGroup) -> None:
-    """Run a barrier, which waits for earlier collectives, but too late for values that the program has read."""
+    """Run a barrier, which waits for earlier collectives, but too late for values that the program has already read."""
     forget(pg)
     await dist.barrier()
 
@@ -69,11 +69,11 @@ async def query_pending_work(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize(
     "rank", [forget_and_go_on, forget_at_the_end, forget_before_distributed_barrier, query_pending_work]
 )
-def test_dropped_work_is_reported_with_its_line(rank: Callable[[ProcessGroup], Awaitable[Any]]) -> None:
+def test_unawaited_work_is_reported_with_the_line_of_its_call(rank: Callable[[ProcessGroup], Awaitable[Any]]) -> None:
     assert warnings_of(rank) == [warning(0), warning(1)]
 
 
-def test_dropped_works_of_one_line_are_counted() -> None:
+def test_unawaited_works_of_one_line_are_reported_with_a_count() -> None:
     async def rank(pg: ProcessGroup) -> None:
         for _ in range(3):
             forget(pg)
@@ -82,7 +82,7 @@ def test_dropped_works_of_one_line_are_counted() -> None:
     assert warnings_of(rank) == [warning(0, ", 3 times"), warning(1, ", 3 times")]
 
 
-def test_work_dropped_after_its_group_was_closed_is_reported() -> None:
+def test_unawaited_work_that_is_deleted_after_its_group_was_closed_is_reported() -> None:
     kept: list[Any] = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -97,7 +97,7 @@ def test_work_dropped_after_its_group_was_closed_is_reported() -> None:
     assert sorted(str(each.message) for each in caught) == [warning(0), warning(1)]
 
 
-def test_dropped_list_call_is_reported_once() -> None:
+def test_unawaited_list_call_is_reported_once() -> None:
     """Expect one warning for all tensors."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -109,7 +109,7 @@ def test_dropped_list_call_is_reported_once() -> None:
     assert len(caught) == 2
 
 
-def test_failed_list_call_is_not_reported() -> None:
+def test_failed_list_call_is_not_reported_as_unawaited() -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(CollectiveMismatchError):
             await pg.allreduce_coalesced([np.ones(2), np.ones(3 + pg.rank())])
@@ -117,20 +117,20 @@ def test_failed_list_call_is_not_reported() -> None:
     assert warnings_of(rank) == []
 
 
-def test_debug_mode_may_start_after_calls_of_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unawaited_works_are_reported_if_debug_mode_starts_after_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, watching=False)
     assert warnings_of(forget_and_go_on, debug=False) == []
     assert warnings_of(forget_and_go_on) == [warning(0), warning(1)]
 
 
-def test_dropped_work_is_not_reported_without_debug_mode() -> None:
+def test_unawaited_work_is_not_reported_without_debug_mode() -> None:
     assert warnings_of(forget_and_go_on, debug=False) == []
 
 
-def test_failed_work_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_unawaited_work_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pg.recv(np.zeros(1), 1 - pg.rank(), timeout=0.01)
-        with pytest.raises(GroupError):  # the reason may also be that the other rank has left
+        with pytest.raises(GroupError):  # another possible error is that the other rank has left
             await pg.recv(np.zeros(1), 1 - pg.rank(), tag=1, timeout=0.05)
 
     assert warnings_of(rank) == []
@@ -138,7 +138,7 @@ def test_failed_work_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def wait_for(pg: ProcessGroup, how: str) -> None:
-    """Wait for an allreduce in one way."""
+    """Wait for an allreduce in the given way."""
     if how in WAYS:
         work = pg.allreduce(np.ones(3))
         await WAYS[how](work)
@@ -180,7 +180,7 @@ async def _drain(pg: ProcessGroup) -> None:
 
 async def _drain_later(pg: ProcessGroup) -> None:
     forget(pg)
-    await pg.barrier()  # the work has ended and is deleted
+    await pg.barrier()  # by now, the work has ended and is deleted
     await pg.drain()
 
 
@@ -252,7 +252,7 @@ BLOCKS: dict[str, Callable[[ProcessGroup], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("how", [*WAYS, *BLOCKS])
-def test_awaited_work_is_not_reported(how: str) -> None:
+def test_awaited_work_is_not_reported_as_unawaited(how: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await wait_for(pg, how)
         await pg.barrier()

@@ -1,4 +1,4 @@
-"""Slots for connections that have not proven the job key."""
+"""Limited places for connections that have not proven the job key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aiocoll.security.unproven_connections import MIN_PLACES, UnprovenConnection
 
 
 @pytest.mark.parametrize(("world_size", "places"), [(0, MIN_PLACES), (4, MIN_PLACES), (1000, 2000)])
-def test_oldest_unproven_connection_is_dropped_first(world_size: int, places: int) -> None:
+def test_oldest_unauthenticated_connection_is_closed_first(world_size: int, places: int) -> None:
     away: list[int] = []
     unproven: UnprovenConnections[int] = UnprovenConnections(world_size, away.append)
     for each in range(places + 3):
@@ -17,7 +17,7 @@ def test_oldest_unproven_connection_is_dropped_first(world_size: int, places: in
     assert len(unproven) == places
 
 
-def test_connection_that_has_proven_the_key_is_not_dropped() -> None:
+def test_authenticated_connection_is_not_closed_for_new_connections() -> None:
     away: list[int] = []
     unproven: UnprovenConnections[int] = UnprovenConnections(0, away.append)
     for each in range(MIN_PLACES):

@@ -63,7 +63,7 @@ async def test_unretrieved_failure_is_logged_once_with_its_call(
 
 
 async def retrieve(work: Work[Any], how: str) -> None:
-    """Retrieve the failure in one way."""
+    """Retrieve a failure in the given way."""
     match how:
         case "await":
             with pytest.raises(CollectiveTimeoutError):
@@ -132,7 +132,9 @@ async def test_drain_retrieves_all_failures(unretrieved_records: Callable[[], li
     assert not unretrieved_records()
 
 
-async def test_cancelled_await_does_not_retrieve(unretrieved_records: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_cancelled_await_does_not_mark_a_failure_as_retrieved(
+    unretrieved_records: Callable[[], list[logging.LogRecord]],
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(2)
         if pg.rank() == 0:
@@ -155,7 +157,7 @@ async def test_cancelled_await_does_not_retrieve(unretrieved_records: Callable[[
 
 
 @pytest.mark.parametrize("looks", [False, True])
-async def test_failures_of_one_cause_share_one_line(
+async def test_unretrieved_failures_with_one_cause_are_logged_in_one_line(
     unretrieved_records: Callable[[], list[logging.LogRecord]], looks: bool
 ) -> None:
     """Retrieve one of the failures, which shows the common cause, or none."""
@@ -187,7 +189,7 @@ async def test_failures_of_one_cause_share_one_line(
     assert " and 19 more was never retrieved: GroupError: group " in message
 
 
-async def test_unretrieved_failures_of_held_works_are_logged_at_the_end(
+async def test_unretrieved_failures_of_referenced_works_are_logged_at_the_end_of_the_group(
     unretrieved_records: Callable[[], list[logging.LogRecord]],
 ) -> None:
     store = HashStore()
@@ -200,7 +202,7 @@ async def test_unretrieved_failures_of_held_works_are_logged_at_the_end(
     await store.aclose()
 
 
-async def test_failure_by_the_programs_own_abort_is_not_logged(
+async def test_failures_caused_by_the_programs_own_abort_are_not_logged(
     unretrieved_records: Callable[[], list[logging.LogRecord]],
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -277,7 +279,7 @@ CALLS: dict[str, Callable[[ProcessGroup], Work[Any]]] = {
 
 
 @pytest.mark.ranks(2)
-async def test_call_has_its_source_line(pg: ProcessGroup) -> None:
+async def test_recorded_source_line_of_a_call_is_correct(pg: ProcessGroup) -> None:
     if pg.rank():
         await pg.wait_revoked()
         return

@@ -80,7 +80,9 @@ def certificate_in(files: TlsFiles) -> bytes:
         (["aiocoll://trainer/rank/7", "aiocoll://train", "aiocoll://other/store"], part_name("train"), False),
     ],
 )
-def test_certificate_names_are_accepted_as_documented(names: list[str], expected: str, taken: bool) -> None:
+def test_certificate_names_that_the_documentation_lists_are_accepted(
+    names: list[str], expected: str, taken: bool
+) -> None:
     if taken:
         check_names(names, expected, "it")
     else:
@@ -88,7 +90,7 @@ def test_certificate_names_are_accepted_as_documented(names: list[str], expected
             check_names(names, expected, "it")
 
 
-def test_refusal_shows_presented_and_expected_names() -> None:
+def test_refusal_of_a_certificate_shows_presented_and_expected_names() -> None:
     names = [rank_name("train", rank) for rank in range(9)]
     with pytest.raises(WrongCertificateError) as caught:
         check_names(names, store_name("train"), "it")
@@ -98,7 +100,7 @@ def test_refusal_shows_presented_and_expected_names() -> None:
         check_names(["aiocoll://x/store"], part_name("train"), "it")
 
 
-def test_other_names_of_a_certificate_do_not_count(authority: Authority) -> None:
+def test_certificate_names_of_other_forms_are_ignored(authority: Authority) -> None:
     with pytest.raises(ValueError, match=r"has no URI of the form aiocoll://JOB/\.\.\. as a name"):
         prepare(authority.make("spiffe://train/rank/0", "https://train/rank/0", f"DNS:{RANK0}"), "train", RANK0)
 
@@ -118,7 +120,7 @@ def test_job_ids_fit_for_a_certificate_are_accepted(authority: Authority, job: s
 # -- files
 
 
-def test_certificate_files_are_read(authority: Authority) -> None:
+def test_certificate_files_of_a_user_ca_are_read(authority: Authority) -> None:
     files = authority.make(ANY, STORE, days=(-3, 10))
     tls = prepare(files, "train", RANK0)
     assert tls.own is not None
@@ -132,7 +134,7 @@ def test_certificate_files_are_read(authority: Authority) -> None:
 
 
 def test_certificates_and_key_may_be_in_one_file_with_other_text(authority: Authority) -> None:
-    """Write certificates and key to one file, so that one rename replaces all of them."""
+    """Write certificates and key to the same file, so that one rename replaces all of them."""
     files = authority.make(ANY)
     key = Path(files.key)
     key.write_bytes("Rang für alle\n".encode() + key.read_bytes() + Path(files.certificate).read_bytes())
@@ -151,7 +153,7 @@ def test_intermediate_certificates_are_supported(tmp_path: Path, authority: Auth
     assert prepare(files, "train", RANK0).own is not None
 
 
-def test_rank_certificate_cannot_sign_others(tmp_path: Path, authority: Authority) -> None:
+def test_rank_certificate_cannot_sign_other_certificates(tmp_path: Path, authority: Authority) -> None:
     rank = Authority(tmp_path, "rank", above=authority, proper=False)
     files = rank.make(RANK0, ca=authority.file)
     with open(files.certificate, "ab") as file:
@@ -160,7 +162,7 @@ def test_rank_certificate_cannot_sign_others(tmp_path: Path, authority: Authorit
         prepare(files, "train", RANK0)
 
 
-def test_certificate_without_files_is_that_of_the_process() -> None:
+def test_certificate_of_the_process_is_used_if_no_files_are_given() -> None:
     assert prepare(None, "", "") is make_own_contexts()
 
 
@@ -224,7 +226,7 @@ def with_passphrase(files: TlsFiles) -> None:
         (with_passphrase, "own.key' has a passphrase; remove it (openssl pkey -in OLD -out NEW)"),
     ],
 )
-def test_unusable_files_are_refused(authority: Authority, change: Change, message: str) -> None:
+def test_unusable_certificate_files_are_refused(authority: Authority, change: Change, message: str) -> None:
     files = authority.make(ANY)
     with pytest.raises(ValueError, match="tls_") as caught:
         prepare(change(files) or files, "train", RANK0)
@@ -239,7 +241,9 @@ def test_unusable_files_are_refused(authority: Authority, change: Change, messag
         ((2, 20), "is not valid yet: it is valid from 20.. UTC until 20.. UTC, and the clock of this host shows 20.."),
     ],
 )
-def test_validity_dates_are_reported_with_the_clock(authority: Authority, days: tuple[int, int], message: str) -> None:
+def test_error_about_certificate_validity_shows_dates_and_the_local_clock(
+    authority: Authority, days: tuple[int, int], message: str
+) -> None:
     with pytest.raises(ValueError, match="tls_certificate='") as caught:
         prepare(authority.make(ANY, days=days), "train", RANK0)
     assert message in re.sub(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d", "20..", str(caught.value))
@@ -260,13 +264,13 @@ def test_certificate_is_valid_for_both_ends(authority: Authority, use: Any) -> N
     assert prepare(authority.make(ANY, uses=both), "train", RANK0).own is not None
 
 
-def test_certificate_of_another_ca_is_refused(tmp_path: Path, authority: Authority) -> None:
+def test_certificate_of_another_ca_is_refused_by_both_roles(tmp_path: Path, authority: Authority) -> None:
     files = authority.make(ANY, ca=Authority(tmp_path, "another").file)
     with pytest.raises(ValueError, match=r"is not signed by a CA in tls_ca='.*another\.pem'"):
         prepare(files, "train", RANK0)
 
 
-def test_own_names_are_checked_before_anything_is_sent(authority: Authority) -> None:
+def test_names_of_the_own_certificate_are_checked_before_anything_is_sent(authority: Authority) -> None:
     with pytest.raises(
         ValueError, match=r"names aiocoll://train/rank/1, but .*/rank/0 was expected; add the name to the c"
     ):
@@ -276,7 +280,7 @@ def test_own_names_are_checked_before_anything_is_sent(authority: Authority) -> 
 # -- options
 
 
-def test_file_options_must_be_given_together() -> None:
+def test_certificate_file_options_must_be_given_together() -> None:
     assert tls_files(None, None, None) is None
     assert tls_files("a", "b", "c") == TlsFiles("a", "b", "c")
     message = r"tls_ca='a' is given without tls_certificate and tls_key \(AIOCOLL_TLS_CERTIFICATE, AIOCOLL_TLS_KEY\)"
@@ -294,7 +298,7 @@ def test_file_options_must_be_given_together() -> None:
         GroupOptions(tls_key=b"x")  # type: ignore[arg-type]
 
 
-def test_file_options_are_read_from_the_environment(authority: Authority) -> None:
+def test_certificate_file_options_are_read_from_the_environment(authority: Authority) -> None:
     names = {"AIOCOLL_TLS_CA": "a", "AIOCOLL_TLS_CERTIFICATE": "b", "AIOCOLL_TLS_KEY": "c", "AIOCOLL_JOB_ID": "d"}
     options = GroupOptions.resolve(None, names)
     assert (options.tls_ca, options.tls_certificate, options.tls_key, options.job_id) == ("a", "b", "c", "d")
@@ -325,7 +329,7 @@ async def connected_streams(dialled: Tls, dialling: Tls) -> AsyncIterator[tuple[
 
 
 class RefusedError(Exception):
-    """The errors of both ends; that of the dialling end is first."""
+    """The errors of both ends of a connection, the dialling end first."""
 
 
 async def error_of(stream: TlsStream | BaseException) -> BaseException:
@@ -342,14 +346,14 @@ async def error_of(stream: TlsStream | BaseException) -> BaseException:
 
 
 async def errors_at_both_ends(dialled: Tls, dialling: Tls) -> list[str]:
-    """Return the error texts of both ends; that of the dialling end is first."""
+    """Return the error texts of both ends of a connection, the dialling end first."""
     with pytest.raises(RefusedError) as caught:
         async with connected_streams(dialled, dialling):
             pass
     return [f"{type(error).__name__}: {error}" for error in caught.value.args[0]]
 
 
-async def test_both_ends_are_verified_and_the_handshake_is_bound_as_before(authority: Authority) -> None:
+async def test_certificates_of_both_ends_are_verified_and_the_handshake_stays_bound(authority: Authority) -> None:
     first = prepare(authority.make(rank_name("train", 0), file="0"), "train", rank_name("train", 0))
     second = prepare(authority.make(rank_name("train", 1), file="1"), "train", rank_name("train", 1))
     async with connected_streams(first, second) as (dialling, dialled):
@@ -382,7 +386,7 @@ CERTIFICATE = "WrongCertificateError: the certificate of 127.0.0.1"
     ],
 )
 @pytest.mark.parametrize("by_dialling", [False, True])
-async def test_different_clocks_are_reported_at_both_ends(
+async def test_certificate_errors_due_to_different_clocks_are_reported_at_both_ends(
     authority: Authority,
     monkeypatch: pytest.MonkeyPatch,
     days: tuple[int, int],
@@ -401,7 +405,9 @@ async def test_different_clocks_are_reported_at_both_ends(
 
 
 @pytest.mark.parametrize("by_dialling", [False, True])
-async def test_another_ca_is_reported_at_both_ends(tmp_path: Path, authority: Authority, by_dialling: bool) -> None:
+async def test_certificate_of_another_ca_is_reported_at_both_ends(
+    tmp_path: Path, authority: Authority, by_dialling: bool
+) -> None:
     good = prepare(authority.make(ANY, file="good"), "train", RANK0)
     other = prepare(Authority(tmp_path, "other").make(ANY), "train", RANK0)
     dialling, dialled = await errors_at_both_ends(*((good, other) if by_dialling else (other, good)))
@@ -411,7 +417,7 @@ async def test_another_ca_is_reported_at_both_ends(tmp_path: Path, authority: Au
     assert dialled.startswith(f"{REFUSES} as not signed by its CA (compare tls_ca of both): tls_certificate='")
 
 
-async def test_end_without_files_is_refused_by_an_end_with_files(authority: Authority) -> None:
+async def test_peer_without_certificate_files_is_refused_by_a_peer_with_files(authority: Authority) -> None:
     verifying = prepare(authority.make(ANY), "train", RANK0)
     dialling, dialled = await errors_at_both_ends(verifying, make_own_contexts())
     assert dialling.startswith(
@@ -435,7 +441,7 @@ async def test_certificate_without_names_is_refused_at_both_ends(
                 stream.check_rank(0)
 
 
-async def test_refusal_reason_reaches_an_end_that_cannot_send(authority: Authority, limits: Limits) -> None:
+async def test_tls_refusal_reason_is_received_by_a_peer_that_cannot_send(authority: Authority, limits: Limits) -> None:
     limits(dial_doubt=0.02)
     verifying = prepare(authority.make(ANY), "train", RANK0)
     is_refused = asyncio.Event()
@@ -511,7 +517,7 @@ async def failure(each: Sequence[GroupOptions]) -> BaseException | None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("names", ["rank", "any", "all"])
-async def test_ranks_with_certificates_meet(authority: Authority, world_size: int, names: str) -> None:
+async def test_ranks_with_user_certificates_meet(authority: Authority, world_size: int, names: str) -> None:
     """Use one certificate per rank, or one for all ranks, with a wildcard or with all names."""
     every = [rank_name("train", rank) for rank in range(world_size)]
     has = {"rank": [[name] for name in every], "any": [[ANY]] * world_size, "all": [every] * world_size}[names]
@@ -519,16 +525,16 @@ async def test_ranks_with_certificates_meet(authority: Authority, world_size: in
     assert await meet([options(each) for each in files]) == [world_size * (world_size + 1) / 2] * world_size
 
 
-async def test_auto_encryption_between_hosts_uses_the_files(
+async def test_auto_encryption_between_hosts_uses_the_certificate_files(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fail if a certificate is made, for which `cryptography` would be needed."""
+    """Make the test fail if a certificate is created, which would need `cryptography`."""
     replaced(monkeypatch, certificate_made=lambda: pytest.fail("made a certificate"))
     each = [options(authority.make(ANY), encryption="auto", host_id=host) for host in "ab"]
     assert await meet(each) == [3.0, 3.0]
 
 
-async def test_ranks_meet_at_a_store_by_address(authority: Authority, port: int) -> None:
+async def test_ranks_with_user_certificates_meet_at_a_store_given_by_address(authority: Authority, port: int) -> None:
     """Let rank 0 serve the store with its own certificate, configured by its options."""
     files = [authority.make(RANK0, STORE, file="0"), authority.make(rank_name("train", 1), file="1")]
 
@@ -541,7 +547,7 @@ async def test_ranks_meet_at_a_store_by_address(authority: Authority, port: int)
     assert await asyncio.gather(rank(0), rank(1)) == [3, 3]
 
 
-async def test_rank_with_unusable_files_is_reported_to_all(authority: Authority) -> None:
+async def test_rank_with_unusable_certificate_files_is_reported_to_all_ranks(authority: Authority) -> None:
     good = authority.make(ANY)
     for bad, message in (
         (authority.make(rank_name("train", 7), file="bad"), "names aiocoll://train/rank/7, but .*rank/1 was expected"),
@@ -555,7 +561,7 @@ async def test_rank_with_unusable_files_is_reported_to_all(authority: Authority)
 
 
 def skip_own_check(files: TlsFiles, job: str, name: str) -> Tls:
-    """Read the files without checking the names, as a malicious rank does."""
+    """Read certificate files without checking their names, as a malicious rank does."""
     return read(files)._replace(job=job)
 
 
@@ -563,7 +569,7 @@ def skip_own_check(files: TlsFiles, job: str, name: str) -> Tls:
 async def test_certificate_without_the_rank_is_refused_at_both_ends(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, names: list[str]
 ) -> None:
-    """Let rank 1 use such a certificate, and dial rank 0."""
+    """Let rank 1 use a certificate without its rank, and dial rank 0."""
     good, bad = authority.make(ANY), authority.make(*names, file="bad")
 
     replaced(monkeypatch, rank_secured=skip_own_check)
@@ -577,10 +583,10 @@ async def test_certificate_without_the_rank_is_refused_at_both_ends(
     assert "but aiocoll://train/rank/1 was expected" in record.getMessage()
 
 
-async def test_rank_with_a_foreign_certificate_is_not_dialled_for_long(
+async def test_dial_of_a_rank_with_a_foreign_certificate_ends_soon(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    """Let rank 0 use the certificate, which is dialled by rank 1."""
+    """Let rank 1 dial rank 0, which uses the foreign certificate."""
     files = [authority.make(rank_name("train", 7), file="bad"), authority.make(ANY)]
 
     replaced(monkeypatch, rank_secured=skip_own_check)
@@ -618,7 +624,7 @@ async def test_rank_with_an_expired_certificate_is_named_with_its_address(
 
 
 @pytest.mark.parametrize("without", [0, 1])
-async def test_rank_without_files_is_refused_with_a_remedy(
+async def test_rank_without_certificate_files_is_refused_with_a_remedy(
     authority: Authority, caplog: pytest.LogCaptureFixture, limits: Limits, without: int
 ) -> None:
     files = authority.make(ANY)
@@ -635,7 +641,7 @@ async def test_rank_without_files_is_refused_with_a_remedy(
         assert "is not signed by the CA in tls_ca of this process" in str(dialling)
 
 
-async def test_new_files_are_used_by_the_next_group_only(authority: Authority) -> None:
+async def test_replaced_certificate_files_are_used_only_by_the_next_group(authority: Authority) -> None:
     """Replace the files while a group is open. A second group shares its connections, and uses new files for more."""
     store = HashStore()
     both = [asyncio.Barrier(2) for _ in range(4)]
@@ -671,7 +677,7 @@ async def test_new_files_are_used_by_the_next_group_only(authority: Authority) -
     await store.aclose()
 
 
-async def test_grown_group_uses_new_files(authority: Authority) -> None:
+async def test_grown_group_uses_replaced_certificate_files(authority: Authority) -> None:
     store = HashStore()
     files = authority.make(ANY)
 
@@ -696,7 +702,7 @@ def stores(files: TlsFiles, job: str = "train", **more: Any) -> dict[str, Any]:
     return {"key": KEY, "job": job, "encryption": "tls", **as_options(files), **more}
 
 
-async def test_store_and_clients_present_certificates(authority: Authority) -> None:
+async def test_store_and_clients_present_user_certificates(authority: Authority) -> None:
     server, client = authority.make(STORE, file="store"), authority.make(rank_name("train", 3))
     async with TCPStore("127.0.0.1", 0, is_master=True, **stores(server)) as master:
         async with TCPStore("127.0.0.1", master.port, **stores(client)) as store:
@@ -705,7 +711,7 @@ async def test_store_and_clients_present_certificates(authority: Authority) -> N
 
 
 async def refused_by_store(server: dict[str, Any], client: dict[str, Any]) -> str:
-    """Return the error of a client, or the trouble that it reports while it retries."""
+    """Return the error of a store client, or the trouble that it reports while it retries."""
     running = StoreServer("127.0.0.1", 0, **server)
     running.start()
     store = TCPStore("127.0.0.1", running.port, timeout=20, **client)
@@ -720,7 +726,7 @@ async def refused_by_store(server: dict[str, Any], client: dict[str, Any]) -> st
 WITHOUT = {"key": KEY, "job": "train", "encryption": "tls"}
 
 
-async def test_client_refuses_a_foreign_store(
+async def test_client_refuses_a_store_with_a_foreign_certificate(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = stores(authority.make(STORE))
@@ -759,7 +765,7 @@ async def test_client_refuses_a_foreign_store(
         ),
     ],
 )
-async def test_store_refuses_invalid_clients(
+async def test_store_refuses_clients_with_invalid_certificates(
     authority: Authority,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -768,7 +774,7 @@ async def test_store_refuses_invalid_clients(
     logged: str,
     told: str | None,
 ) -> None:
-    """Let the client skip its own checks, as a malicious one or one with another clock does."""
+    """Let the client skip its own checks, as a malicious client or one with another clock does."""
     good = stores(authority.make(STORE, file="store"))
     bad = unchecked_tls(authority.make(*names, days=days), monkeypatch)
     replaced(monkeypatch, client_secured=lambda *_: bad)
@@ -790,18 +796,20 @@ async def test_store_refuses_clients_without_a_certificate(
     assert "refused a connection: 127.0.0.1 presented no certificate: give it the files tls_ca" in warning
 
 
-def test_server_with_bad_files_does_not_start(authority: Authority) -> None:
+def test_store_server_with_unusable_certificate_files_does_not_start(authority: Authority) -> None:
     files = authority.make(ANY)
     with pytest.raises(ValueError, match=r"names aiocoll://train/rank/\*, but aiocoll://train/store was expected"):
         StoreServer("127.0.0.1", 0, **stores(files)).start()
     with pytest.raises(ValueError, match=r"job_id='': certificates of your own CA name the job"):
         StoreServer("127.0.0.1", 0, **stores(files, "")).start()
     server = StoreServer("127.0.0.1", 0, **stores(files, encryption="auto"))
-    server.start()  # this server encrypts nothing on the loopback
+    server.start()  # on the loopback, this server does not encrypt
     server.close()
 
 
-async def test_running_store_uses_new_files(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
+async def test_running_store_uses_replaced_certificate_files(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
     files = authority.make(STORE)
     server = StoreServer("127.0.0.1", 0, **stores(files))
     server.start()
@@ -822,7 +830,7 @@ async def test_running_store_uses_new_files(authority: Authority, caplog: pytest
     await server.aclose()
 
 
-def test_each_of_the_files_may_be_replaced(authority: Authority) -> None:
+def test_replacement_of_any_certificate_file_is_detected(authority: Authority) -> None:
     files = authority.make(STORE)
     renewed = RenewedContexts(files, lambda: prepare(files, "train", STORE))
     last = renewed.get()
@@ -836,7 +844,9 @@ def test_each_of_the_files_may_be_replaced(authority: Authority) -> None:
         assert renewed.get() is last
 
 
-def test_bad_replacement_files_are_not_used(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_replacement_certificate_files_are_not_used(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
     files = authority.make(STORE)
     renewed = RenewedContexts(files, lambda: prepare(files, "train", STORE))
     first = renewed.get()

@@ -52,10 +52,10 @@ def function_raising(error: type[BaseException]) -> Callable[..., Any]:
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_raising_reduce_function_fails_its_operation_on_every_rank(
+async def test_exception_in_a_reduce_function_fails_its_operation_on_every_rank(
     world_size: int, transport: str, error: type[BaseException]
 ) -> None:
-    """Run the reduction in every executor."""
+    """Run the failing reduction in every executor."""
 
     async def rank(pg: ProcessGroup, kind: str, count: int) -> None:
         op = ReduceOp.custom(function_raising(error), name="f")
@@ -70,8 +70,8 @@ async def test_raising_reduce_function_fails_its_operation_on_every_rank(
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_raising_reduce_function_fails_its_operation_at_once(culprit: int) -> None:
-    """Use a virtual clock, which shows that the failure does not wait for the timeout."""
+def test_exception_in_a_reduce_function_fails_its_operation_at_once(culprit: int) -> None:
+    """Use a virtual clock, to show that the failure does not wait for the timeout."""
 
     async def rank(pg: ProcessGroup) -> float:
         op = ReduceOp.custom(function_raising(asyncio.CancelledError) if pg.rank() == culprit else np.add, name="f")
@@ -133,7 +133,7 @@ class HookWithProperties:
 @pytest.mark.parametrize("when", ["on_start", "on_end"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", [Hook, HookWithProperties])
-async def test_raising_hook_is_removed_and_logged(
+async def test_hook_that_raises_is_removed_and_logged(
     kind: Any, size: int, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def rank(pg: ProcessGroup, error: type[BaseException]) -> None:
@@ -174,10 +174,10 @@ def allreduce_with_hook(pg: ProcessGroup, when: str, error: type[BaseException])
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("place", FATAL_PLACES)
 @each("fatal", FATAL)
-def test_exit_in_user_code_ends_the_loop_and_fails_the_operation(
+def test_system_exit_in_user_code_ends_the_loop_and_fails_the_operation(
     place: str, transport: str, fatal: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Check that the exception leaves the loop once, after the cancelled tasks have closed their groups."""
+    """Check that the exception leaves the event loop once, after the cancelled tasks have closed their groups."""
     works: list[Any] = []
     store = HashStore()
 
@@ -206,19 +206,19 @@ def test_exit_in_user_code_ends_the_loop_and_fails_the_operation(
 
 
 @each("fatal", FATAL)
-def test_exit_in_user_code_of_a_thread_reaches_the_loop(fatal: type[BaseException]) -> None:
+def test_system_exit_in_user_code_of_a_thread_is_raised_in_the_event_loop(fatal: type[BaseException]) -> None:
     async def main() -> None:
         with pytest.raises(UserCodeError) as caught:
             await asyncio.to_thread(raise_contained, fatal)
         contain(caught.value)
-        contain(caught.value)  # the second time, nothing is handed to the loop
+        contain(caught.value)  # the second time, no exception is passed to the loop
         await asyncio.Event().wait()
 
     with pytest.raises(fatal):
         asyncio.run(main())
 
 
-def test_loop_raises_one_exit_at_a_time_and_each_once() -> None:
+def test_event_loop_raises_each_system_exit_of_user_code_once() -> None:
     with asyncio.Runner() as runner:
         carriers = []
 
@@ -228,7 +228,7 @@ def test_loop_raises_one_exit_at_a_time_and_each_once() -> None:
 
         with pytest.raises(SystemExit, match="first"):
             runner.run(fail(SystemExit("first"), SystemExit("second")))
-        runner.run(asyncio.sleep(0))  # the second exception is not raised later
+        runner.run(asyncio.sleep(0))  # check that the second exception is not raised later
         with pytest.raises(KeyboardInterrupt, match="third"):
             runner.run(fail(KeyboardInterrupt("third")))
 
@@ -248,7 +248,7 @@ def raise_contained(error: type[BaseException]) -> None:
 
 
 @each("fatal", FATAL)
-def test_exit_in_user_code_without_a_loop_is_raised(fatal: type[BaseException]) -> None:
+def test_system_exit_in_user_code_without_an_event_loop_is_raised(fatal: type[BaseException]) -> None:
     with pytest.raises(fatal):
         contain(fatal("for a test"))
 
@@ -282,7 +282,9 @@ class Unwritable:
 
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.parametrize("padding", [0, 100_000])  # decoded at once, or in steps
-async def test_object_that_cannot_be_unpickled_fails_its_own_call(error: type[BaseException], padding: int) -> None:
+async def test_object_that_cannot_be_unpickled_fails_only_its_own_call(
+    error: type[BaseException], padding: int
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         work = pg.broadcast_object([bytes(padding), Unreadable(error)] if pg.rank() == 0 else None, 0, timeout=5)
         if pg.rank() == 0:
@@ -310,7 +312,7 @@ async def test_object_that_cannot_be_pickled_is_refused_at_the_call(error: type[
 
 @pytest.mark.parametrize("error", [*CONTROL, ValueError])
 @pytest.mark.ranks(1, 2)
-async def test_raising_result_function_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
+async def test_exception_in_a_result_conversion_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
     work = map_result(pg.allreduce(1), function_raising(error))
     with pytest.raises(error if issubclass(error, Exception) and error is not StopIteration else UserCodeError):
         await work
@@ -319,9 +321,9 @@ async def test_raising_result_function_fails_its_work(pg: ProcessGroup, error: t
 
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.ranks(2, 3)
-async def test_result_that_cannot_be_handed_over_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
+async def test_result_that_cannot_be_written_back_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
     """Fail to write the result back, as to an array of a foreign library."""
-    work = pg.allreduce(np.ones(6)[::2])  # not contiguous, so the result is copied back
+    work = pg.allreduce(np.ones(6)[::2])  # a noncontiguous array, so the result is copied back
     completion = completion_of(work)
     assert completion.unwrap is not None
     completion.unwrap = function_raising(error)
@@ -332,7 +334,7 @@ async def test_result_that_cannot_be_handed_over_fails_its_work(pg: ProcessGroup
 
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.ranks(2)
-async def test_raising_done_callback_goes_to_the_loops_exception_handler(
+async def test_exception_in_a_done_callback_is_passed_to_the_loops_exception_handler(
     pg: ProcessGroup, error: type[BaseException]
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -342,7 +344,7 @@ async def test_raising_done_callback_goes_to_the_loops_exception_handler(
         loop.set_exception_handler(lambda _, context: raised.append(type(context["exception"])))
         work.add_done_callback(function_raising(error))
     assert await work == 2
-    assert await pg.allreduce(1) == 2  # takes another loop iteration
+    assert await pg.allreduce(1) == 2  # this call takes another loop iteration
     assert raised == ([error] if pg.rank() == 0 else [])
 
 
@@ -358,7 +360,7 @@ class Handler(logging.Handler):
 
 
 @pytest.mark.parametrize("error", [*CONTROL, ValueError])
-async def test_raising_log_handler_disturbs_no_operation(
+async def test_exception_in_a_log_handler_disturbs_no_operation(
     error: type[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -406,7 +408,7 @@ async def test_wait_at_a_store_can_be_cancelled() -> None:
             await waiting
 
 
-def test_exception_text_is_formatted_safely() -> None:
+def test_exception_whose_text_cannot_be_read_is_formatted_safely() -> None:
     assert describe(KeyError("a")) == "KeyError: 'a'"
     assert describe(KeyError()) == "KeyError"
     assert describe(Silent()) == "Silent: <str() of it failed>"

@@ -20,7 +20,7 @@ from aiocoll.users import owner_trouble, peer_trouble, peer_uid
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and SO_PEERCRED")
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
 
-#: Ids of two users, without an id in the user namespaces of these tests.
+#: Ids of two users that have no id in the user namespaces of these tests.
 OWN, FOREIGN = 12345, 23456
 
 #: The process becomes another user, possibly in a user namespace without ids. It can import nothing afterwards, and
@@ -65,7 +65,7 @@ peer.recv(1)
 
 @pytest.fixture
 def share_user_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Return a function that makes this user the overflow user of a namespace with some ids."""
+    """Return a function that makes the current user the overflow user of a user namespace with some ids."""
 
     def make(uid_map: str | None = "", overflow: str | None = f"{os.geteuid()}\n") -> None:
         for name, content in (("_UID_MAP", uid_map), ("_OVERFLOW_UID", overflow)):
@@ -78,7 +78,7 @@ def share_user_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[.
 
 
 @linux_only
-def test_own_files_and_sockets_are_accepted(tmp_path: Path) -> None:
+def test_files_and_sockets_of_the_own_user_are_accepted(tmp_path: Path) -> None:
     near, far = socket.socketpair(socket.AF_UNIX)
     fd = os.open(tmp_path, os.O_RDONLY)
     with near, far:
@@ -87,8 +87,8 @@ def test_own_files_and_sockets_are_accepted(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_another_user_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Refuse root too, since root would not accept a process of this user."""
+def test_files_of_another_user_id_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Check that files of root are refused too, since root would not accept a process of this user."""
     own = os.geteuid()
     for other in (0, 1, 65534, own + 1):
         if other == own:
@@ -111,7 +111,7 @@ def test_another_user_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @linux_only
 @pytest.mark.parametrize("uid_map", ["", "0 1000 1\n", "0 1000 1\n1 100000 65535\n", None])
 @pytest.mark.parametrize("failing", [None, errno.EPERM, errno.EACCES, errno.ENOPROTOOPT, errno.ESRCH, errno.EMFILE])
-def test_shared_user_id_needs_a_permission_check(
+def test_file_owner_with_a_shared_user_id_is_verified_by_a_permission_check(
     uid_map: str | None,
     failing: int | None,
     share_user_id: Callable[..., None],
@@ -162,7 +162,7 @@ def test_shared_user_id_needs_a_permission_check(
         ("", None),
     ],
 )
-def test_unique_user_id_needs_no_permission_check(
+def test_file_owner_with_a_unique_user_id_needs_no_permission_check(
     uid_map: str, overflow: str | None, share_user_id: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share_user_id(uid_map, overflow)
@@ -185,8 +185,8 @@ def python(program: str, *args: object) -> list[str]:
 @linux_only
 @root_only
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in another namespace"])
-def test_users_without_an_id_are_distinguished(inside: bool, tmp_path: Path) -> None:
-    """Let the observer see 65534 for its own id, those of the files, and those of both peers."""
+def test_users_without_an_id_in_the_namespace_are_distinguished(inside: bool, tmp_path: Path) -> None:
+    """Run an observer that reads 65534 for its own id, the ids of the files, and the ids of both peers."""
     if not may_unshare():
         pytest.skip("needs permission to make user namespaces")
     tmp_path.chmod(0o755)
@@ -208,7 +208,7 @@ def test_users_without_an_id_are_distinguished(inside: bool, tmp_path: Path) -> 
         refused = "belongs to user 65534, which may be any user without a number in this user namespace: run as a user"
         assert all(line.startswith(f"65534;{refused}") for line in lines[2:]), lines
         for uid, trouble in ((FOREIGN, refused), (OWN, "None")):
-            # The second peer is the observer's user, in another namespace.
+            # The second peer runs as the observer's user, in another namespace.
             subprocess.run(python(PEER, name, uid, inside), timeout=60, check=True)
             assert observer.stdout.readline().startswith(trouble)
         assert observer.stdout.readline() == "None\n"

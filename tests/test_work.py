@@ -21,7 +21,7 @@ from .ranks import over
 
 @pytest.mark.ranks(2)
 @over("memory", "unix")
-async def test_thousand_works_can_be_awaited_in_reverse(pg: ProcessGroup) -> None:
+async def test_thousand_works_can_be_awaited_in_reverse_order(pg: ProcessGroup) -> None:
     works = [pg.allreduce(np.full(3, number)) for number in range(1000)]
     assert [work.seq for work in works] == list(range(1, 1001))
     for number, work in reversed(list(enumerate(works))):
@@ -41,13 +41,13 @@ async def test_keyed_works_match_in_any_order(pg: ProcessGroup) -> None:
         works.append((work, int(key[5:]) * 10 + count))
     for work, value in works:
         assert (await work == 3 * value).all()
-    # The keyed calls have taken no sequence number.
+    # Keyed calls have taken no sequence number, so the barrier has number 1.
     assert pg.barrier().seq == 1
     await pg.drain()
 
 
 @pytest.mark.ranks(1)
-async def test_timeout_around_immediate_awaits_expires(pg: ProcessGroup) -> None:
+async def test_timeout_around_awaits_of_finished_works_expires(pg: ProcessGroup) -> None:
     tensor = np.ones(3)
     done = 0
 
@@ -68,7 +68,7 @@ async def test_awaiting_a_finished_work_does_not_suspend(pg: ProcessGroup) -> No
     work = pg.allreduce(np.ones(2))
     await work
     await asyncio.sleep(0)
-    await work  # the first await may yield to the loop
+    await work  # only the first await may yield to the loop
     turns = 0
 
     def count_turn() -> None:
@@ -88,7 +88,7 @@ async def test_awaiting_a_finished_work_does_not_suspend(pg: ProcessGroup) -> No
 
 @pytest.mark.ranks(2)
 @over("memory", "unix")
-async def test_work_may_have_any_number_of_awaiters(pg: ProcessGroup) -> None:
+async def test_work_can_have_any_number_of_awaiters(pg: ProcessGroup) -> None:
     tensor = np.ones(10)
     work = pg.broadcast(tensor, 0) if pg.rank() else pg.recv_object(1)
     waiting = [asyncio.ensure_future(work.join()) for _ in range(10)]
@@ -123,7 +123,7 @@ async def test_cancelled_await_does_not_stop_the_collective(pg: ProcessGroup) ->
 
 
 @pytest.mark.ranks(2)
-async def test_result_is_available_only_after_the_end(pg: ProcessGroup) -> None:
+async def test_result_of_a_work_is_available_only_after_completion(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     tensor = np.zeros(1)
     work = pg.recv(tensor, peer)
@@ -152,7 +152,7 @@ async def test_result_is_available_only_after_the_end(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_message_work_has_source_and_destination(debug: Any) -> None:
+async def test_work_of_a_message_stores_source_and_destination(debug: Any) -> None:
     async def rank(pg: ProcessGroup) -> None:
         peer = 1 - pg.rank()
         works = [
@@ -248,7 +248,7 @@ async def test_other_threads_can_wait_for_a_work(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_callback_from_another_thread_runs_on_the_loop(pg: ProcessGroup) -> None:
+async def test_callback_added_by_another_thread_runs_in_the_event_loop(pg: ProcessGroup) -> None:
     asyncio.get_running_loop().set_debug(True)  # in debug mode, `call_soon` refuses other threads
     work = pg.recv(np.zeros(2), 1 - pg.rank())
     called: asyncio.Queue[int] = asyncio.Queue()
@@ -261,7 +261,7 @@ async def test_callback_from_another_thread_runs_on_the_loop(pg: ProcessGroup) -
 
 
 @pytest.mark.ranks(2)
-async def test_another_thread_gets_no_future(pg: ProcessGroup) -> None:
+async def test_get_future_from_another_thread_is_refused(pg: ProcessGroup) -> None:
     work = pg.recv(np.zeros(2), 1 - pg.rank())
     with pytest.raises(RuntimeError, match="thread"):
         await asyncio.to_thread(work.get_future)
@@ -271,7 +271,7 @@ async def test_another_thread_gets_no_future(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_abort_ends_a_pending_work(pg: ProcessGroup) -> None:
+async def test_abort_fails_a_pending_work(pg: ProcessGroup) -> None:
     work = pg.allreduce(np.ones(1)) if pg.rank() == 0 else pg.recv(np.ones(1), 0)
     await pg.batch([Send(np.ones(1), 1 - pg.rank(), 1), Recv(np.ones(1), 1 - pg.rank(), 1)])
     if pg.rank() == 0:
@@ -284,7 +284,7 @@ async def test_abort_ends_a_pending_work(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("timeout", [None, 7.0])
 @over("memory", "unix")
-async def test_finished_operation_releases_its_memory(pg: ProcessGroup, timeout: float | None) -> None:
+async def test_finished_operation_releases_its_buffers(pg: ProcessGroup, timeout: float | None) -> None:
     kept = []
     for count in (1, 10_000, 1_000_000):
         tensor, wait_in_thread = np.ones(count), np.ones(count)

@@ -1,4 +1,4 @@
-"""Test cases of all collectives: sizes, buffers before the call, and checks of the buffers after it."""
+"""Test cases of all collectives: sizes, buffers before each call, and checks of the buffers after each call."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def supported_world_size(algorithm: str, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A collective with its sizes: a count, counts per rank, or a matrix of counts for alltoall."""
+    """A collective call with its sizes: one element count, counts per rank, or a matrix of counts for alltoall."""
 
     kind: str
     algorithm: str
@@ -81,7 +81,7 @@ class Case:
                 assert buffers == self._moved_buffers(rank)
 
     def _moved_buffers(self, rank: int) -> list[list]:
-        """Return the buffers after a collective that only moves data."""
+        """Return the expected buffers after a collective that only moves data."""
         world, before = range(self.world_size), self.memory()
         if self.kind == "broadcast":
             return before[self.root]

@@ -1,4 +1,4 @@
-"""A simulation of programs on a machine of known speed, message by message, to check the formulas of `predict`.
+"""A simulation of schedules on a machine of known speed, message by message, to check the formulas of `predict`.
 
 Every rank has one processor and a link with two directions. A message takes the sender's processor for the overhead,
 its link for beta per byte, travels, takes the receiver's link and processor, and is reduced there at gamma per byte.
@@ -18,12 +18,12 @@ Place = tuple[int, int, int]
 
 
 class Clockwork:
-    """A simulated run of all ranks, whose elements are bytes. `seconds` is the end of the last action."""
+    """A simulated run of a schedule on all ranks; elements are bytes, and `seconds` is the end of the last action."""
 
     def __init__(self, programs: list[Program], machine: Machine) -> None:
         self.programs = programs
         self.machine = machine
-        self.free: dict[tuple[str, int], float] = defaultdict(float)  # end of work on a processor or link direction
+        self.free: dict[tuple[str, int], float] = defaultdict(float)  # when a processor or link direction becomes free
         self.waits: dict[Place, int] = {}
         self.ready: dict[Place, float] = defaultdict(float)
         self.followers: dict[Place, list[Place]] = defaultdict(list)
@@ -72,7 +72,7 @@ class Clockwork:
                 heappush(self.queue, (self.ready[other], other))
 
     def _serve(self, at: float, place: Place) -> float:
-        """Return the time at which the piece is complete."""
+        """Simulate one piece of an action; return the time at which the piece is complete."""
         rank, index, piece = place
         action = self.programs[rank].actions[index]
         nbytes = min(action.region.count - piece * PIECE, PIECE)

@@ -1,4 +1,4 @@
-"""A proof that the programs of all ranks fit together, in any order of execution.
+"""A proof that the schedules of all ranks match and are free of races, in any order of execution.
 
 Every receive has a send of the same length, and no actions wait in a cycle. If two actions of a rank access the same
 elements and one of them writes, they have the order of the program. This order comes from `after` (all of one action
@@ -14,7 +14,7 @@ RECEIVES = (ActionKind.RECV, ActionKind.COMBINE)
 
 
 class Proof:
-    """The proof, checked on construction. `steps` is the number of messages on the longest dependent path."""
+    """A proof about the schedules of all ranks; `steps` is the number of messages on the longest dependent path."""
 
     def __init__(self, programs: list[Program]) -> None:
         self.programs = programs
@@ -25,8 +25,8 @@ class Proof:
         self.ranks = [rank for rank, program in enumerate(programs) for _ in program.actions]
         self._check_form()
         self.sender = self._match()
-        self.whole = [0] * len(self.actions)  # bit i: action i is complete before this one starts
-        self.aligned = [0] * len(self.actions)  # bit i: element k of action i is done before element k of this one
+        self.whole = [0] * len(self.actions)  # bit i: action i is complete before this action starts
+        self.aligned = [0] * len(self.actions)  # bit i: element k of action i is done before element k of this action
         self.steps = self._order()
         for rank in range(len(programs)):
             self._check_races(rank)

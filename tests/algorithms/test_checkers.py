@@ -1,4 +1,4 @@
-"""The checkers of programs, and the faults that they must find."""
+"""The checkers of schedules, and the faults that they must find."""
 
 import pytest
 
@@ -25,12 +25,12 @@ def test_checker_accepts_a_correct_exchange() -> None:
     assert Proof([exchange(1, (0, 1)), exchange(0, (0, 1))]).steps == 1
 
 
-def test_checker_finds_an_overwrite_before_a_send() -> None:
+def test_checker_finds_a_buffer_that_is_overwritten_before_its_send() -> None:
     with pytest.raises(AssertionError, match=r"rank 1: .*SEND.* races with .*FOLD"):
         Proof([exchange(1, (0, 1)), exchange(0, (1,))])
 
 
-def test_checker_finds_a_read_before_the_arrival() -> None:
+def test_checker_finds_a_buffer_that_is_read_before_its_data_arrives() -> None:
     with pytest.raises(AssertionError, match=r"rank 0: .*RECV.* races with .*FOLD"):
         Proof([exchange(1, (0,)), exchange(0, (0, 1))])
 
@@ -44,14 +44,14 @@ def test_checker_finds_unmatched_messages(bad: Program, message: str) -> None:
         Proof([exchange(1, (0, 1)), bad])
 
 
-def test_race_changes_the_result_in_some_order() -> None:
+def test_program_with_a_race_has_several_results() -> None:
     memory = [[["a"] * 4], [["b"] * 4]]
     programs = [exchange(1, (0, 1)), exchange(0, (1,))]
     results = {str(execute(programs, memory, seed, rendezvous=False)) for seed in range(50)}
     assert len(results) > 1
 
 
-def test_checker_finds_a_cycle() -> None:
+def test_checker_finds_a_cycle_of_waiting_actions() -> None:
     def waiting(peer: int) -> Program:
         return Program(
             (Action(ActionKind.RECV, SCRATCH, peer), Action(ActionKind.SEND, TENSOR, peer, after=(0,))), (4,)

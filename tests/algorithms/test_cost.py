@@ -1,4 +1,4 @@
-"""Costs of algorithms, compared with their programs, and predicted times."""
+"""Cost formulas of algorithms, compared with their schedules, and predicted times."""
 
 import math
 
@@ -25,7 +25,7 @@ def worked(action: Action) -> int:
 
 @each("world_size", [1, 2, 3, 4, 5, 6, 8, 9, 16, 17])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
-def test_costs_equal_those_of_the_programs(kind: str, algorithm: str, world_size: int) -> None:
+def test_cost_formulas_equal_the_costs_of_the_programs(kind: str, algorithm: str, world_size: int) -> None:
     world_size = supported_world_size(algorithm, world_size)
     block = 3 if world_size > 1 else 0
     counts, matrix = (block,) * world_size, ((block,) * world_size,) * world_size
@@ -39,23 +39,25 @@ def test_costs_equal_those_of_the_programs(kind: str, algorithm: str, world_size
     assert load.received == max(sum(action.region.count for action in rank) for rank in receives)
     assert load.worked == max(sum(map(worked, program.actions)) for program in programs)
     messages = max(len(rank) + len(receives[number]) for number, rank in enumerate(sends))
-    # The number of block runs that wrap around the end depends on the rank. The average is one less.
+    # The number of block runs that wrap around the end depends on the rank. The average over the ranks is one less.
     spare = 2 if (kind, algorithm) == ("allreduce", "circulant") else 0
     assert messages - spare <= load.sends + load.receives <= messages
 
 
 @each(("kind", "phases"), [("allreduce", 2), ("reduce_scatter", 1), ("allgather", 1)])
 @each("world_size", [2, 3, 7, 16])
-def test_circulant_takes_the_least_steps_for_any_number_of_ranks(kind: str, phases: int, world_size: int) -> None:
+def test_circulant_algorithm_takes_the_minimum_number_of_steps_for_any_world_size(
+    kind: str, phases: int, world_size: int
+) -> None:
     assert cost("circulant", kind, world_size, world_size).steps == phases * math.ceil(math.log2(world_size))
 
 
-def test_unknown_algorithm_name_is_explained() -> None:
+def test_error_for_an_unknown_algorithm_lists_the_known_algorithms() -> None:
     with pytest.raises(ValueError, match=r"algorithm='ring' is not known for kind='scatter'"):
         cost("ring", "scatter", 4, 2)
 
 
-#: A machine that makes every part of a prediction a whole number.
+#: A machine with which every term of a prediction is a whole number.
 A, V, B, G = 1000.0, 100.0, 0.5, 0.25
 
 
@@ -66,9 +68,9 @@ A, V, B, G = 1000.0, 100.0, 0.5, 0.25
         ("dissemination", "barrier", 0, 5, 3 * A),
         ("ring", "allreduce", 0, 4, 0),
         ("exchange", "allreduce", 64, 2, A + 64 * B + 64 * G),
-        # Eager data is reduced as soon as the rank's own part is sent. The rest begins to arrive only then.
+        # Eager data is reduced as soon as the rank has sent its own part. The remaining data arrives only after that.
         ("exchange", "allreduce", 2 * PIECE, 2, A + 2 * PIECE * B + 2 * PIECE * G + PIECE * B),
-        # Three messages out and three in: the overhead of messages dominates for 64 bytes, the bytes for 6400.
+        # Three sent and three received messages: the overhead per message dominates for 64 bytes, the bytes for 6400.
         ("oneround", "allreduce", 64, 4, A + 4 * V + 192 * G),
         ("oneround", "allreduce", 6400, 4, A + 19200 * B + 19200 * G),
         ("linear", "broadcast", 64, 4, A + 2 * V),
@@ -85,7 +87,7 @@ A, V, B, G = 1000.0, 100.0, 0.5, 0.25
         ("chain", "reduce", 4 * PIECE, 4, 3 * A + 4 * PIECE * (B + G) + 2 * PIECE * (B + G)),
     ],
 )
-def test_prediction_is_the_sum_of_its_parts(
+def test_predicted_time_equals_the_sum_of_message_and_byte_costs(
     algorithm: str, kind: str, nbytes: int, world_size: int, seconds: float
 ) -> None:
     assert predict(algorithm, kind, nbytes, world_size, Machine(A, V, B, G)) == seconds
@@ -93,8 +95,8 @@ def test_prediction_is_the_sum_of_its_parts(
 
 @each("medium", ["tcp", "shm"])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(ALGORITHMS))
-def test_predictions_approximate_the_simulated_times(kind: str, algorithm: str, medium: Medium) -> None:
-    """Predictions are within a quarter of the simulated times, with two exceptions.
+def test_predicted_times_approximate_the_simulated_times(kind: str, algorithm: str, medium: Medium) -> None:
+    """Check that predicted times are within 25 % of the simulated times, with two exceptions.
 
     They are higher if a processor reduces while its link is busy, and lower for monitored barriers.
     """
@@ -112,5 +114,5 @@ def test_predictions_approximate_the_simulated_times(kind: str, algorithm: str, 
             assert least * taken <= predicted <= 1.25 * taken + hidden, (world_size, nbytes, predicted / taken)
 
 
-def test_pieces_are_as_long_as_the_segments_of_the_engine() -> None:
+def test_piece_size_of_predictions_equals_the_segment_size_of_the_engine() -> None:
     assert PIECE == SEGMENT

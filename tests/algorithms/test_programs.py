@@ -1,4 +1,4 @@
-"""Programs of all algorithms: results for all world sizes and orders of events, and properties of their actions."""
+"""Schedules of all algorithms: results for all world sizes and orders of events, and properties of their actions."""
 
 import pytest
 
@@ -28,14 +28,14 @@ def check_in_any_order(kind: str, algorithm: str, world_size: int) -> None:
 
 @each("world_size", range(1, 10))
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
-def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str, world_size: int) -> None:
+def test_program_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str, world_size: int) -> None:
     check_in_any_order(kind, algorithm, world_size)
 
 
 @pytest.mark.slow
 @each("world_size", range(10, 18))
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
-def test_result_of_more_ranks_does_not_depend_on_the_order_of_events(
+def test_program_result_of_many_ranks_does_not_depend_on_the_order_of_events(
     kind: str, algorithm: str, world_size: int
 ) -> None:
     check_in_any_order(kind, algorithm, world_size)
@@ -44,7 +44,7 @@ def test_result_of_more_ranks_does_not_depend_on_the_order_of_events(
 @pytest.mark.slow
 @each("world_size", [32, 33, 64])
 @each(("kind", "algorithm"), [pair for pair in ALL if pair[1] in LOGARITHMIC])
-def test_programs_of_many_ranks_give_the_closed_form(kind: str, algorithm: str, world_size: int) -> None:
+def test_programs_of_many_ranks_compute_the_closed_form_results(kind: str, algorithm: str, world_size: int) -> None:
     counts = tuple(rank % 3 for rank in range(world_size))
     case = Case(kind, algorithm, world_size, root=5, count=2 * world_size - 1, counts=counts)
     programs = case.programs()
@@ -54,7 +54,7 @@ def test_programs_of_many_ranks_give_the_closed_form(kind: str, algorithm: str, 
 
 @each("world_size", [1, 2, 3, 8, 13])
 @each(("kind", "algorithm"), ONE_PLACE)
-def test_element_is_completed_once_or_on_every_rank(kind: str, algorithm: str, world_size: int) -> None:
+def test_element_reduction_is_finished_on_one_rank_or_on_every_rank(kind: str, algorithm: str, world_size: int) -> None:
     world_size = supported_world_size(algorithm, world_size)
     count = 3 * world_size + 1
     counts = tuple(3 + (rank == 0) for rank in range(world_size))
@@ -64,7 +64,7 @@ def test_element_is_completed_once_or_on_every_rank(kind: str, algorithm: str, w
 
 
 @each(("kind", "algorithm"), [pair for pair in ALL if pair[0] in REDUCING])
-def test_ordered_algorithms_reduce_by_folding_alone(kind: str, algorithm: str) -> None:
+def test_algorithms_that_keep_rank_order_reduce_only_by_folds(kind: str, algorithm: str) -> None:
     case = next(case for case in cases(kind, algorithm, 5) if case.count == 97)
     combines = any(action.verb is ActionKind.COMBINE for program in case.programs() for action in program.actions)
     folds = any(action.verb is ActionKind.FOLD for program in case.programs() for action in program.actions)
@@ -72,7 +72,7 @@ def test_ordered_algorithms_reduce_by_folding_alone(kind: str, algorithm: str) -
 
 
 @each(("kind", "algorithm"), ALL)
-def test_programs_are_named_and_write_no_input(kind: str, algorithm: str) -> None:
+def test_programs_contain_their_algorithm_name_and_overwrite_no_input(kind: str, algorithm: str) -> None:
     for case in cases(kind, algorithm, 4):
         for rank, (program, buffers) in enumerate(zip(case.programs(), case.memory(), strict=True)):
             assert program.algorithm == algorithm
@@ -85,13 +85,13 @@ def test_programs_are_named_and_write_no_input(kind: str, algorithm: str) -> Non
 
 
 @each("kind", ["gather", "scatter"])
-def test_other_ranks_than_the_root_use_one_buffer(kind: str) -> None:
+def test_ranks_other_than_the_root_use_a_single_buffer(kind: str) -> None:
     for rank in (0, 1, 3):
         program = build(kind, "linear", rank, 4, (1, 2, 3, 4), root=2)
         assert [action.region.buffer for action in program.actions] == [4]
 
 
-def test_barrier_carries_no_elements_and_is_empty_for_one_rank() -> None:
+def test_barrier_program_sends_no_elements_and_is_empty_for_one_rank() -> None:
     assert build("barrier", "dissemination", 0, 1).actions == ()
     for rank in range(7):
         actions = build("barrier", "dissemination", rank, 7).actions
@@ -100,14 +100,14 @@ def test_barrier_carries_no_elements_and_is_empty_for_one_rank() -> None:
 
 
 @each("kind", BARRIERS)
-def test_no_rank_leaves_a_barrier_before_all_have_entered(kind: str) -> None:
+def test_no_rank_leaves_a_barrier_before_all_ranks_have_entered(kind: str) -> None:
     for world_size in range(2, 34):
         proof = Proof([build(kind, BARRIERS[kind], rank, world_size) for rank in range(world_size)])
         for rank in range(world_size):
             assert proof.predecessors(rank) | {rank} == set(range(world_size))
 
 
-def test_ring_streams_and_needs_no_scratch() -> None:
+def test_ring_program_streams_pieces_and_uses_no_scratch_memory() -> None:
     program = build("allreduce", "ring", 1, 4, 400)
     assert program.scratch == ()
     forwarded = [action for action in program.actions if action.verb is ActionKind.SEND][1:]
@@ -115,6 +115,6 @@ def test_ring_streams_and_needs_no_scratch() -> None:
     assert not any(action.after for action in program.actions)
 
 
-def test_ring_of_two_exchanges_halves() -> None:
+def test_ring_of_two_ranks_exchanges_array_halves() -> None:
     sends = [action for action in build("allreduce", "ring", 0, 2, 10).actions if action.verb is ActionKind.SEND]
     assert [(action.region.start, action.region.stop) for action in sends] == [(5, 10), (0, 5)]

@@ -1,4 +1,4 @@
-"""Scaled programs: each input is scaled once before its use, and inputs that are no outputs never change."""
+"""Schedules that scale: each input is scaled once before its use, and inputs that are not outputs never change."""
 
 import pytest
 
@@ -15,7 +15,7 @@ KINDS = ("allreduce", "reduce", "reduce_scatter")
 
 @each("world_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(("kind", "algorithm"), sorted(pair for pair in ALGORITHMS if pair[0] in KINDS))
-def test_input_is_scaled_once_before_it_is_used(kind: str, algorithm: str, world_size: int) -> None:
+def test_program_scales_each_input_once_before_its_first_use(kind: str, algorithm: str, world_size: int) -> None:
     world_size = supported_world_size(algorithm, world_size)
     root = world_size // 2
     case = Case(kind, algorithm, world_size, root, count=11, counts=tuple(range(2, world_size + 2)))

@@ -1,4 +1,4 @@
-"""The choice of algorithms: complete, valid for each op, and fast by prediction."""
+"""The selection of algorithms: defined for every call, valid for each op, and fast by prediction."""
 
 from math import inf
 
@@ -17,12 +17,12 @@ SIZES = [0, 1, 8, KIB, 8 * KIB, 32 * KIB, 32 * KIB + 1, 64 * KIB, 256 * KIB, 256
 WORLDS = [1, 2, 3, 4, 5, 8, 16, 17, 64, 1000]
 
 
-def test_rules_and_functions_name_the_same_algorithms() -> None:
+def test_selection_rules_and_algorithm_table_contain_the_same_algorithms() -> None:
     assert {(kind, rule.algorithm) for kind, rules in RULES.items() for rule in rules} == set(ALGORITHMS)
 
 
 @each("kind", RULES)
-def test_case_has_an_algorithm_that_supports_its_op(kind: str) -> None:
+def test_selected_algorithm_exists_and_supports_the_op(kind: str) -> None:
     for nbytes in SIZES:
         for world_size in WORLDS:
             for ordered in (False, True):
@@ -34,7 +34,7 @@ def test_case_has_an_algorithm_that_supports_its_op(kind: str) -> None:
 
 
 @each(("kind", "algorithm"), sorted(ALGORITHMS))
-def test_algorithm_is_chosen_for_some_case(kind: str, algorithm: str) -> None:
+def test_each_algorithm_is_selected_for_some_call(kind: str, algorithm: str) -> None:
     assert any(
         choose(kind, nbytes, world_size, ordered=ordered) == algorithm
         for nbytes in SIZES
@@ -66,7 +66,7 @@ def test_algorithm_is_chosen_for_some_case(kind: str, algorithm: str) -> None:
         (4, 5, False, False, "circulant"),
     ],
 )
-def test_allreduce_choices_match_the_table(
+def test_selected_allreduce_algorithms_match_the_expected_table(
     nbytes: int, world_size: int, ordered: bool, portable: bool, expected: str
 ) -> None:
     assert choose("allreduce", nbytes, world_size, ordered=ordered, portable=portable) == expected
@@ -89,7 +89,7 @@ AVOIDED = {("reduce", "pairwise"), ("reduce_scatter", "pairwise"), ("allreduce",
 
 
 def usable(kind: str, world_size: int, ordered: bool, portable: bool) -> list[str]:
-    """Return the algorithms that are valid for a call."""
+    """Return the algorithms that are valid for a call, given the op's needs."""
     return [
         name
         for of_kind, name in ALGORITHMS
@@ -103,7 +103,7 @@ def usable(kind: str, world_size: int, ordered: bool, portable: bool) -> list[st
 @pytest.mark.slow
 @each("machine", MACHINES)
 @each("kind", RULES)
-def test_chosen_algorithm_is_predicted_to_be_nearly_the_fastest(kind: str, machine: str) -> None:
+def test_selected_algorithm_has_nearly_the_best_predicted_time(kind: str, machine: str) -> None:
     tuning = MACHINES[machine]
     most = SCAN_FACTOR if kind in ("scan", "exscan") else FACTOR
     for nbytes in [0, *(part * 2**power for power in range(29) for part in (2, 3))]:
@@ -119,8 +119,8 @@ def test_chosen_algorithm_is_predicted_to_be_nearly_the_fastest(kind: str, machi
 
 
 @each("kind", RULES)
-def test_limits_grow_with_the_speed_of_the_machine(kind: str) -> None:
-    """On a machine with the same latency and four times the speed, all limits are four times as large."""
+def test_size_limits_of_algorithms_grow_with_the_speed_of_the_machine(kind: str) -> None:
+    """Check that with equal latency and four times the speed, all size limits are four times as large."""
     slow = Machine(40e-6, 10e-6, 1 / 1e9, 0.1e-9)
     fast = Machine(40e-6, 10e-6, 1 / 4e9, 0.025e-9)
     for nbytes in SIZES:
@@ -137,11 +137,13 @@ def test_limits_grow_with_the_speed_of_the_machine(kind: str) -> None:
     ("nbytes", "world_size", "expected"),
     [(4, 4, "direct"), (MIB, 4, "direct"), (2 * MIB, 4, "ring"), (4, 17, "circulant"), (2 * MIB, 17, "direct")],
 )
-def test_allgather_choices_match_the_table(nbytes: int, world_size: int, medium: Medium, expected: str) -> None:
+def test_selected_allgather_algorithms_match_the_expected_table(
+    nbytes: int, world_size: int, medium: Medium, expected: str
+) -> None:
     assert choose("allgather", nbytes, world_size, tuning=Tuning(medium=medium)) == expected
 
 
-def test_medium_has_its_own_limits() -> None:
+def test_each_medium_has_separate_size_limits_of_algorithms() -> None:
     expensive = Machine(1e-3, 1e-4, 1e-9, 1e-10)
     tuning = Tuning(unix=expensive)
     assert choose("allreduce", MIB, 4, tuning=tuning) == "circulant"
@@ -149,7 +151,7 @@ def test_medium_has_its_own_limits() -> None:
     assert tuning.over("unix").over("tcp") == tuning
 
 
-def test_unknown_algorithm_names_are_explained() -> None:
+def test_error_for_an_unknown_algorithm_lists_the_known_algorithms() -> None:
     with pytest.raises(ValueError, match=r"kind='reduce_all' is not a collective; use one of allreduce, reduce,"):
         choose("reduce_all", 4, 2)
     with pytest.raises(ValueError, match=r"algorithm='rind' is not known for kind='allreduce'; use one of .*ring"):

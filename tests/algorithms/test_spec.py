@@ -1,4 +1,4 @@
-"""The table of collectives, compared with the programs and with independent lists, and unknown kinds."""
+"""The table of collectives, compared with the schedules and with independent lists, and unknown kinds."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ def sizes(case: Case, rank: int) -> tuple[Any, ...]:
 
 
 def touched(program: Program, buffers: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Return the elements of the caller's buffers that a program reads before any write, and those that it writes."""
+    """Return the elements of the caller's buffers that a schedule reads before any write, and those that it writes."""
     read: set[tuple[int, int]] = set()
     written: set[tuple[int, int]] = set()
 
@@ -72,14 +72,14 @@ def whole(buffers: tuple[int, ...], memory: list[list[Any]]) -> set[tuple[int, i
     return {(buffer, number) for buffer in buffers for number in range(len(memory[buffer]))}
 
 
-def test_table_has_a_row_for_every_kind_with_rules() -> None:
+def test_specification_table_covers_every_kind_that_has_selection_rules() -> None:
     assert list(SPECS) == [spec.kind for spec in SPECS.values()]
     assert {spec.kind for spec in PROGRAMS} == set(RULES) == {kind for kind, _ in ALGORITHMS}
     assert {kind for kind, spec in SPECS.items() if spec.method is Method.PROGRAM} == set(RULES)
     assert set(SPECS) >= set(two_level.RULES)
 
 
-def test_rows_match_the_definitions_of_the_collectives() -> None:
+def test_specifications_match_the_definitions_of_the_collectives() -> None:
     def kinds(condition: Callable[[Spec], object]) -> set[str]:
         return {spec.kind for spec in PROGRAMS if condition(spec)}
 
@@ -92,7 +92,7 @@ def test_rows_match_the_definitions_of_the_collectives() -> None:
     assert shaped == {"allreduce", "reduce", "broadcast", "scan", "exscan"}
 
 
-def test_native_calls_have_their_nccl_names() -> None:
+def test_specifications_name_the_nccl_function_of_each_collective() -> None:
     native = {kind: spec.native for kind, spec in SPECS.items() if spec.native is not None}
     assert set(native) == set(RULES) - {*BARRIERS, "scan", "exscan"}
     assert {kind for kind, call in native.items() if call == "send_recv"} == PRIVATE
@@ -104,7 +104,7 @@ def test_native_calls_have_their_nccl_names() -> None:
 
 
 @each(("kind", "algorithm"), sorted({**ALGORITHMS, **two_level.ALGORITHMS}))
-def test_programs_read_inputs_and_write_outputs(kind: str, algorithm: str) -> None:
+def test_programs_read_all_inputs_and_write_all_outputs(kind: str, algorithm: str) -> None:
     spec = spec_of(kind)
     for case in cases(kind, algorithm):
         memory, size = case.memory(), case.world_size
@@ -113,7 +113,7 @@ def test_programs_read_inputs_and_write_outputs(kind: str, algorithm: str) -> No
             read, written = touched(program, len(memory[rank]))
             assert read <= whole(inputs, memory[rank])
             assert written <= whole(outputs, memory[rank])
-            # A single rank has nothing to do, and no rank uses the input of the last rank of an exscan.
+            # A single rank makes no action, and no rank uses the input of the last rank of an exscan.
             if size > 1:
                 assert written == whole(outputs, memory[rank])
                 if (kind, rank) != ("exscan", size - 1):
@@ -121,7 +121,7 @@ def test_programs_read_inputs_and_write_outputs(kind: str, algorithm: str) -> No
 
 
 @each(("kind", "algorithm"), sorted(ALGORITHMS))
-def test_counts_match_the_buffers(kind: str, algorithm: str) -> None:
+def test_specified_element_counts_match_the_buffer_sizes(kind: str, algorithm: str) -> None:
     spec = spec_of(kind)
     for case in cases(kind, algorithm):
         memory, programs = case.memory(), case.programs()
@@ -137,7 +137,7 @@ def test_counts_match_the_buffers(kind: str, algorithm: str) -> None:
 
 
 @each(("kind", "algorithm"), sorted(pair for pair in ALGORITHMS if pair[0] in PRIVATE))
-def test_private_blocks_are_sent_to_their_peers(kind: str, algorithm: str) -> None:
+def test_blocks_between_two_ranks_are_sent_to_the_specified_peer(kind: str, algorithm: str) -> None:
     spec = spec_of(kind)
     for case in cases(kind, algorithm):
         size = case.world_size
@@ -151,14 +151,14 @@ def test_private_blocks_are_sent_to_their_peers(kind: str, algorithm: str) -> No
 
 
 @each("kind", RULES)
-def test_rows_with_a_root_depend_on_it(kind: str) -> None:
+def test_programs_depend_on_the_root_exactly_if_the_specification_has_a_root(kind: str) -> None:
     cases = [Case(kind, choose(kind, 44, 3), 3, root, 11, (5, 6, 7), ((1,) * 3,) * 3) for root in range(2)]
     first, second = (case.programs() for case in cases)
     assert (first == second) is not spec_of(kind).rooted
 
 
 @each("kind", RULES)
-def test_rows_that_reduce_have_a_fold(kind: str) -> None:
+def test_programs_reduce_exactly_if_the_specification_reduces(kind: str) -> None:
     case = Case(kind, choose(kind, 44, 3), 3, 0, 11, (5, 6, 7), ((1,) * 3,) * 3)
     verbs = {action.verb for program in case.programs() for action in program.actions}
     assert bool(verbs & {ActionKind.COMBINE, ActionKind.FOLD}) is spec_of(kind).reduces
@@ -186,7 +186,7 @@ READERS: dict[str, Callable[[], object]] = {
 
 
 @each("reader", READERS)
-def test_unknown_kind_is_refused(reader: str) -> None:
+def test_specification_of_an_unknown_kind_is_refused(reader: str) -> None:
     with pytest.raises(ValueError, match=r"kind='rotate' is not a collective; use one of allreduce, reduce, "):
         READERS[reader]()
 

@@ -39,14 +39,14 @@ EVEN = [(number, per_host) for number, per_host in EVEN if per_host > 1]
 
 
 def splits(world_size: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to put the ranks on hosts."""
+    """Yield every split of the ranks over hosts."""
     for names in product(*(range(rank + 1) for rank in range(world_size))):
         if host_numbers(names) == names and two_level.has_two_levels(names):
             yield names
 
 
 def random_split(world_size: int, random: Random) -> tuple[int, ...]:
-    """Return a split with several hosts, and several ranks on one of them."""
+    """Return a random split over several hosts, one of which has several ranks."""
     while True:
         names = [random.randrange(random.randint(2, world_size)) for _ in range(world_size)]
         if two_level.has_two_levels(names):
@@ -68,7 +68,7 @@ def check_case(case: Case, seed: int) -> None:
 
 
 def crossing(case: Case) -> list[int]:
-    """Return the number of elements of each message between hosts."""
+    """Return the number of elements of each message that crosses hosts."""
     return [
         action.region.count
         for rank, program in enumerate(case.programs())
@@ -78,7 +78,7 @@ def crossing(case: Case) -> list[int]:
 
 
 def works_without_buffering(case: Case) -> bool:
-    """Return whether a case works without buffering. The exchange of leaders needs eager messages."""
+    """Return whether a case works without buffered messages. The exchange of leaders needs eager messages."""
     return (case.kind, case.algorithm) != ("allreduce", "leaders")
 
 
@@ -90,7 +90,9 @@ def whole(kind: str, algorithm: str, hosts: tuple[int, ...], block: int = 3) -> 
 
 @each("hosts", SPLITS)
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
-def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str, hosts: tuple[int, ...]) -> None:
+def test_two_level_result_does_not_depend_on_the_order_of_events(
+    kind: str, algorithm: str, hosts: tuple[int, ...]
+) -> None:
     for number, case in enumerate(cases(kind, algorithm, len(hosts))):
         placed = replace(case, hosts=hosts)
         check_case(placed, number)
@@ -100,7 +102,9 @@ def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str
 
 @pytest.mark.parametrize("world_size", [3, 4, pytest.param(5, marks=pytest.mark.slow)])
 @each(("kind", "algorithm"), ALL)
-def test_two_level_result_is_right_for_every_split_of_a_few_ranks(kind: str, algorithm: str, world_size: int) -> None:
+def test_two_level_result_is_correct_for_every_split_of_few_ranks_over_hosts(
+    kind: str, algorithm: str, world_size: int
+) -> None:
     random = Random(world_size)
     sized = list(cases(kind, algorithm, world_size))
     for number, hosts in enumerate(splits(world_size)):
@@ -111,7 +115,9 @@ def test_two_level_result_is_right_for_every_split_of_a_few_ranks(kind: str, alg
 @pytest.mark.slow
 @each("world_size", range(6, 18))
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
-def test_two_level_result_is_right_for_random_splits(kind: str, algorithm: str, world_size: int) -> None:
+def test_two_level_result_is_correct_for_random_splits_of_ranks_over_hosts(
+    kind: str, algorithm: str, world_size: int
+) -> None:
     random = Random(world_size)
     for number, case in enumerate(cases(kind, algorithm, world_size)):
         check_case(replace(case, hosts=random_split(world_size, random)), number)
@@ -119,7 +125,9 @@ def test_two_level_result_is_right_for_random_splits(kind: str, algorithm: str, 
 
 @each("hosts", [*SPLITS, (0, 1) * 8, (0, 1, 2, 2) * 4])
 @each(("kind", "algorithm"), ALL)
-def test_bytes_between_hosts_depend_on_the_hosts_alone(kind: str, algorithm: str, hosts: tuple[int, ...]) -> None:
+def test_number_of_bytes_between_hosts_depends_only_on_the_number_of_hosts(
+    kind: str, algorithm: str, hosts: tuple[int, ...]
+) -> None:
     block = 60  # divisible by all numbers of lanes and hosts
     for root in (0, len(hosts) - 1):
         sizes = crossing(replace(whole(kind, algorithm, hosts, block), root=root))
@@ -127,8 +135,8 @@ def test_bytes_between_hosts_depend_on_the_hosts_alone(kind: str, algorithm: str
         assert sum(sizes) == two_level.bytes_between_hosts(algorithm, kind, nbytes, hosts)
 
 
-def test_allreduce_sends_twice_its_share_of_hosts_and_each_lane_its_part() -> None:
-    """Every host sends 2n(h-1)/h elements, in equal parts by its ranks."""
+def test_allreduce_traffic_between_hosts_matches_the_formula_and_is_equal_per_lane() -> None:
+    """Check that every host sends 2n(h-1)/h elements, in equal parts per rank."""
     number, per_host, count = 4, 3, 4 * 3 * 10
     hosts = tuple(rank % number for rank in range(number * per_host))
     for algorithm in ("lanes", "lines"):
@@ -142,7 +150,7 @@ def test_allreduce_sends_twice_its_share_of_hosts_and_each_lane_its_part() -> No
 
 
 @each(("number", "per_host"), [(2, 2), (2, 8), (3, 4), (5, 3)])
-def test_messages_between_hosts_do_not_grow_with_their_ranks(number: int, per_host: int) -> None:
+def test_number_of_messages_between_hosts_does_not_grow_with_the_ranks_per_host(number: int, per_host: int) -> None:
     hosts = tuple(rank // per_host for rank in range(number * per_host))
     rounds = (number - 1).bit_length()
     assert len(crossing(whole("allreduce", "leaders", hosts))) == number * rounds
@@ -150,17 +158,17 @@ def test_messages_between_hosts_do_not_grow_with_their_ranks(number: int, per_ho
     assert len(crossing(whole("reduce", "leaders", hosts))) == number - 1
     assert len(crossing(whole("broadcast", "leaders", hosts))) == number - 1
     assert len(crossing(whole("allgather", "leaders", hosts))) == number * (number - 1 if number <= 4 else rounds)
-    # One message per lane.
+    # Each lane sends one message between hosts.
     assert len(crossing(whole("allreduce", "lines", hosts))) == 2 * number * (number - 1) * per_host
     assert len(crossing(whole("broadcast", "lanes", hosts))) == (number - 1) * per_host
     assert len(crossing(whole("reduce", "lines", hosts))) == (number - 1) * per_host
-    # One message per block of a rank.
+    # Each block of a rank is sent in one message between hosts.
     assert len(crossing(whole("allgather", "lanes", hosts))) == (number - 1) * number * per_host
     assert len(crossing(whole("reduce_scatter", "lines", hosts))) == (number - 1) * number * per_host
 
 
 @each(("kind", "flat"), [("allreduce", "ring"), ("allgather", "ring"), ("barrier", "dissemination")])
-def test_two_levels_send_less_between_hosts_than_one(kind: str, flat: str) -> None:
+def test_two_level_algorithm_sends_less_between_hosts_than_a_flat_algorithm(kind: str, flat: str) -> None:
     for hosts in ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1)):
         algorithm = two_level.choose(kind, 16 * MIB, hosts, ordered=False, portable=True, machine=TCP)
         assert algorithm is not None
@@ -170,7 +178,7 @@ def test_two_levels_send_less_between_hosts_than_one(kind: str, flat: str) -> No
 
 @pytest.mark.parametrize(("number", "per_host"), EVEN)
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
-def test_costs_equal_those_of_the_programs(kind: str, algorithm: str, number: int, per_host: int) -> None:
+def test_cost_formulas_equal_the_costs_of_the_programs(kind: str, algorithm: str, number: int, per_host: int) -> None:
     hosts = tuple(rank // per_host for rank in range(number * per_host))
     case = whole(kind, algorithm, hosts, block=number * per_host)
     programs = case.programs()
@@ -188,8 +196,8 @@ def test_cost_of_an_empty_call_is_zero() -> None:
 
 @each("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2, 2)])
 @each("kind", sorted({kind for kind, _ in ALL}))
-def test_predictions_approximate_the_simulated_times(kind: str, hosts: tuple[int, ...]) -> None:
-    """Predictions are within a factor of about two of the simulated times."""
+def test_predicted_times_approximate_the_simulated_times(kind: str, hosts: tuple[int, ...]) -> None:
+    """Check that predicted times are within a factor of about two of the simulated times."""
     for nbytes in (0,) if kind == "barrier" else (64, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB):
         algorithm = two_level.choose(kind, nbytes, hosts, ordered=False, portable=True, machine=TCP)
         if algorithm is not None:
@@ -199,7 +207,7 @@ def test_predictions_approximate_the_simulated_times(kind: str, hosts: tuple[int
             assert 0.45 * taken <= predicted <= 1.8 * taken, (algorithm, nbytes, predicted / taken)
 
 
-def test_two_level_chains_stream_without_scratch() -> None:
+def test_two_level_chain_streams_pieces_and_uses_no_scratch_memory() -> None:
     for program in whole("allreduce", "lines", (0, 0, 1, 1)).programs():
         assert program.scratch == ()
         assert not any(action.after for action in program.actions)
@@ -209,7 +217,7 @@ def test_two_level_chains_stream_without_scratch() -> None:
 
 
 @each("kind", sorted({kind for kind, _ in FLAT}))
-def test_choice_is_unchanged_without_two_levels(kind: str) -> None:
+def test_algorithm_selection_does_not_change_if_two_levels_are_impossible(kind: str) -> None:
     for hosts in ((), (0, 0, 0, 0), (0, 1, 2, 3)):
         for nbytes in (0, 4, 64 * KIB, MIB, 16 * MIB):
             for ordered, portable in product((False, True), repeat=2):
@@ -218,7 +226,7 @@ def test_choice_is_unchanged_without_two_levels(kind: str) -> None:
 
 
 @each("kind", sorted({kind for kind, _ in FLAT}))
-def test_ordered_ops_use_one_level(kind: str) -> None:
+def test_ops_that_need_rank_order_use_a_flat_algorithm(kind: str) -> None:
     reducing = kind in ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
     for nbytes in (0, 4, 64 * KIB, MIB, 16 * MIB):
         name = choose(kind, nbytes, 4, ordered=True, hosts=(0, 0, 1, 1))
@@ -244,38 +252,40 @@ def test_ordered_ops_use_one_level(kind: str) -> None:
     ],
 )
 @each("hosts", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 1)])
-def test_two_level_choices_match_the_table(kind: str, nbytes: int, expected: str, hosts: tuple[int, ...]) -> None:
+def test_two_level_selection_matches_the_expected_table(
+    kind: str, nbytes: int, expected: str, hosts: tuple[int, ...]
+) -> None:
     assert choose(kind, nbytes, 4, hosts=hosts) == expected
 
 
-def test_limit_of_leaders_falls_with_the_number_of_hosts() -> None:
+def test_size_limit_of_the_leaders_algorithm_falls_with_the_number_of_hosts() -> None:
     hosts = (0, 0, 1, 2, 3, 4)
     assert choose("allreduce", 16 * KIB, 6, hosts=hosts) == "leaders"
     assert choose("allreduce", 16 * KIB + 4, 6, hosts=hosts) == "lanes"
 
 
 @each("kind", ["reduce_scatter", "monitored_barrier", "gather", "scatter", "alltoall", "scan"])
-def test_one_level_is_used_where_two_save_nothing(kind: str) -> None:
-    """For a reduce_scatter, two levels save no latency of small calls."""
+def test_flat_algorithm_is_selected_where_two_levels_save_no_time(kind: str) -> None:
+    """Check a reduce_scatter, for which two levels save no latency of small calls."""
     for nbytes in (0, 4, 4 * KIB) if kind == "reduce_scatter" else (0, 4 * KIB, 16 * MIB):
         assert choose(kind, nbytes, 4, hosts=(0, 0, 1, 1)) == choose(kind, nbytes, 4)
 
 
-def test_limits_follow_the_network() -> None:
-    """Limits are ten times as large with ten times the latency of TCP, and do not depend on shared memory."""
+def test_size_limits_of_two_level_algorithms_scale_with_the_network_latency() -> None:
+    """Check that size limits grow tenfold with ten times the latency of TCP, and ignore the speed of shared memory."""
     tuning = Tuning(tcp=Machine(TCP.alpha * 10, TCP.overhead, TCP.beta, TCP.gamma), medium="shm")
     assert choose("allreduce", 2560 * KIB, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "leaders"
     assert choose("allreduce", 2560 * KIB + 4, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "lanes"
 
 
-def test_limit_of_lanes_grows_with_the_number_of_lanes() -> None:
+def test_size_limit_of_the_lanes_algorithm_grows_with_the_number_of_lanes() -> None:
     for lanes in (2, 4, 8):
         hosts = (0,) * lanes + (1,) * lanes
         assert choose("allreduce", lanes * 512 * KIB, 2 * lanes, hosts=hosts) == "lanes"
         assert choose("allreduce", lanes * 512 * KIB + 4, 2 * lanes, hosts=hosts) == "lines"
 
 
-def test_unrepeatable_reduction_is_done_on_one_rank() -> None:
+def test_reduction_that_depends_on_the_machine_is_computed_on_one_rank() -> None:
     hosts = (0, 0, 1, 1)
     assert choose("allreduce", 4, 4, portable=False, hosts=hosts) == "lanes"
     for algorithm in ("lanes", "lines"):
@@ -283,7 +293,7 @@ def test_unrepeatable_reduction_is_done_on_one_rank() -> None:
         assert sum(action.region.count for program in programs for action in program.actions if action.final) == 12
 
 
-def test_algorithm_is_chosen_for_some_case() -> None:
+def test_each_two_level_algorithm_is_selected_for_some_call() -> None:
     chosen = {
         (kind, two_level.choose(kind, nbytes, (0, 0, 1, 1), ordered=False, portable=True, machine=TCP))
         for kind in two_level.RULES
@@ -298,7 +308,7 @@ def test_algorithm_is_chosen_for_some_case() -> None:
 # -- hosts
 
 
-def test_hosts_are_numbered_by_their_lowest_ranks() -> None:
+def test_hosts_are_numbered_in_the_order_of_their_lowest_ranks() -> None:
     assert host_numbers(["b", "a", "b", "c", "a"]) == (0, 1, 0, 2, 1)
     assert host_numbers([]) == ()
     assert not two_level.has_two_levels(())
@@ -307,7 +317,7 @@ def test_hosts_are_numbered_by_their_lowest_ranks() -> None:
     assert two_level.has_two_levels((0, 1, 1))
 
 
-def test_teams_and_lanes_match_the_hosts() -> None:
+def test_teams_and_lanes_are_derived_from_the_hosts_of_the_ranks() -> None:
     hosts = Hosts((0, 1, 0, 1, 0, 0, 1))
     assert hosts.teams == ((0, 2, 4, 5), (1, 3, 6))
     assert hosts.place == (0, 0, 1, 1, 2, 3, 2)

@@ -43,7 +43,7 @@ SMALL, LARGE = Case("allreduce", 64), Case("allreduce", 16 << 20)
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
-    """Yield the modules of bench/, which is a folder of programs and no package."""
+    """Yield the modules of bench/, a folder of programs that is not a package."""
     before = set(sys.modules)
     sys.path.insert(0, str(FOLDER))
     try:
@@ -67,13 +67,13 @@ def make_launch(
 
 
 def make_results(bench: Any, case: Case, *times: Mapping[str, float]) -> Any:
-    """Return results from rounds with these microseconds, by system."""
+    """Return benchmark results from rounds with the given microseconds, by system."""
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking", "mpich blocking", "open mpi blocking"])
     results.rounds += [{name: make_launch(bench, case, value) for name, value in each.items()} for each in times]
     return results
 
 
-def test_ratio_is_the_median_of_the_rounds(bench: Any) -> None:
+def test_benchmark_ratio_is_the_median_over_the_rounds(bench: Any) -> None:
     results = make_results(
         bench,
         SMALL,
@@ -84,7 +84,7 @@ def test_ratio_is_the_median_of_the_rounds(bench: Any) -> None:
     assert results.ratio(SMALL, "aiocoll auto", "gloo blocking") == pytest.approx((10, 2, 30))
 
 
-def test_faster_peer_is_chosen_in_each_round(bench: Any) -> None:
+def test_ratio_uses_the_fastest_peer_library_of_each_round(bench: Any) -> None:
     results = make_results(
         bench,
         SMALL,
@@ -97,7 +97,7 @@ def test_faster_peer_is_chosen_in_each_round(bench: Any) -> None:
     assert results.ratio(SMALL, "aiocoll auto", "gloo blocking") is None
 
 
-def test_summary_covers_the_launches(bench: Any) -> None:
+def test_summary_combines_all_launches_of_a_benchmark(bench: Any) -> None:
     results = make_results(bench, LARGE, *({"gloo blocking": value} for value in (1000, 5000, 2000)))
     summary = results.summary("gloo blocking", LARGE)
     assert (summary.launches, summary.iterations, summary.wrong) == (3, 12, 0)
@@ -106,7 +106,7 @@ def test_summary_covers_the_launches(bench: Any) -> None:
     assert results.summary("mpich blocking", LARGE) is None
 
 
-def test_time_of_calls_in_flight_is_per_call(bench: Any) -> None:
+def test_time_of_concurrent_calls_is_reported_per_call(bench: Any) -> None:
     many = Case("allreduce", 4096, 64)
     summary = make_results(bench, many, {"gloo blocking": 6400}).summary("gloo blocking", many)
     assert summary.figures.p50 == pytest.approx(100e-6)
@@ -114,13 +114,15 @@ def test_time_of_calls_in_flight_is_per_call(bench: Any) -> None:
 
 
 @pytest.mark.parametrize(("gloo", "met"), [(100.1, True), (99.9, False), (None, None)])
-def test_limit_is_met_missed_or_not_measured(bench: Any, gloo: float | None, met: bool | None) -> None:
+def test_benchmark_limit_is_reported_as_met_missed_or_not_measured(
+    bench: Any, gloo: float | None, met: bool | None
+) -> None:
     results = make_results(bench, SMALL, {"aiocoll auto": 1.0, **({} if gloo is None else {"gloo blocking": gloo})})
     (verdict,) = [each for each in bench.limits.verdicts([results]) if each.what.endswith("against blocking Gloo")]
     assert verdict.met is met
 
 
-def test_cell_has_one_limit_per_kind_of_peer(bench: Any) -> None:
+def test_benchmark_case_has_at_most_one_limit_per_kind_of_peer(bench: Any) -> None:
     sizes = (8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
     all_results = []
     for world_size in (2, 4):
@@ -137,7 +139,7 @@ def test_cell_has_one_limit_per_kind_of_peer(bench: Any) -> None:
         "4 ranks, against awaited peers": 0,
         "2 ranks, against blocking MPI": all_cells,
         "4 ranks, against blocking MPI": small_ones + large_allreduces,
-        "2 ranks, against blocking Gloo": all_cells - len(sizes),  # it has no scan
+        "2 ranks, against blocking Gloo": all_cells - len(sizes),  # Gloo has no scan
         "4 ranks, against blocking Gloo": all_cells - len(sizes),
     }
     for against, count_iterations in counts.items():
@@ -158,7 +160,7 @@ def test_cell_has_one_limit_per_kind_of_peer(bench: Any) -> None:
     assert limits["allreduce 256 KiB, 2 ranks, against blocking Gloo"] == "≥ 1×"
 
 
-def test_awaited_and_blocking_peers_have_separate_tables(bench: Any) -> None:
+def test_awaited_and_blocking_peer_libraries_are_listed_in_separate_tables(bench: Any) -> None:
     names = ["aiocoll auto", "gloo future", "mpich test", "mpich blocking", "open mpi blocking", "gloo blocking"]
     results = bench.results.Results(2, names)
     times = (10, 400, 20, 2, 5, 1)
@@ -176,14 +178,14 @@ def test_awaited_and_blocking_peers_have_separate_tables(bench: Any) -> None:
     assert row == ("| allreduce | 64 B | 10.0 (10.0) | 1.0 (1.0) | 2.0 (2.0) | 5.0 (5.0) | **0.20** (0.20–0.20) | 0 |")
 
 
-def test_table_without_a_peer_is_left_out(bench: Any) -> None:
+def test_table_without_a_peer_library_is_omitted(bench: Any) -> None:
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking"])
     results.rounds.append({name: make_launch(bench, SMALL, 1) for name in results.systems})
     assert bench.tables.awaited_table(results, "aiocoll auto") is None
     assert bench.tables.blocking_table(results, "aiocoll auto") is not None
 
 
-def test_rows_are_marked_by_the_load_of_their_launches(bench: Any) -> None:
+def test_table_rows_are_marked_if_the_machine_was_loaded_during_a_launch(bench: Any) -> None:
     other = Case("scan", 64)
     results = bench.results.Results(2, ["aiocoll auto", "mpich blocking"])
     quiet, loud = load(0.3), load(0.31)
@@ -205,7 +207,7 @@ def test_rows_are_marked_by_the_load_of_their_launches(bench: Any) -> None:
 
 
 class Meter:
-    """A meter whose measured laps have the given loads; laps between launches have a high load."""
+    """A load meter whose measured intervals have the given loads; intervals between launches have a high load."""
 
     def __init__(self, *loads: float) -> None:
         self.loads = [load(each) for each in loads]
@@ -224,7 +226,7 @@ class Meter:
         ((0.5, 0.4, 0.6, 0.7, 0.8, 0.9, 0.0), 6, 1),
     ],
 )
-def test_launch_is_repeated_while_the_load_is_high(
+def test_benchmark_launch_is_repeated_while_the_machine_load_is_high(
     bench: Any, loads: tuple[float, ...], launches: int, kept: int
 ) -> None:
     meter, done = Meter(*loads), []
@@ -247,13 +249,13 @@ def test_launch_of_any_timings_is_repeated(bench: Any) -> None:
     assert (best.timings, best.load, best.repeats) == ({"step": [1e-3]}, load(0.1), 1)
 
 
-def test_failed_launch_is_not_repeated(bench: Any) -> None:
+def test_failed_benchmark_launch_is_not_repeated(bench: Any) -> None:
     results = iter([make_launch(bench, SMALL, 1), make_launch(bench, SMALL, 0, "exit code 1")])
     best = bench.launch.launch_until_quiet(lambda: next(results), Meter(0.5, 0.4), 5)
     assert (best.failure, best.load) == (None, load(0.5))
 
 
-def test_report_has_the_load_of_the_launches(bench: Any) -> None:
+def test_benchmark_report_contains_the_machine_load_of_the_launches(bench: Any) -> None:
     results = bench.results.Results(2, ["aiocoll auto"])
     results.rounds += [{"aiocoll auto": make_launch(bench, SMALL, 1, load=load(each))} for each in (0.0, 0.1, 0.7)]
     results.rounds[2]["aiocoll auto"] = replace(results.rounds[2]["aiocoll auto"], repeats=5)
@@ -267,7 +269,7 @@ def test_report_has_the_load_of_the_launches(bench: Any) -> None:
     )
 
 
-def test_report_lists_missing_and_wrong_results(bench: Any, tmp_path: Path) -> None:
+def test_benchmark_report_lists_missing_and_wrong_results(bench: Any, tmp_path: Path) -> None:
     results = make_results(bench, SMALL, {"aiocoll auto": 1, "gloo blocking": 30})
     results.rounds[0]["mpich blocking"] = make_launch(bench, SMALL, 0, "exit code 1: no fabric")
     results.rounds[0]["gloo blocking"].timings[SMALL] = Timing([30_000], 0.0, 17)
@@ -295,28 +297,28 @@ def test_report_lists_missing_and_wrong_results(bench: Any, tmp_path: Path) -> N
     )
 
 
-def test_report_names_other_busy_processes(bench: Any) -> None:
+def test_benchmark_report_names_the_busy_processes_that_it_started(bench: Any) -> None:
     systems = [bench.systems.make_aiocoll("tcp")]
     text = bench.report.Report(systems, {}, load(0.0), busy=3).text()
     assert "3 other processes that each keep a core busy" in text
     assert "busy" not in bench.report.Report(systems, {}, load(0.0)).machine
 
 
-def test_busy_processes_run_only_during_the_measurement(bench: Any) -> None:
+def test_busy_processes_of_a_benchmark_run_only_during_the_measurement(bench: Any) -> None:
     with bench.busy.busy(2) as processes:
         assert [process.poll() for process in processes] == [None, None]
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
 
 
 async def test_busy_process_ends_with_its_parent() -> None:
-    """Wait for the end of the standard output, which the busy process shares with its parent."""
+    """Wait for the end of standard output, which the busy process shares with its parent."""
     program = "import busy, os\nwith busy.busy(1): os.kill(os.getpid(), 9)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=FOLDER, stdout=subprocess.PIPE)
     async with asyncio.timeout(20):
         assert (await process.communicate())[0] == b""
 
 
-def test_launch_measures_all_cases(bench: Any) -> None:
+def test_benchmark_launch_measures_all_cases(bench: Any) -> None:
     cases = [SMALL, Case("gather", 4096), Case("allreduce", 4096, 4), Case("barrier", 0)]
     done = bench.launch.launch(bench.systems.make_aiocoll("tcp"), None, 3, cases, Effort(0, 3, 3), 60)
     assert done.failure is None
@@ -325,14 +327,14 @@ def test_launch_measures_all_cases(bench: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_calls_in_flight_are_measured(pg: ProcessGroup) -> None:
+async def test_benchmark_measures_concurrent_calls(pg: ProcessGroup) -> None:
     loads = Workloads(Case("allreduce", 4096, inflight=64), pg.rank(), pg.size())
     call = calls_of([call_of(pg, load) for load in loads.all])
     timing = await measure(loads, times_of(call), combine_of(pg), Effort(0, 3, 3))
     assert (len(timing.nanoseconds), timing.wrong) == (3, 0)
 
 
-def test_wrong_result_of_any_call_in_flight_is_found() -> None:
+def test_wrong_result_of_any_concurrent_call_is_found() -> None:
     loads = Workloads(Case("allreduce", 4096, inflight=3), 0, 2)
     loads.fill_patterns()
     assert loads.count_wrong() == 3 * loads.all[0].count_wrong() > 0
@@ -340,14 +342,14 @@ def test_wrong_result_of_any_call_in_flight_is_found() -> None:
     assert loads.count_wrong_after(1) == 3 * loads.all[2].count_wrong_after(1) > 0
 
 
-def test_failed_launch_reports_its_reason_and_keeps_its_results(bench: Any) -> None:
+def test_failed_benchmark_launch_keeps_its_results_and_reports_the_reason(bench: Any) -> None:
     cases = [SMALL, Case("allsum", 64)]
     done = bench.launch.launch(bench.systems.make_aiocoll("tcp"), None, 2, cases, Effort(0, 3, 3), 60)
     assert list(done.timings) == [SMALL]
     assert "ValueError: kind='allsum' is not a collective; use one of allreduce, reduce," in done.failure
 
 
-def test_hanging_launch_is_ended(bench: Any, tmp_path: Path) -> None:
+def test_hanging_benchmark_launch_is_ended_at_its_time_limit(bench: Any, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o700)
@@ -356,7 +358,7 @@ def test_hanging_launch_is_ended(bench: Any, tmp_path: Path) -> None:
     assert done.failure == "not done after 1 s"
 
 
-def test_failure_reason_is_the_error_or_the_first_output(bench: Any) -> None:
+def test_launch_failure_reason_is_the_error_or_the_first_line_of_output(bench: Any) -> None:
     trace = "Traceback (most recent call last):\n  File ...\nmpi4py.MPI.Error: no such|thing\n---\n"
     assert bench.launch._reason("exit code 1", trace) == "exit code 1: mpi4py.MPI.Error: no such/thing"
     assert bench.launch._reason("exit code 213", "-----\n  A value is missing.\nTry it.\n") == (
@@ -365,14 +367,14 @@ def test_failure_reason_is_the_error_or_the_first_output(bench: Any) -> None:
     assert bench.launch._reason("killed by SIGKILL", "") == "killed by SIGKILL"
 
 
-def test_library_name_selects_all_its_modes(bench: Any) -> None:
+def test_library_name_selects_all_modes_of_the_library(bench: Any) -> None:
     chosen = bench.systems.choose_peers(["mpich-spin", "gloo", "mpich-spin"])
     assert chosen == ["gloo-future", "gloo-thread", "gloo-blocking", "mpich-spin"]
     assert bench.systems.choose_peers([]) == []
     assert bench.systems.choose_peers(bench.systems.PEER_CHOICES) == list(bench.systems.PEERS)
 
 
-def test_only_awaited_systems_have_calls_in_flight(bench: Any) -> None:
+def test_only_libraries_with_awaitable_calls_run_concurrent_calls(bench: Any) -> None:
     many = Case("allreduce", 64, inflight=4)
     awaited = {name for name, system in bench.systems.PEERS.items() if system.can_run(many)}
     assert awaited == {name for name in bench.systems.PEERS if not name.endswith("blocking")}
@@ -380,7 +382,7 @@ def test_only_awaited_systems_have_calls_in_flight(bench: Any) -> None:
 
 
 class Request:
-    """An MPI request that is complete after some number of tests."""
+    """An MPI request that is complete after a given number of tests."""
 
     def __init__(self, tests: int) -> None:
         self.left = tests
@@ -391,7 +393,7 @@ class Request:
 
 
 @pytest.mark.parametrize(("spin", "tests", "iterations"), [(0.0, 1, 0), (0.0, 4, 3), (1000.0, 1000, 0)])
-async def test_request_is_tested_once_per_loop_iteration_after_spinning(
+async def test_mpi_request_is_tested_once_per_loop_iteration_after_spinning(
     bench: Any, spin: float, tests: int, iterations: int
 ) -> None:
     passed = 0
@@ -437,9 +439,7 @@ class Comm:
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_mpi_calls_that_block_and_that_return_a_request_have_the_same_arguments(
-    bench: Any, kind: str, name: str, rank: int
-) -> None:
+def test_blocking_and_nonblocking_mpi_calls_get_the_same_arguments(bench: Any, kind: str, name: str, rank: int) -> None:
     comm = Comm(rank)
     load = Workloads(Case(kind, 64 if kind != "barrier" else 0), rank, 2).all[0]
     call = bench.libraries._mpi_call(comm, SimpleNamespace(IN_PLACE="in place", SUM="sum"), load)
@@ -452,7 +452,7 @@ def test_mpi_calls_that_block_and_that_return_a_request_have_the_same_arguments(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["future", "thread", "blocking"])
-def test_gloo_runs_in_all_modes(bench: Any, mode: str) -> None:
+def test_benchmark_measures_gloo_in_all_modes(bench: Any, mode: str) -> None:
     pytest.importorskip("torch")
     gloo = bench.systems.PEERS[f"gloo-{mode}"]
     cases = [Case(kind, 64) for kind in KINDS] + [Case("allreduce", 64, 4)]
@@ -463,17 +463,17 @@ def test_gloo_runs_in_all_modes(bench: Any, mode: str) -> None:
     assert [(len(timing.nanoseconds), timing.wrong) for timing in done.timings.values()] == [(3, 0)] * len(taken)
 
 
-def test_failed_installation_reports_its_reason(bench: Any) -> None:
+def test_failed_installation_of_a_peer_library_reports_the_reason(bench: Any) -> None:
     with pytest.raises(bench.environments.Unavailable, match=r"^ValueError: no such thing$"):
         bench.environments._run(sys.executable, "-c", "raise ValueError('no such thing')")
 
 
-def test_bound_is_the_bytes_read_and_written(bench: Any) -> None:
+def test_roofline_bound_counts_the_bytes_that_are_read_and_written(bench: Any) -> None:
     roofline = bench.roofline.Roofline(4, copy=8e9, add=0, tcp=0, unix=0, flag=0, unix_trip=0, tcp_trip=0)
     assert roofline.bound(1_000_000_000) == 1.0
 
 
-def test_machine_can_be_measured(bench: Any) -> None:
+def test_memory_and_socket_speeds_of_this_machine_can_be_measured(bench: Any) -> None:
     found = bench.roofline.roofline(2, 0.01)
     assert found.world_size == 2
     assert min(found.copy, found.add, found.tcp, found.unix, found.flag, found.unix_trip, found.tcp_trip) > 0

@@ -25,7 +25,7 @@ from tests.chaos.forked import Report, Reports, run_chosen, run_forked
 #: Kinds of disturbances. Another process kills or stops the victim; the victim itself cancels or aborts.
 WHAT = ("kill", "stop", "cancel", "abort")
 WORLD_SIZES = (2, 3)
-#: Elements of float64: in slots, in few and in many chunks, or read in place.
+#: Numbers of float64 elements: sent in slots, in few chunks, in many chunks, or read in place.
 COUNTS = (3, 9_000, 20_000, 70_000, 131_072, 200_001, 600_000)
 #: The number of calls after which undisturbed ranks end.
 CALLS = 60
@@ -33,7 +33,7 @@ CALLS = 60
 LATEST = 0.25
 #: Number of times that a victim is stopped, and the seconds of each stop.
 STOPS, STOPPED = 4, 0.05
-#: The value with which arrays are overwritten.
+#: The value that overwrites arrays after each check.
 SPOILED = -7.0
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -57,7 +57,7 @@ def value(rank: int, step: int) -> float:
 
 
 def total(pg: ProcessGroup, step: int) -> float:
-    """Return the sum of the values of all ranks."""
+    """Return the expected sum of the values of all ranks."""
     return pg.size() * (pg.size() + 1) / 2 + pg.size() * step
 
 
@@ -67,7 +67,7 @@ def own_array(pg: ProcessGroup, count: int, step: int) -> Array:
 
 
 def check(array: Array, expected: float) -> None:
-    """Raise an error unless all elements have this value; then overwrite them."""
+    """Raise an error unless all elements have the given value; then overwrite them."""
     if not (array == expected).all():
         wrong = array[array != expected]
         raise AssertionError(f"{wrong.size} of {array.size} elements are wrong, such as {wrong[0]}, not {expected}")
@@ -75,7 +75,7 @@ def check(array: Array, expected: float) -> None:
 
 
 def blocks_of(pg: ProcessGroup, array: Array) -> Sequence[Array]:
-    """Return the parts of all ranks."""
+    """Return one array per rank from the parts of a call."""
     return np.split(array, pg.size())
 
 
@@ -194,7 +194,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, report: Report)
 
 
 async def abort(waiting: Awaitable[None], pg: ProcessGroup) -> None:
-    """Abort the group during a call, whose arrays are freed as soon as it has failed."""
+    """Abort the group during a call; free the call's arrays as soon as it has failed."""
     task = asyncio.ensure_future(waiting)
     await asyncio.sleep(0)
     pg.abort("for the test")

@@ -32,7 +32,7 @@ Reports = list[dict[str, Any]]
 
 
 def run_scenarios(module: str, chosen: Sequence[int], temporary: Path) -> tuple[list[dict[str, Any]], str]:
-    """Run scenarios in their own process; return the result of each, and the log.
+    """Run scenarios in a separate process; return the result of each, and the log.
 
     Args:
         module: the program, which takes the numbers of scenarios, and prints a line of JSON for each.
@@ -90,13 +90,13 @@ def run_forked(
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            # A line is so short that the pipe takes it in one piece.
+            # A result line is short enough for one atomic write to the pipe.
             _run_rank(
                 rank(number, port, lambda report: os.write(writing, (json.dumps(report) + "\n").encode())), collects
             )
         pids.append(pid)
     os.close(writing)
-    signal.alarm(LIMIT)  # ends this process; the ranks have their own timeouts
+    signal.alarm(LIMIT)  # the alarm ends this process; the ranks have separate timeouts
     reports: Reports = []
     with open(reading) as pipe:
         for line in pipe:

@@ -1,4 +1,4 @@
-"""Ranks that are killed during calls: the errors of the survivors, and the times until they are raised.
+"""Ranks that are killed during calls: the errors of the survivors, and the seconds until they are raised.
 
 The program reads scenarios and runs each on its own processes. The victim reports the time just before it kills itself
 during a call.
@@ -24,11 +24,11 @@ from tests.chaos.forked import LIMIT, Report, run_chosen, run_forked
 from ..internals import comm_of
 
 WORLD_SIZE = 4
-#: Elements of float64: one message, or many segments that wait for their receiver.
+#: Numbers of float64 elements: one message, or many segments that wait for their receiver.
 SMALL, LARGE = 8, 131_072
 
 TRANSPORTS = ("unix", "tcp", "shm")
-#: Shared memory, with all large messages read in place.
+#: The name of a transport: shared memory, with all large messages read in place.
 SINGLE_COPY = "single copy"
 
 Call = Callable[[ProcessGroup, int, int], Awaitable[Any]]
@@ -66,7 +66,7 @@ def scenarios() -> list[dict[str, Any]]:
     """Return every kind of call with every victim, on every transport, with small and large arrays."""
     every = itertools.product(CALLS, range(WORLD_SIZE), (*TRANSPORTS, SINGLE_COPY), (SMALL, LARGE))
     return [
-        # The number of calls that succeed first (`rounds`), and of loop iterations before the victim dies (`turns`).
+        # `rounds`: the calls that succeed first; `turns`: the loop iterations before the victim dies.
         {"kind": kind, "victim": victim, "transport": transport, "count": count, "rounds": n % 5, "turns": n % 3}
         | {"root": (victim + n) % WORLD_SIZE}
         for n, (kind, victim, transport, count) in enumerate(every)
@@ -110,7 +110,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, report: Report)
 
 
 async def wait_for_control_link(pg: ProcessGroup) -> None:
-    """Wait until this rank has a control link, to the next hub if the victim was the hub."""
+    """Wait until this rank has a control link to the hub, or to the next hub if the victim was the hub."""
     async with asyncio.timeout(LIMIT / 6):
         while not comm_of(pg).endpoint.control.links:  # noqa: ASYNC110
             await asyncio.sleep(0)

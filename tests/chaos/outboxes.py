@@ -25,24 +25,24 @@ from tests.chaos.forked import Report, Reports, run_chosen, run_forked
 
 from ..internals import comm_of
 
-#: What happens to the victim. "long" stops it until the other ranks declare it lost.
+#: Events that happen to the victim; "long" stops the victim until the other ranks declare it lost.
 WHAT = ("kill", "stop", "close", "long")
 WORLD_SIZES = (3, 4)
-#: Calls in each group: more than the larger slots, and in all groups together more than the small slots.
+#: Calls per group: more than there are larger slots, and over all groups more than there are small slots.
 CALLS = 48
-#: Elements of float64: in the line of a slot, in small and in larger slots, and in none.
+#: Numbers of float64 elements: for the line of a slot, for small and larger slots, and too many for a slot.
 COUNTS = (1, 3, 6, 100, 513, 2000, 9000)
 #: Seconds after which a call counts as hung.
 TIMEOUT = 30
 
 
 def scenarios() -> list[dict[str, Any]]:
-    """Return every victim in groups of each size, with everything that may happen to it, early and late."""
+    """Return scenarios: every victim in groups of each size, with every event that can hit it, early and late."""
     every = itertools.product(WHAT, WORLD_SIZES, range(max(WORLD_SIZES)), (2, 11, 40))
     return [
         {"what": what, "world": world, "victim": victim, "call": call, "seed": number}
         for number, (what, world, victim, call) in enumerate(every)
-        # Until a stopped rank is declared lost, seconds pass.
+        # A stopped rank is declared lost only after some seconds.
         if victim < world and (what != "long" or call == 11)
     ]
 
@@ -65,7 +65,7 @@ def slots_used(pg: ProcessGroup) -> int:
 
 
 class Rank:
-    """The calls of one rank in all of its groups, and how they ended."""
+    """The calls of one rank in all its groups, with their outcomes."""
 
     def __init__(self, number: int, scenario: dict[str, Any], report: Report) -> None:
         self.number = number
@@ -75,11 +75,11 @@ class Rank:
         self.chance = random.Random(f"{scenario['seed']} {number}")
         self.groups: dict[str, ProcessGroup] = {}
         self.started: dict[str, list[tuple[np.ndarray, float, Work[Any]]]] = {}
-        #: Errors by group, each once, with the time at which it was found.
+        #: By group, each error once, with the time at which the error was found.
         self.found: dict[str, list[Any]] = {}
 
     async def run(self, world: ProcessGroup) -> None:
-        """Make all calls, in an order that differs from rank to rank."""
+        """Make all calls, in a different order on each rank."""
         victim = self.scenario["victim"]
         self.groups["all"] = world
         for name, ranks in members(world.size(), victim).items():
@@ -125,7 +125,7 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
 
     async def _end(self) -> None:
-        """Wait for all calls, and first for those of the group without the victim."""
+        """Wait for all calls, first for the calls of the group without the victim."""
         for name in reversed(self.started):
             for array, expected, work in self.started[name]:
                 try:
@@ -161,7 +161,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, report: Report)
 
 
 def resume_victim(scenario: dict[str, Any], pids: Sequence[int], reports: Reports) -> None:
-    """Resume a stopped victim once all others have ended their calls in the group without it, or all calls."""
+    """Resume a stopped victim after the other ranks have ended their calls in the group without it, or all calls."""
     if scenario["what"] not in ("stop", "long"):
         return
     victim = pids[scenario["victim"]]

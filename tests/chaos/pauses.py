@@ -1,4 +1,4 @@
-"""Ranks that pause at critical places: between data and the flag that announces it, and around polls before sleep."""
+"""Ranks that pause at critical moments: between data and the flag that announces it, and around polls before sleep."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from aiocoll.transport.shm.fence import Fences, fences
 
 from ..internals import comm_of
 
-#: Elements of float64: in the line of a slot, in slots of both sizes, and in chunks of a queue.
+#: Numbers of float64 elements: for the line of a slot, for slots of both sizes, and for chunks of a queue.
 COUNTS = (1, 2, 5, 6, 17, 100, 511, 513, 3000, 40_000)
-#: Name of the environment variable that makes a rank pause.
+#: The environment variable with the seed of a rank's random pauses.
 SEED = "PAUSES_SEED"
-#: The relative frequencies of these counts.
+#: The relative frequencies of the counts in `COUNTS`.
 WEIGHTS = (8, 8, 8, 8, 8, 8, 4, 4, 2, 1)
 
 #: The number of pauses of this process until now.
@@ -28,7 +28,7 @@ pauses = 0
 
 
 def pausing(chance: random.Random) -> Fences:
-    """Return the fences of this machine with pauses around them.
+    """Return the memory fences of this machine, with random pauses around them.
 
     The fences stand wherever one side could see half of the other side's work. `order` stands between payload, entry
     and stamp. `full` stands between the stamp and the bell, between a read and its notice, and between the number of a
@@ -62,7 +62,7 @@ def pausing(chance: random.Random) -> Fences:
 
 
 async def sums(pg: ProcessGroup, operations: int) -> int:
-    """Reduce at least `operations` arrays, one or several at once; return their number."""
+    """Reduce at least `operations` arrays, one at a time or several at once; return their number."""
     rank, size = pg.rank(), pg.size()
     same, own = random.Random(1), random.Random(rank)
     done = 0
@@ -83,7 +83,7 @@ async def sums(pg: ProcessGroup, operations: int) -> int:
 
 
 async def soak(pg: ProcessGroup, operations: int) -> Any:
-    """Check the sums; return their number, the carriers of the links, and whether there were enough pauses."""
+    """Check many sums; return their number, the media of the links, and whether there were enough pauses."""
     done = await sums(pg, operations)
     carriers = {channel.link.carrier for channel in comm_of(pg).channels if channel.link is not None}
     return done, sorted(carriers), pauses > operations // 10

@@ -23,7 +23,7 @@ from aiocoll.transport.stream import addresses as address
 from ..internals import wrapped
 
 CHUNK = 1 << 16
-#: The kind of connection by HELLO of this process.
+#: The kind of each connection that this process has dialled, by its HELLO message.
 kinds: dict[bytes, ConnKind] = {}
 
 
@@ -42,7 +42,7 @@ def overheard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a connection.
+    """A fault to inject into a connection: kind, offset and direction.
 
     Attributes:
         what: what happens to the byte at `offset` of the data from one end. "kill" cuts every connection of the proxy,
@@ -147,18 +147,18 @@ class Proxy:
             await asyncio.gather(up, down, return_exceptions=True)
 
     def fault_of(self, kind: ConnKind, upstream: bool) -> Fault | None:
-        """Return the fault if it may happen to such a connection."""
+        """Return the fault if it applies to this kind of connection."""
         fault = self._fault
         if fault is None or (fault.kind, fault.upstream) != (kind, upstream) or (self.hits and not fault.again):
             return None
         return fault
 
     def record(self, kind: ConnKind, upstream: bool, data: bytes) -> None:
-        """Record forwarded data."""
+        """Record the data that a proxy forwards."""
         self.said.setdefault((kind, upstream), bytearray()).extend(data)
 
     def kill(self) -> None:
-        """End like a process: break every connection, and stop listening."""
+        """Behave like a killed process: break every connection, and stop listening."""
         self._listener.close()
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
@@ -199,7 +199,7 @@ class _Pipe:
             raise _CutError from error
 
     async def _apply(self, fault: Fault, sink: socket.socket, data: bytes, at: int) -> bytes:
-        """Apply the fault to byte `at` of `data`; return the data to forward."""
+        """Apply the fault, if due, to `data` that starts at byte `at`; return the data to forward."""
         self._proxy.hits += 1
         if fault.what == "garble":
             return data[:at] + bytes([data[at] ^ fault.flip]) + data[at + 1 :]
@@ -214,7 +214,7 @@ class _Pipe:
 
 
 class Detour(Store):
-    """A store that replaces the addresses on cards by those of proxies; use it for one group.
+    """A store that replaces the addresses on cards by the addresses of proxies; use it for one group.
 
     Args:
         store: the real store.

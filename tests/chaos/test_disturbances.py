@@ -17,7 +17,7 @@ RAISED = {"kill": "PeerLostError", "abort": "GroupError"}
 
 
 def check_run(run: dict[str, Any]) -> None:
-    """Check how each rank ended; a wrong result ends a rank with exit code 1."""
+    """Check how each rank ended; a rank with a wrong result ends with exit code 1."""
     what, world, victim = run["what"], run["world"], run["victim"]
     assert run["ends"] == [-9 if what == "kill" and rank == victim else 0 for rank in range(world)], run
     reports = {each["rank"]: each for each in run["reports"] if "raised" in each}
@@ -33,7 +33,7 @@ def check_run(run: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", WHAT)
-def test_disturbed_calls_give_right_results_or_errors(what: str, tmp_path: Path) -> None:
+def test_disturbed_calls_return_correct_results_or_raise_errors(what: str, tmp_path: Path) -> None:
     chosen = [number for number, each in enumerate(scenarios()) if each["what"] == what][:FEW]
     runs, _ = run_scenarios("tests.chaos.disturbing", chosen, tmp_path)
     assert len(runs) == FEW
@@ -42,7 +42,7 @@ def test_disturbed_calls_give_right_results_or_errors(what: str, tmp_path: Path)
 
 
 @pytest.mark.soak
-def test_disturbed_calls_give_right_results_or_errors_400_times(tmp_path: Path) -> None:
+def test_disturbed_calls_return_correct_results_or_raise_errors_in_400_runs(tmp_path: Path) -> None:
     all_numbers = list(range(len(scenarios())))
     assert len(all_numbers) == 400
     runs, _ = run_scenarios("tests.chaos.disturbing", all_numbers, tmp_path)

@@ -11,21 +11,21 @@ import pytest
 from tests.chaos.forked import run_scenarios
 from tests.chaos.killing import CALLS, SINGLE_COPY, SMALL, TRANSPORTS, WORLD_SIZE, scenarios
 
-#: Seconds within which the other ranks must know.
+#: Seconds within which the other ranks must report the killed rank.
 SOON = 1.0
 #: The number of kills in `make test`.
 FEW = 20
 
 
 def results_of(chosen: list[int], temporary: Path) -> list[dict[str, Any]]:
-    """Run these scenarios; return their results."""
+    """Run the given scenarios; return their results."""
     runs, log = run_scenarios("tests.chaos.killing", chosen, temporary)
     assert log == ""
     return runs
 
 
 def detection_times(runs: list[dict[str, Any]]) -> np.ndarray:
-    """Check the errors of the survivors; return the seconds until each was raised."""
+    """Check the errors of the surviving ranks; return the seconds until each error was raised."""
     taken = []
     for run in runs:
         victim = run["victim"]
@@ -41,7 +41,7 @@ def detection_times(runs: list[dict[str, Any]]) -> np.ndarray:
 
 
 def few_numbers() -> list[int]:
-    """Return some scenarios, with every kind of call, every victim, every transport and both sizes at least once."""
+    """Return the numbers of some scenarios that cover every kind of call, victim, transport and size."""
     every = scenarios()
     step = len(every) / FEW
     chosen = [int(number * step) + number % 4 for number in range(FEW)]
@@ -63,7 +63,7 @@ def test_killed_rank_is_reported_within_a_second(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_killed_rank_is_reported_within_a_second_in_every_call(tmp_path: Path) -> None:
+def test_killed_rank_is_reported_within_a_second_in_every_kind_of_call(tmp_path: Path) -> None:
     all_numbers = list(range(len(scenarios())))
     assert len(all_numbers) >= 200
     taken = detection_times(results_of(all_numbers, tmp_path))

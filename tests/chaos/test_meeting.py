@@ -28,8 +28,8 @@ async def meet(store: Store, rank: int, world_size: int, timeout: float) -> str:
     return "right"
 
 
-async def test_rank_lost_during_the_rendezvous_delays_no_other() -> None:
-    """Lose rank 1 while rank 2 has no link yet: rank 0 does not wait for its 300 seconds."""
+async def test_rank_lost_during_the_rendezvous_delays_no_other_rank() -> None:
+    """Lose rank 1 while rank 2 has no link yet; rank 0 must not wait for its 300 seconds."""
     store = HashStore()
     plain = Detour(store, None)
     stalled = Detour(store, Fault("stall", ConnKind.CONTROL, True, 0, again=True))
@@ -47,7 +47,7 @@ async def test_rank_lost_during_the_rendezvous_delays_no_other() -> None:
 
 
 async def test_missing_store_host_is_reported_with_address_and_time(port: int) -> None:
-    """Check that a rank reports the address of the store, and the time that it tried."""
+    """Check that a rank reports the address of the store, and how long it tried to connect."""
     group = new_group(init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=SHORT, options=OPTIONS)
     where = rf"no store at 127\.0\.0\.1:{port}: nothing listens there"
     with pytest.raises(RendezvousError, match=rf"did not meet the others within 0\.5 s: {where}"):
@@ -74,7 +74,8 @@ async def check_deaths(step: int) -> None:
     for upstream in (True, False):
         sent = len(proxy.said[ConnKind.STORE, upstream]) // 3
         for results, _ in await asyncio.gather(*(results_until_death(at, upstream) for at in range(0, sent, step))):
-            # The last message of a rank to the store is its arrival. A rank that has all cards needs no store any more.
+            # The last message of a rank to the store reports its arrival. A rank that has all cards needs no store any
+            # more.
             assert all(result == "right" or isinstance(result, AiocollError) for result in results), results
             assert "right" not in results or upstream or results == ["right"] * 3, results
 
@@ -84,11 +85,11 @@ async def test_store_host_that_dies_during_the_rendezvous_is_reported() -> None:
 
 
 @pytest.mark.soak
-async def test_store_host_that_dies_at_every_byte_is_reported() -> None:
+async def test_store_host_that_dies_at_any_byte_of_a_connection_is_reported() -> None:
     await check_deaths(2)
 
 
-async def test_group_outlives_its_store_host() -> None:
+async def test_group_works_after_the_death_of_its_store_host() -> None:
     server = StoreServer(key=KEY)
     where = server.start()
     stores = [TCPStore(*where, timeout=5, key=KEY) for _ in range(3)]

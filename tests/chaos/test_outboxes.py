@@ -10,9 +10,9 @@ import pytest
 from tests.chaos.forked import LIMIT, run_scenarios
 from tests.chaos.outboxes import CALLS, WHAT, WORLD_SIZES, members, scenarios
 
-#: Seconds within which a killed rank must be known, and a stopped rank.
+#: Seconds within which a killed rank ("kill") and a stopped rank ("long") must be reported.
 SOON = {"kill": 1.0, "long": 6.0}
-#: The errors of the other ranks, with how the rank was lost, by event.
+#: By event, the errors of the other ranks, with the reported kind of loss.
 FOUND = {
     "kill": [("PeerLostError", "killed")],
     "close": [("PeerLostError", "left")],
@@ -21,7 +21,7 @@ FOUND = {
 
 
 def check_run(run: dict[str, Any]) -> None:
-    """Check how the calls of each rank in each group ended."""
+    """Check the outcome of the calls of each rank in each group."""
     what, world, victim = run["what"], run["world"], run["victim"]
     assert run["ends"] == [-9 if what == "kill" and rank == victim else 0 for rank in range(world)], run
     (acted,) = [report["acts"] for report in run["reports"] if "acts" in report]
@@ -44,7 +44,7 @@ def check_run(run: dict[str, Any]) -> None:
 
 
 def few_numbers(what: str) -> list[int]:
-    """Return some scenarios: one of each world size."""
+    """Return the numbers of some scenarios: one for each world size."""
     every = list(enumerate(scenarios()))
     return [
         next(
@@ -58,7 +58,7 @@ def few_numbers(what: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["kill", "stop", "close"])
-def test_rank_ended_between_post_and_read_gives_right_results_or_errors(what: str, tmp_path: Path) -> None:
+def test_death_of_a_rank_between_post_and_read_leads_to_correct_results_or_errors(what: str, tmp_path: Path) -> None:
     runs, log = run_scenarios("tests.chaos.outboxes", few_numbers(what), tmp_path)
     for run in runs:
         check_run(run | {"log": log})
@@ -66,7 +66,7 @@ def test_rank_ended_between_post_and_read_gives_right_results_or_errors(what: st
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", WHAT)
-def test_every_rank_ended_between_post_and_read_gives_right_results_or_errors(what: str, tmp_path: Path) -> None:
+def test_death_of_any_rank_between_post_and_read_leads_to_correct_results_or_errors(what: str, tmp_path: Path) -> None:
     chosen = [index for index, each in enumerate(scenarios()) if each["what"] == what]
     runs, log = run_scenarios("tests.chaos.outboxes", chosen, tmp_path)
     assert {run["world"] for run in runs} == set(WORLD_SIZES)

@@ -1,4 +1,4 @@
-"""Many small sums between processes that pause between data and flags: right results, and no hang."""
+"""Many small sums between processes that pause between data and flags: correct results, and no hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiocoll.testing import run_processes
 
 from . import pauses
 
-#: The number of sums in `make test` and in `make soak`, by world size. Four ranks may be more than there are cores.
+#: By world size, the number of sums in `make test`, and in `make soak`. A machine may have fewer than four cores.
 FEW = {2: 1000, 3: 600, 4: 400}
 MANY = {2: 400_000, 3: 300_000, 4: 300_000}
 
@@ -30,14 +30,16 @@ async def run(world_size: int, operations: int, seed: int, monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", FEW)
-async def test_paused_processes_compute_right_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_randomly_paused_processes_compute_correct_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     await run(world_size, FEW[world_size], 1, monkeypatch)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", MANY)
-async def test_paused_processes_compute_a_million_right_sums(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a new seed in each run, and print it."""
+async def test_randomly_paused_processes_compute_a_million_correct_sums(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Use a new random seed in each run, and print the seed."""
     seed = time.time_ns()
     print(f"seed {seed}")
     await run(world_size, MANY[world_size], seed, monkeypatch)

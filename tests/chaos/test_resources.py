@@ -27,12 +27,12 @@ SHORT = 0.3
 
 @contextmanager
 def descriptor_limit(more: int) -> Iterator[None]:
-    """Let this process open only `more` further files."""
+    """Let this process open at most `more` additional files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
     used = {int(name) for name in os.listdir("/proc/self/fd")}
-    # Descriptors are numbers below the limit, and the lowest free one is taken.
+    # The limit is on descriptor numbers, and each new descriptor takes the lowest free number.
     limit = free
     while more:
         more -= limit not in used
@@ -45,7 +45,7 @@ def descriptor_limit(more: int) -> Iterator[None]:
 
 
 async def meet(transport: str, timeout: float) -> list[Any]:
-    """Let two ranks meet at their own store, reduce and leave; return how each ended."""
+    """Let two ranks meet at their own store, reduce and leave; return the outcome of each."""
     master = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, key=KEY)
     stores: list[TCPStore] = [master]
 
@@ -67,7 +67,7 @@ async def meet(transport: str, timeout: float) -> list[Any]:
 
 
 async def run_with_few_descriptors(transports: tuple[str, ...]) -> None:
-    """Allow one more descriptor each time: the ranks fail later each time, and finally succeed."""
+    """Allow one more descriptor in each attempt, until the ranks succeed; each attempt fails at a later step."""
     for more in range(40):
         transport = transports[more % len(transports)]
         with descriptor_limit(more):
@@ -81,18 +81,18 @@ async def run_with_few_descriptors(transports: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-async def test_lack_of_descriptors_at_every_point_is_reported() -> None:
+async def test_lack_of_file_descriptors_at_any_step_is_reported() -> None:
     await run_with_few_descriptors(("unix", "tcp", "shm"))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_lack_of_descriptors_at_every_point_is_reported_on_each_transport(transport: str) -> None:
+async def test_lack_of_file_descriptors_at_any_step_is_reported_on_each_transport(transport: str) -> None:
     await run_with_few_descriptors((transport,))
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_dial_waits_for_descriptors(flavour: str) -> None:
+async def test_dial_without_free_file_descriptors_is_retried_at_longer_intervals(flavour: str) -> None:
     """Check that the peer is dialled again at longer intervals, because only this process lacks descriptors."""
     loop = asyncio.get_running_loop()
     pauses: list[float] = []
@@ -135,8 +135,8 @@ def mounted_disk(path: Path, nbytes: int) -> Iterator[Path]:
         subprocess.run(["umount", path], check=True)
 
 
-async def test_full_disk_refuses_records_of_a_file_store(tmp_path: Path) -> None:
-    """Check that others still read the older records, and that writes succeed once there is space again."""
+async def test_write_to_a_file_store_on_a_full_disk_is_refused(tmp_path: Path) -> None:
+    """Check that other ranks still read the older records, and that writes succeed once there is space again."""
     with mounted_disk(tmp_path, 256 * 1024) as path:
         (path / "hoard").write_bytes(bytes(64 * 1024))
         async with FileStore(path / "store") as store, FileStore(path / "store") as other:
@@ -161,8 +161,8 @@ async def test_full_disk_refuses_records_of_a_file_store(tmp_path: Path) -> None
             assert await store.get(f"large {number}") == b"fits"
 
 
-async def test_file_size_limit_refuses_records_of_a_file_store(tmp_path: Path) -> None:
-    """Limit the file size: the kernel writes up to the limit, which leaves a torn record."""
+async def test_write_to_a_file_store_beyond_the_file_size_limit_is_refused(tmp_path: Path) -> None:
+    """Limit the file size: the kernel writes up to the limit, which leaves an incomplete record."""
     path = tmp_path / "store"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     async with FileStore(path) as store, FileStore(path) as other:
@@ -178,7 +178,7 @@ async def test_file_size_limit_refuses_records_of_a_file_store(tmp_path: Path) -
         assert await store.get("large") == bytes(10_000)
 
 
-async def test_full_disk_fails_the_rendezvous_with_a_store_error(tmp_path: Path) -> None:
+async def test_rendezvous_on_a_full_disk_raises_a_store_error(tmp_path: Path) -> None:
     with mounted_disk(tmp_path, 64 * 1024) as path:
         (path / "hoard").write_bytes(bytes(64 * 1024))
         groups = [

@@ -37,7 +37,7 @@ asyncio.run(main())
 
 
 def carriers_and_log(limit: str, value: int) -> tuple[str, list[str]]:
-    """Run the program with a limit; return the media of both ranks' links, and the lines of the log."""
+    """Run the program with a resource limit; return the media of both ranks' links, and the lines of the log."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, limit, str(value)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -53,7 +53,7 @@ def carriers_and_log(limit: str, value: int) -> tuple[str, list[str]]:
         ("RLIMIT_AS", 6 * 1024 * 1024, "Cannot allocate memory"),
     ],
 )
-def test_memory_limit_makes_ranks_use_sockets(limit: str, value: int, reason: str) -> None:
+def test_ranks_with_a_memory_limit_use_sockets(limit: str, value: int, reason: str) -> None:
     carriers, log = carriers_and_log(limit, value)
     assert carriers == "['unix'] ['unix']"
     warnings = [line for line in log if "uses unix sockets instead of shared memory" in line]
@@ -62,5 +62,5 @@ def test_memory_limit_makes_ranks_use_sockets(limit: str, value: int, reason: st
     assert log == warnings
 
 
-def test_shared_memory_is_used_without_a_limit() -> None:
+def test_ranks_without_a_memory_limit_use_shared_memory() -> None:
     assert carriers_and_log("RLIMIT_FSIZE", 1 << 30) == ("['shm'] ['shm']", [])

@@ -29,21 +29,21 @@ from ..internals import Limits
 
 KEY = b"k" * 32
 CONTROL, DATA, STORE = ConnKind.CONTROL, ConnKind.DATA, ConnKind.STORE
-#: Elements of the allreduces. The last two exceed a look-ahead buffer, and the eager window.
+#: Element counts of the allreduces. The last two exceed a read-ahead buffer and the eager window, respectively.
 COUNTS = (1, 300, 10_000, 40_000)
-#: Bytes of the handshake from the dialling end (True), and from the other end.
+#: Handshake bytes sent by the dialling end (True), and by the accepting end (False).
 GREETING = {True: HELLO_SIZE + PROOF_SIZE + CONFIRM_SIZE, False: CHALLENGE_SIZE + VERDICT_SIZE}
-#: Bytes of the handshake before the last message of the dialling end. Until then, a failed link is dialled again.
+#: Handshake bytes before the last message of the dialling end; a link that fails before is dialled again.
 UNDECIDED = {True: HELLO_SIZE + PROOF_SIZE, False: CHALLENGE_SIZE + VERDICT_SIZE}
-#: Bytes after the handshake that faults hit: more than all control frames, and some data frames.
+#: Bytes after the handshake in which faults occur: all control frames and some data frames.
 BEYOND = 200
-#: Seconds for the rendezvous, and for each operation. A stalled trial takes as long.
+#: The timeout of the rendezvous and of each operation, in seconds; a trial with a stall takes as long.
 DEADLINE = 3.0
-#: Seconds within which a trial must end, with its rendezvous and shutdown.
+#: Seconds within which a trial must end, including its rendezvous and shutdown.
 OVER = 20.0
 #: The number of concurrent trials, which mostly wait.
 TOGETHER = 100
-#: The wrong bits of a garbled byte. The first value turns a DATA frame into a frame of another kind.
+#: The bits that are flipped in a garbled byte. The first value turns a DATA frame into a frame of another kind.
 FLIPS = (0x04, 0x01, 0x80, 0xFF)
 
 
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("overheard")
 
 @pytest.fixture(autouse=True)
 def _shorten_deadlines(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
-    """Shorten the deadlines, because ranks with stalled links wait for them."""
+    """Shorten the deadlines that ranks with stalled links wait for."""
     shorter = (*StreamOptions.__init__.__defaults__[:5], 1.0, *StreamOptions.__init__.__defaults__[6:])
     monkeypatch.setattr(StreamOptions.__init__, "__defaults__", shorter)
     limits(store_handshake=1.0, control_parting=0.3, linger=0.3)
@@ -96,7 +96,7 @@ async def run_with_store_proxy(fault: Fault | None) -> tuple[list[Any], Proxy]:
 
 
 def header_bytes(data: bytes, start: int) -> set[int]:
-    """Return the offsets of the header bytes of the frames from `start` on, as far as `data` has them."""
+    """Return the offsets of all frame header bytes in `data` from `start` on."""
     found: set[int] = set()
     while start + HEADER_SIZE <= len(data):
         found.update(range(start, start + HEADER_SIZE))
@@ -105,7 +105,7 @@ def header_bytes(data: bytes, start: int) -> set[int]:
 
 
 async def offsets(kind: ConnKind, upstream: bool) -> tuple[set[int], set[int]]:
-    """Return the offsets for cuts and stalls, and those for garbling."""
+    """Return the byte offsets for cuts and stalls, and the byte offsets for garbled bytes."""
     if kind is STORE:
         results, proxy = await run_with_store_proxy(None)
         data = proxy.said[kind, upstream]
@@ -121,7 +121,7 @@ async def offsets(kind: ConnKind, upstream: bool) -> tuple[set[int], set[int]]:
 
 
 async def faults(whats: Iterable[str], kinds: Iterable[ConnKind], step: int) -> list[Fault]:
-    """Return faults at every `step`-th offset, with another start for each kind of connection and fault.
+    """Return faults at every `step`-th offset, with a different first offset for each connection and fault kind.
 
     With step 1, all bytes are garbled in all ways.
     """
@@ -141,7 +141,7 @@ def check_outcome(fault: Fault, results: list[Any]) -> None:
     for rank, result in enumerate(results):
         if result != "right" and not isinstance(result, AiocollError):
             raise AssertionError(f"{fault}: rank {rank} ended with {result!r}") from result
-    # A store reports a wrong proof at once. A rank dials again, in case the proof was garbled.
+    # After a garbled proof, a store client fails at once, while a rank dials again.
     cured = ("cut",) if fault.kind is STORE else ("cut", "garble")
     if fault.what in cured and fault.offset < UNDECIDED[fault.upstream]:
         assert results == ["right", "right"], f"{fault}: the link was not dialled again"
@@ -151,12 +151,12 @@ async def try_links(what: str, step: int) -> None:
     trials = list(enumerate(await faults([what], (CONTROL, DATA), step)))
     for start in range(0, len(trials), TOGETHER):
         some = trials[start : start + TOGETHER]
-        # Shared memory is left out, because nothing between the ranks could lose or change a byte.
+        # Shared memory is excluded, since no proxy between the ranks can cut or change it.
         ended = await asyncio.gather(
             *(run_with_link_proxies(fault, ("unix", "tcp")[number % 2]) for number, fault in some)
         )
         for (_, fault), (results, detour) in zip(some, ended, strict=True):
-            # The last frames depend on the rank that leaves first, so that a fault in them may not happen.
+            # A fault in the last frames may not occur, because these frames depend on the rank that leaves first.
             assert detour.hits or fault.offset >= GREETING[fault.upstream], f"{fault} did not happen: {results}"
             check_outcome(fault, results)
 
@@ -172,22 +172,22 @@ async def try_stores(whats: Iterable[str], step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["cut", "stall", "garble"])
-async def test_disturbed_links_recover_or_fail_with_an_error_of_the_library(what: str) -> None:
+async def test_disturbed_links_recover_or_raise_an_aiocoll_error(what: str) -> None:
     await try_links(what, 29)
 
 
 @pytest.mark.slow
-async def test_disturbed_store_connections_recover_or_fail_with_an_error_of_the_library() -> None:
+async def test_disturbed_store_connections_recover_or_raise_an_aiocoll_error() -> None:
     await try_stores(["cut", "stall", "garble"], 59)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", ["cut", "stall", "garble"])
-async def test_links_disturbed_at_every_byte_recover_or_fail(what: str) -> None:
+async def test_links_disturbed_at_any_byte_recover_or_raise_an_aiocoll_error(what: str) -> None:
     await try_links(what, 1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", ["cut", "stall", "garble"])
-async def test_store_connections_disturbed_at_every_byte_recover_or_fail(what: str) -> None:
+async def test_store_connections_disturbed_at_any_byte_recover_or_raise_an_aiocoll_error(what: str) -> None:
     await try_stores([what], 1)

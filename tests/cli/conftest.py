@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-#: Seconds within which a launcher must end. It usually takes less than a tenth of that.
+#: Seconds within which a launcher must end; it usually takes less than 10 % of this time.
 LIMIT = 60
 
 
@@ -41,7 +41,7 @@ class Job:
 
 
 class Launch:
-    """A callable that runs `aiocoll run` with a script in the directory `path`."""
+    """A callable that starts `aiocoll run` with a script in the directory `path`."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path

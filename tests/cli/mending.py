@@ -1,4 +1,4 @@
-"""Programs for tests of restarts, whose group repairs itself after a loss, and the output of their ranks."""
+"""Programs for restart tests: groups that repair themselves after a loss, and the output of their ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MENDS = """
     asyncio.run(main())
 """
 
-#: The same program with `aiocoll.elastic`.
+#: The program of `MENDS`, written with `aiocoll.elastic`.
 ELASTIC = """
     import asyncio, json, os, sys, time
     from pathlib import Path

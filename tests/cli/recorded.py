@@ -15,7 +15,7 @@ from aiocoll.dump.files import file_name
 
 
 async def train(pg: ProcessGroup, steps: int) -> None:
-    """Make the calls of a training, with a different delay on each rank."""
+    """Make the calls of a typical training, with a different delay on each rank."""
     weights = np.zeros(3000)
     await pg.broadcast(weights, 0)
     for step in range(steps):

@@ -22,7 +22,7 @@ from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case, Workload, bus_factor
 from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_ranks
 
-#: Seconds within which a command must end. It usually takes less than a tenth of that.
+#: Seconds within which a command must end; it usually takes less than 10 % of this time.
 LIMIT = 60
 FEW = Effort(seconds=0, least=3, most=3)
 
@@ -36,7 +36,7 @@ async def measure_cases(pg: ProcessGroup, cases: Sequence[Case], effort: Effort 
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-async def test_measurements_of_every_collective_are_correct_and_equal_on_all_ranks(world_size: int) -> None:
+async def test_bench_measures_every_collective_with_equal_reports_on_all_ranks(world_size: int) -> None:
     cases = [Case(kind, nbytes) for kind in KINDS for nbytes in (4, 4 * (113 * world_size + 1), 1 << 16)]
     ranks = await run_ranks(world_size, measure_cases, cases)
     assert all(rank == ranks[0] for rank in ranks)
@@ -46,7 +46,7 @@ async def test_measurements_of_every_collective_are_correct_and_equal_on_all_ran
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.ranks(3)
-async def test_results_of_every_op_on_every_dtype_are_correct(pg: ProcessGroup, dtype: str) -> None:
+async def test_bench_computes_correct_results_for_every_op_and_dtype(pg: ProcessGroup, dtype: str) -> None:
     ops = [(kind, op) for kind in KINDS if spec_of(kind).reduces for op in OPS if (kind, op) != ("scan", "avg")]
     cases = [Case(kind, 5000, dtype=dtype, op=op) for kind, op in ops]
     timings = await measure_cases(pg, cases)
@@ -54,7 +54,7 @@ async def test_results_of_every_op_on_every_dtype_are_correct(pg: ProcessGroup, 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
-def test_collective_that_does_nothing_has_wrong_results(kind: str) -> None:
+def test_bench_reports_wrong_results_of_a_collective_that_does_nothing(kind: str) -> None:
     load = Workload(Case(kind, 4096), 0 if kind == "gather" else 1, 2)
     if kind == "reduce":
         load = Workload(Case(kind, 4096), 0, 2)
@@ -65,7 +65,7 @@ def test_collective_that_does_nothing_has_wrong_results(kind: str) -> None:
         assert load.count_wrong_after(1) > 0
 
 
-def test_single_wrong_element_is_found() -> None:
+def test_bench_finds_a_single_wrong_element() -> None:
     load = Workload(Case("broadcast", 4 * (113 * 4096 + 500)), 0, 2)
     load.fill_patterns()
     assert load.inplace is not None
@@ -75,7 +75,7 @@ def test_single_wrong_element_is_found() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_wrong_elements_of_all_ranks_are_counted(pg: ProcessGroup) -> None:
+async def test_bench_counts_the_wrong_elements_of_all_ranks(pg: ProcessGroup) -> None:
     load = Workload(Case("allreduce", 4096), pg.rank(), pg.size())
 
     async def call() -> None:
@@ -90,15 +90,15 @@ async def test_wrong_elements_of_all_ranks_are_counted(pg: ProcessGroup) -> None
     assert timing.wrong == 6
 
 
-async def test_measurement_ends_at_its_seconds_or_its_largest_number_of_calls() -> None:
+async def test_measurement_ends_at_its_time_limit_or_its_maximum_number_of_calls() -> None:
     efforts = {Effort(0, 1, 1000): 1, Effort(1e9, 1, 131): 131, Effort(0, 100, 1000): 100}
     for effort, count in efforts.items():
         (timing,) = (await run_ranks(2, measure_cases, [Case("allreduce", 64)], effort))[0]
         assert len(timing.nanoseconds) == count
 
 
-async def test_measurement_of_calls_that_become_slow_ends_soon() -> None:
-    """Predict the length of a block from earlier calls, and at most double it."""
+async def test_measurement_ends_soon_if_calls_become_slow() -> None:
+    """Check that the number of calls in a block follows from earlier calls, and at most doubles."""
     blocks: list[int] = []
 
     async def times(rounds: int) -> list[int]:
@@ -106,7 +106,7 @@ async def test_measurement_of_calls_that_become_slow_ends_soon() -> None:
         return [1_000 if len(blocks) <= 3 else 1_000_000_000] * rounds
 
     async def combine(*_: object) -> None:
-        """Combine nothing: there is one rank."""
+        """Do nothing: a single rank combines no values."""
 
     timing = await measure(Workload(Case("barrier", 0), 0, 2), times, combine, Effort(0.5, 5, 1000))
     # One call on fresh arrays, the warm-up, the least number of calls, twice that number, one call on fresh arrays.
@@ -115,7 +115,7 @@ async def test_measurement_of_calls_that_become_slow_ends_soon() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "world_size"), [("float16", 7), ("float16", 64), ("float32", 3), ("float32", 1024)])
-def test_sums_stay_exact_during_a_block(dtype: str, world_size: int) -> None:
+def test_repeated_sums_of_a_measured_block_stay_exact(dtype: str, world_size: int) -> None:
     rounds = Workload(Case("allreduce", 64, dtype=dtype), 0, world_size).rounds
     assert rounds >= 2
     x = np.ones(1, dtype)
@@ -125,7 +125,7 @@ def test_sums_stay_exact_during_a_block(dtype: str, world_size: int) -> None:
     assert int(x[0]) == world_size**rounds or rounds == 48
 
 
-def test_bandwidths_match_those_of_nccl_tests() -> None:
+def test_reported_bandwidths_match_the_formulas_of_nccl_tests() -> None:
     factors = {kind: bus_factor(kind, 4) for kind in KINDS}
     assert factors["allreduce"] == 1.5
     assert {factors[kind] for kind in ("allgather", "reduce_scatter", "alltoall", "gather", "scatter")} == {0.75}
@@ -134,7 +134,7 @@ def test_bandwidths_match_those_of_nccl_tests() -> None:
     assert figures == pytest.approx((1e-3, 1e-3, 1e-3, (1 << 20) * 1e3, (1 << 20) * 1.5e3))
 
 
-def test_elements_that_ranks_cannot_share_equally_are_left_out() -> None:
+def test_bench_rounds_sizes_down_to_equal_numbers_of_elements_per_rank() -> None:
     assert Case("allgather", 4 * 10).size(3) == 36
     assert Case("allgather", 4).size(3) == 12
     assert Case("allreduce", 7).size(3) == 4
@@ -152,7 +152,7 @@ def bench(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_command_prints_a_table_and_writes_a_csv_file(tmp_path: Path) -> None:
+def test_bench_command_prints_a_table_and_writes_a_csv_file(tmp_path: Path) -> None:
     done = bench("allgather", "-n", 3, "--min", 48, "--max", "3K", "--transport", "unix", "--csv", tmp_path / "x.csv")
     assert (done.returncode, done.stderr) == (0, "")
     table = done.stdout.splitlines()
@@ -191,13 +191,13 @@ def test_command_prints_a_table_and_writes_a_csv_file(tmp_path: Path) -> None:
         (("sum",), "invalid choice"),
     ],
 )
-def test_invalid_arguments_are_refused(args: Sequence[str], error: str) -> None:
+def test_bench_command_refuses_invalid_arguments(args: Sequence[str], error: str) -> None:
     done = bench(*args)
     assert done.returncode == 2
     assert error in done.stderr
 
 
-def test_unwritable_csv_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_bench_command_refuses_an_unwritable_csv_file_at_once(tmp_path: Path) -> None:
     done = bench("barrier", "--csv", tmp_path / "none" / "x.csv")
     assert done.returncode == 2
     assert "--csv" in done.stderr

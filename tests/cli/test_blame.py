@@ -22,7 +22,7 @@ from ..internals import Limits
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
 
-#: Ranks meet. Then rank 1 runs `fault`, and the others run `other`.
+#: A script: ranks meet, then rank 1 runs `fault` and the other ranks run `other`.
 SCRIPT = """
 import asyncio, ctypes, os, signal, sys
 import aiocoll
@@ -43,7 +43,7 @@ BARRIER = "await pg.barrier()"
 
 
 def blocks(err: str) -> list[list[str]]:
-    """Return the parts of standard error that begin with a line of the launcher."""
+    """Return the sections of standard error that begin with a line of the launcher."""
     found: list[list[str]] = []
     for line in err.splitlines():
         if line.startswith("aiocoll run:") or not found:
@@ -54,7 +54,7 @@ def blocks(err: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 7, *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (3, 4))])
-def test_rank_that_raised_comes_last_with_its_whole_traceback(launch: Launch, ranks: int) -> None:
+def test_launcher_prints_the_full_traceback_of_the_raising_rank_last(launch: Launch, ranks: int) -> None:
     script = SCRIPT.format(fault="raise ValueError('no data')", other=BARRIER)
     done = launch("-n", ranks, script=script).finish()
     assert done.returncode == 1
@@ -83,7 +83,7 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_end_without_a_traceback_is_blamed_on_its_rank(launch: Launch, fault: str) -> None:
+def test_rank_that_ends_without_a_traceback_is_blamed(launch: Launch, fault: str) -> None:
     done = launch("-n", 3, script=SCRIPT.format(fault=fault, other=BARRIER)).finish()
     code, words = FAULTS[fault]
     assert done.returncode == code
@@ -103,7 +103,7 @@ REACTIONS = {
 }
 
 
-#: Rank 1 ends only when no other rank holds the pipe open, so that the launcher sees the others end first.
+#: Rank 1 ends only when no other rank holds the pipe open, so that the launcher finds the others ended first.
 ENDING = """
 import select
 others = os.environ['RANK'] != '1'
@@ -120,7 +120,7 @@ finally:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reaction", REACTIONS)
-def test_failure_in_consequence_of_another_is_not_blamed(
+def test_rank_that_fails_because_of_another_rank_is_not_blamed(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], reaction: str
 ) -> None:
     """Let rank 1 fail first and end last."""
@@ -153,7 +153,7 @@ def test_rank_that_fails_before_the_rendezvous_is_blamed(launch: Launch, tmp_pat
 
 
 @pytest.mark.slow
-def test_script_that_cannot_be_loaded_is_shown_as_by_python(launch: Launch) -> None:
+def test_error_of_a_script_that_cannot_be_loaded_looks_as_printed_by_python(launch: Launch) -> None:
     done = launch("-n", 1, script="x = = 1").finish()
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
@@ -171,8 +171,8 @@ def test_script_that_cannot_be_loaded_is_shown_as_by_python(launch: Launch) -> N
 
 
 @pytest.mark.slow
-def test_first_reporting_rank_comes_last_if_no_rank_failed_by_itself(launch: Launch) -> None:
-    """Let rank 1 exit with code 0 while the others need it."""
+def test_launcher_prints_the_first_reporting_rank_last_if_no_rank_failed_by_itself(launch: Launch) -> None:
+    """Let rank 1 exit with code 0 while the other ranks wait for it."""
     done = launch("-n", 3, script=SCRIPT.format(fault="os._exit(0)", other=BARRIER)).finish()
     assert done.returncode == 1
     *others, last = blocks(done.stderr)
@@ -205,7 +205,7 @@ STUCK = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_stopped_rank_comes_last_if_others_failed_because_of_it(
+def test_launcher_prints_a_stopped_rank_last_if_the_stop_made_other_ranks_fail(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits(run_release=0.2, run_grace=0.2)
@@ -223,7 +223,7 @@ def test_stopped_rank_comes_last_if_others_failed_because_of_it(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds unix sockets of the ranks through /proc")
-def test_rank_with_a_blocked_loop_comes_last_with_its_line(launch: Launch) -> None:
+def test_launcher_prints_a_rank_with_a_blocked_loop_last_with_the_blocking_line(launch: Launch) -> None:
     script = SCRIPT.format(fault="import time; time.sleep(600)", other="await pg.barrier(timeout=2)")
     done = launch("-n", 3, script=script).finish()
     assert done.returncode == 1
@@ -235,7 +235,7 @@ def test_rank_with_a_blocked_loop_comes_last_with_its_line(launch: Launch) -> No
     )
 
 
-def test_signal_that_the_launcher_has_not_sent_is_a_failure(launch: Launch) -> None:
+def test_death_by_a_signal_that_the_launcher_has_not_sent_is_reported_as_a_failure(launch: Launch) -> None:
     """Let rank 1 handle SIGTERM by killing itself with SIGKILL, as another process might."""
     script = """
         import os, signal, sys, time
@@ -286,7 +286,9 @@ INTERRUPTED = """
 
 
 @pytest.mark.parametrize("options", [(), ("--verbose",)])
-def test_ctrl_c_prints_one_line_per_place_and_tracebacks_on_request(launch: Launch, options: tuple[str, ...]) -> None:
+def test_ctrl_c_prints_one_line_per_interrupted_source_line_and_tracebacks_on_request(
+    launch: Launch, options: tuple[str, ...]
+) -> None:
     """Interrupt ranks 0 and 1 in an await, and rank 2 in a program without an event loop."""
     job = launch(*options, "-n", 3, script=INTERRUPTED)
     job.read("[0] ready", "[1] ready", "[2] ready")
@@ -309,7 +311,7 @@ def test_ctrl_c_prints_one_line_per_place_and_tracebacks_on_request(launch: Laun
     assert shown == sorted(shown, key=lambda line: line[:3]), "tracebacks of several ranks are mixed"
 
 
-def test_failure_before_ctrl_c_keeps_its_traceback(launch: Launch, tmp_path: Path) -> None:
+def test_traceback_of_a_failure_before_ctrl_c_is_still_printed(launch: Launch, tmp_path: Path) -> None:
     """Send the signal when rank 0 has failed, while its interpreter waits for a thread."""
     script = """
         import sys, threading
@@ -326,7 +328,7 @@ def test_failure_before_ctrl_c_keeps_its_traceback(launch: Launch, tmp_path: Pat
     assert done.stderr.splitlines()[-2:] == ["[0] ValueError: no data", "aiocoll run: stopped by SIGINT"]
 
 
-def test_mismatch_is_printed_once_with_both_calls(launch: Launch) -> None:
+def test_launcher_prints_a_mismatch_once_with_both_calls(launch: Launch) -> None:
     script = """
         import asyncio
         import aiocoll
@@ -356,7 +358,7 @@ def test_mismatch_is_printed_once_with_both_calls(launch: Launch) -> None:
     ]
 
 
-def test_same_error_of_all_ranks_is_printed_once(
+def test_launcher_prints_an_equal_error_of_all_ranks_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits(run_release=30)
@@ -371,8 +373,8 @@ def test_same_error_of_all_ranks_is_printed_once(
 
 
 @pytest.mark.slow
-def test_traceback_printed_by_a_rank_is_not_mixed_with_others(launch: Launch) -> None:
-    """Let the ranks take turns at each line of their tracebacks."""
+def test_tracebacks_that_ranks_print_are_not_interleaved(launch: Launch) -> None:
+    """Let the ranks print their tracebacks line by line in turn."""
     script = """
         import os, sys, traceback
         rank, turns = int(os.environ['RANK']), sys.argv[1:]
@@ -398,7 +400,7 @@ def test_traceback_printed_by_a_rank_is_not_mixed_with_others(launch: Launch) ->
 
 
 @pytest.mark.slow
-def test_failing_rank_may_take_its_time_to_end(launch: Launch) -> None:
+def test_failing_rank_can_finish_its_exit_handlers(launch: Launch) -> None:
     """Let rank 1 wait at exit until the launcher has ended rank 0: the launcher sends rank 1 no signal."""
     script = """
         import atexit, os, signal, sys
@@ -449,7 +451,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_rank_that_has_failed_and_does_not_end_is_reported(launch: Launch) -> None:
+def test_failed_rank_whose_process_does_not_end_is_reported(launch: Launch) -> None:
     """Let a thread keep the interpreter of a failed rank; the job ends when the thread does."""
     script = """
         import sys, threading
@@ -466,7 +468,7 @@ def test_rank_that_has_failed_and_does_not_end_is_reported(launch: Launch) -> No
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "[0] ValueError: no data")
 
 
-def test_processes_that_a_rank_spawns_find_its_program(launch: Launch) -> None:
+def test_processes_spawned_by_a_rank_can_import_the_main_program(launch: Launch) -> None:
     script = """
         import multiprocessing, os
 
@@ -481,7 +483,7 @@ def test_processes_that_a_rank_spawns_find_its_program(launch: Launch) -> None:
     assert (done.returncode, done.stdout) == (0, "[0] [1, 4, 9]\n"), done.stderr
 
 
-# -- the program's modules and names are those that Python itself provides
+# -- module names and import paths of the program, equal to those under Python itself
 
 PLACE = """
 import json, sys, __main__
@@ -495,7 +497,9 @@ print(json.dumps([__name__, __file__, sys.argv, sys.path[0], __spec__ and __spec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["script", "relative", "link", "pyc", "archive", "module", "package"])
-def test_program_has_the_names_that_python_provides(launch: Launch, tmp_path: Path, form: str) -> None:
+def test_program_under_the_launcher_has_the_module_names_that_python_provides(
+    launch: Launch, tmp_path: Path, form: str
+) -> None:
     (tmp_path / "place.py").write_text(PLACE)
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()
@@ -519,7 +523,7 @@ def test_program_has_the_names_that_python_provides(launch: Launch, tmp_path: Pa
     assert done.stdout == f"[0] {plain.stdout}", done.stderr
 
 
-def test_forked_child_that_fails_is_not_reported_as_its_rank(launch: Launch) -> None:
+def test_failure_of_a_forked_child_is_not_reported_as_a_failure_of_the_rank(launch: Launch) -> None:
     script = """
         import os, sys
         child = os.fork()
@@ -533,7 +537,7 @@ def test_forked_child_that_fails_is_not_reported_as_its_rank(launch: Launch) -> 
     assert done.stderr.splitlines()[-1] == "[0] ValueError: of the child"
 
 
-def test_excepthook_of_a_program_is_called(launch: Launch) -> None:
+def test_excepthook_that_a_program_has_set_is_called(launch: Launch) -> None:
     script = (
         "import sys\nsys.excepthook = lambda *a: print('hooked', a[1], file=sys.stderr)\nraise ValueError('no data')"
     )

@@ -33,7 +33,7 @@ from ..rendezvous.test_launchers import SLURM as OF_SLURM
 
 LIMIT = 120
 VERSION = f"{aiocoll.__version__}, {describe_implementation()}"
-#: Variables that change the outcome, or the output on a busy machine. They may be set where the tests run.
+#: Prefixes of variables to remove: they may be set where the tests run, and would change the outcome or output.
 OURS = ("AIOCOLL_", "MASTER_", "RANK", "WORLD_SIZE", "PYTHONASYNCIODEBUG")
 
 
@@ -55,7 +55,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def report(*arguments: str, **env: str) -> tuple[int, dict[str, Any], dict[str, CheckResult]]:
-    """Return the exit code, the pairs by their ranks, and the findings by their names."""
+    """Run doctor as JSON; return the exit code, the pairs by their ranks, and the findings by their names."""
     done = run("--json", *arguments, **env)
     assert done.stderr == ""
     output = json.loads(done.stdout)
@@ -67,13 +67,13 @@ def report(*arguments: str, **env: str) -> tuple[int, dict[str, Any], dict[str, 
 
 
 def finding_of(name: str, ranks: int = 1) -> CheckResult:
-    """Check this host; return the only finding of that name."""
+    """Check this host; return the only finding with the given name."""
     (finding,) = [finding for finding in look(ranks) if finding.name == name]
     return finding
 
 
 def failing_call(code: int) -> Callable[..., Any]:
-    """Return a system call that fails with an errno."""
+    """Return a stand-in for a system call that fails with an errno."""
 
     def call(*_: object, **__: object) -> Any:
         raise OSError(code, os.strerror(code))
@@ -86,7 +86,7 @@ def failing_call(code: int) -> Callable[..., Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_meet_and_report_their_connections(ranks: int) -> None:
+def test_doctor_ranks_meet_and_report_their_connections(ranks: int) -> None:
     _, pairs, findings = report("-n", str(ranks))
     assert pairs == {(a, b): ("shm", "both are on this host") for b in range(ranks) for a in range(b)}
     assert findings["meeting"].value == f"{ranks} met, all pairs exchanged data"
@@ -99,7 +99,7 @@ def test_ranks_meet_and_report_their_connections(ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_text_has_every_topic() -> None:
+def test_doctor_prints_every_topic() -> None:
     done = run()
     assert done.stderr == ""
     lines = done.stdout.splitlines()
@@ -170,7 +170,7 @@ SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
     ],
     ids=["nothing", "Slurm", "key", "PMI", "half", "half by hand"],
 )
-def test_launcher_is_named(
+def test_doctor_names_the_launcher(
     env: dict[str, str], value: str, advice: str, fine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in env:
@@ -180,7 +180,7 @@ def test_launcher_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
-def test_chosen_transport_is_explained(transport: str) -> None:
+def test_doctor_explains_the_chosen_transport(transport: str) -> None:
     _, pairs, findings = report(AIOCOLL_TRANSPORT=transport)
     used, why = pairs[0, 1]
     assert used == transport
@@ -189,7 +189,7 @@ def test_chosen_transport_is_explained(transport: str) -> None:
 
 
 @pytest.mark.slow
-def test_options_in_the_environment_are_checked() -> None:
+def test_doctor_checks_the_options_in_the_environment() -> None:
     code, pairs, findings = report(AIOCOLL_TRANSPORT="pigeon")
     assert (code, pairs) == (1, {})
     assert "AIOCOLL_TRANSPORT='pigeon': must be one of 'auto'" in findings["environment"].advice
@@ -198,7 +198,7 @@ def test_options_in_the_environment_are_checked() -> None:
     assert not findings["meeting"].fine
 
 
-def test_zero_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_refuses_zero_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "-n", "0"])
     assert ended.value.code == 2
@@ -218,7 +218,7 @@ def test_zero_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         ("unix sockets", address, "open_unix", "AIOCOLL_TRANSPORT=tcp"),
     ],
 )
-def test_forbidden_call_is_a_problem_with_advice(
+def test_doctor_reports_a_forbidden_system_call_with_advice(
     monkeypatch: pytest.MonkeyPatch, name: str, module: Any, call: str, instead: str, code: int
 ) -> None:
     assert finding_of(name).fine
@@ -229,19 +229,19 @@ def test_forbidden_call_is_a_problem_with_advice(
     assert instead in finding.advice
 
 
-def test_missing_call_of_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_system_call_that_python_lacks_as_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     assert not finding_of("shared memory").fine
 
 
-def test_unix_sockets_of_another_user_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_unix_sockets_of_another_user_as_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, peer_uid=lambda sock: os.geteuid() + 1)
     finding = finding_of("unix sockets")
     assert not finding.fine
     assert f"its own unix socket belongs to user {os.geteuid() + 1}, not to this user" in finding.value
 
 
-def test_checks_leave_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_leave_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     list(look(2))
     before = os.listdir("/proc/self/fd")
     list(look(2))
@@ -255,7 +255,7 @@ def test_checks_leave_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     ("files", "fine", "value"),
     [(256, False, "256"), (1024, True, "1024"), (resource.RLIM_INFINITY, True, "no limit"), (10, False, "10")],
 )
-def test_limit_of_open_files_has_the_number_of_peers(
+def test_doctor_shows_how_many_peers_the_limit_of_open_files_allows(
     monkeypatch: pytest.MonkeyPatch, files: int, fine: bool, value: str
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
@@ -267,7 +267,7 @@ def test_limit_of_open_files_has_the_number_of_peers(
 
 
 @pytest.mark.parametrize(("free", "fine"), [(0, False), ((64 << 20) - 4096, False), (64 << 20, True)])
-def test_small_dev_shm_is_a_problem(monkeypatch: pytest.MonkeyPatch, free: int, fine: bool) -> None:
+def test_doctor_reports_a_small_dev_shm_as_a_problem(monkeypatch: pytest.MonkeyPatch, free: int, fine: bool) -> None:
     real = os.statvfs("/")
     shm = os.statvfs_result((4096, 4096, (1 << 30) // 4096, 0, free // 4096, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: shm)
@@ -287,7 +287,7 @@ def test_small_dev_shm_is_a_problem(monkeypatch: pytest.MonkeyPatch, free: int, 
         ("memory/memory.limit_in_bytes", str(512 << 10), "512 KiB"),
     ],
 )
-def test_memory_of_the_cgroup_is_read(
+def test_doctor_reads_the_memory_limit_of_the_cgroup(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, text: str, value: str
 ) -> None:
     (tmp_path / "self").mkdir()
@@ -299,7 +299,9 @@ def test_memory_of_the_cgroup_is_read(
 
 
 @pytest.mark.parametrize("nbytes", [212_992, LOOPBACK_BUFFER])
-def test_small_socket_buffers_are_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nbytes: int) -> None:
+def test_doctor_reports_small_socket_buffers_as_a_hint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nbytes: int
+) -> None:
     folder = tmp_path / "sys" / "net" / "core"
     folder.mkdir(parents=True)
     for name in ("rmem_max", "wmem_max"):
@@ -311,20 +313,20 @@ def test_small_socket_buffers_are_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert (f"sysctl -w net.core.{name}={LOOPBACK_BUFFER}" in finding.advice) == (nbytes < LOOPBACK_BUFFER)
 
 
-def test_unreadable_files_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_omits_facts_from_unreadable_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replaced(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path, shm_folder=tmp_path / "none")
     names = {finding.name for finding in look(1)}
     assert "open files" in names
     assert not {"memory of the cgroup", "net.core.rmem_max", str(tmp_path / "none")} & names
 
 
-def test_system_without_limits_has_no_topic_of_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_no_limits_on_a_system_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resource", None)
     topics = {finding.topic for finding in look(1)}
     assert topics == {"versions", "host", "launcher", "means", "network"}
 
 
-def test_more_ranks_than_cores_are_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_more_ranks_than_cores_as_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3}, raising=False)
     assert finding_of("cores usable", ranks=2).advice == ""
     finding = finding_of("cores usable", ranks=3)
@@ -342,7 +344,7 @@ def test_more_ranks_than_cores_are_a_hint(monkeypatch: pytest.MonkeyPatch) -> No
         (MachineLoad(None, None, None, None), ["unknown"] * 4, ["other processes"]),
     ],
 )
-def test_load_that_spoils_timings_leads_to_a_hint(
+def test_doctor_reports_a_load_that_distorts_timings_as_a_hint(
     load: MachineLoad, values: list[str], warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3}, raising=False)
@@ -353,7 +355,7 @@ def test_load_that_spoils_timings_leads_to_a_hint(
     assert all(finding.fine and finding.topic == "load" for finding in findings)
 
 
-def test_missing_package_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_a_missing_package_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"numpy": "2.1", "msgpack": "1.2", "torch": "2.13"}
 
     def version(name: str) -> str:
@@ -370,7 +372,7 @@ def test_missing_package_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch)
     assert "pip install uvloop" in versions["uvloop"].advice
 
 
-def test_unresolvable_master_address_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_an_unresolvable_master_address_as_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert finding_of("address for peers").value == "127.0.0.1 (the route to MASTER_ADDR=127.0.0.1)"
     monkeypatch.setattr(socket, "getaddrinfo", failing_call(errno.ENOENT))
@@ -380,7 +382,7 @@ def test_unresolvable_master_address_is_a_problem(monkeypatch: pytest.MonkeyPatc
     assert "'nowhere.invalid' does not resolve" in finding.advice
 
 
-def test_missing_interface_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_missing_network_interface_as_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_INTERFACE", "lo")
     assert finding_of("address for peers").value == "127.0.0.1 (interface=lo)"
     monkeypatch.setenv("AIOCOLL_INTERFACE", "nope0")
@@ -389,7 +391,7 @@ def test_missing_interface_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
     assert "interface='nope0'" in finding.advice
 
 
-def test_ports_and_advertised_address_are_shown(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+def test_doctor_shows_ports_and_the_advertised_address(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setenv("AIOCOLL_PORT_RANGE", f"{port}")
     assert finding_of("ports for peers").value == f"{port} to {port}, 1 of them free"
     with socket.create_server(("127.0.0.1", port)):
@@ -403,7 +405,7 @@ def test_ports_and_advertised_address_are_shown(monkeypatch: pytest.MonkeyPatch,
     assert finding_of("connections for data").value == "at most 1 to a rank on another host"
 
 
-def test_encryption_between_hosts_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_encryption_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding_of("between hosts").value.startswith("TLS 1.3 (cryptography ")
     monkeypatch.setenv("AIOCOLL_ENCRYPTION", "none")
     assert finding_of("between hosts").value == "nothing is encrypted"
@@ -419,7 +421,7 @@ def test_encryption_between_hosts_is_checked(monkeypatch: pytest.MonkeyPatch) ->
     assert "pip install aiocoll[tls]" in finding_of("between hosts").advice
 
 
-def test_certificate_of_the_users_ca_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_certificate_of_the_users_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Authority(tmp_path)
     files = authority.make("aiocoll://train/rank/*", days=(-1, 12))
     for name, value in as_variables(files).items():
@@ -444,7 +446,7 @@ def test_certificate_of_the_users_ca_is_checked(tmp_path: Path, monkeypatch: pyt
     assert "own.pem' has expired: it is valid from" in finding.advice
 
 
-def test_failed_meeting_is_a_problem(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_a_failed_rendezvous_as_a_problem(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
     limits(doctor_patience=1e-3)
     assert main(["doctor"]) == 1
     output = capsys.readouterr().out
@@ -453,7 +455,7 @@ def test_failed_meeting_is_a_problem(limits: Limits, capsys: pytest.CaptureFixtu
     assert output.endswith("see above\n")
 
 
-def test_ranks_that_do_not_share_memory_are_a_problem(
+def test_doctor_reports_ranks_without_shared_memory_as_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fake_meeting(*_: object, **__: object) -> list[list[tuple[int, str, str]]]:
@@ -478,7 +480,7 @@ SCOPES = {
 
 @pytest.mark.parametrize("user", [0, 1000])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_single_copy_follows_the_scope_of_yama(
+def test_doctor_derives_single_copy_from_the_ptrace_scope_of_yama(
     scope: str, user: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "ptrace_scope").write_text(f"{scope}\n")
@@ -492,7 +494,7 @@ def test_single_copy_follows_the_scope_of_yama(
     assert finding.fine == (user == 0 or scope != "2")
 
 
-def test_single_copy_refused_by_the_kernel_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_single_copy_refused_by_the_kernel_as_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "can_read", lambda: "it refuses")
     finding = finding_of("single copy")
     assert (finding.value, finding.fine) == ("it refuses", False)
@@ -509,7 +511,7 @@ def test_single_copy_refused_by_the_kernel_is_a_problem(monkeypatch: pytest.Monk
         ("PYTHONASYNCIODEBUG=1", ""),
     ],
 )
-def test_reason_why_small_collectives_run_in_python(
+def test_doctor_shows_the_reason_why_small_collectives_run_in_python(
     variable: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "core", checks)
@@ -519,7 +521,7 @@ def test_reason_why_small_collectives_run_in_python(
     assert finding.value == (f"in Python: {variable}" if advice else "in C where the call allows it (docs/native.md)")
 
 
-def test_missing_accelerator_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_missing_accelerator_as_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "core", None)
     finding = finding_of("small collectives")
     assert (finding.value, finding.fine) == ("in Python: the accelerator does not run", True)

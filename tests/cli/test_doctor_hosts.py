@@ -35,7 +35,7 @@ from ..ranks import until
 
 KEY = b"of this test and no other"
 LIMIT = 60
-#: The facts of a host of which only its arrival is known.
+#: The facts about a host of which only the arrival is known.
 FACTS = ["elsewhere", "1 cores", "auto", "", "", "it has not reported its address; see its output"]
 
 Meet = Callable[..., Awaitable[HostsMet]]
@@ -69,7 +69,7 @@ async def store_server(port: int) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def doctor_store(port: int) -> AsyncIterator[PrefixStore]:
-    """Open the store as another program does."""
+    """Open the store as a program other than doctor does."""
     store = TCPStore("127.0.0.1", port, timeout=LIMIT, wait_for_workers=False, key=KEY, job="this test")
     async with store:
         yield PrefixStore("doctor", store)
@@ -89,7 +89,7 @@ def packed(value: Any) -> bytes:
 
 @pytest.mark.parametrize("at", ["127.0.0.1", "::1"])
 @pytest.mark.parametrize("encryption", ["auto", "none"])
-async def test_hosts_reach_each_other(meet: Meet, at: str, encryption: str) -> None:
+async def test_doctor_reports_hosts_that_reach_each_other(meet: Meet, at: str, encryption: str) -> None:
     first, *others = await asyncio.gather(*(meet(each, 3, at=at, encryption=encryption) for each in (0, 1, 2)))
     assert others == [first] * 2, "the hosts report different results"
     assert advice(first) == {}
@@ -102,13 +102,13 @@ async def test_hosts_reach_each_other(meet: Meet, at: str, encryption: str) -> N
         assert all(0 < attempt.seconds < LIMIT for attempt in first.rows[number].values())
 
 
-async def test_single_host_has_no_connections(meet: Meet) -> None:
+async def test_doctor_reports_no_connections_for_a_single_host(meet: Meet) -> None:
     met = await meet(0, 1)
     assert (met.rows, advice(met)) == ({0: {}}, {})
 
 
-async def test_different_encryption_is_reported(meet: Meet) -> None:
-    """Use the loopback, whose store is not encrypted by default, so that both hosts can open it."""
+async def test_doctor_reports_different_encryption_options_of_hosts(meet: Meet) -> None:
+    """Use the loopback, where the store is not encrypted by default, so that both hosts can open it."""
     first, second = await asyncio.gather(meet(0, 2), meet(1, 2, encryption="none"))
     assert first == second
     assert advice(first)["encryption"].startswith(
@@ -116,7 +116,7 @@ async def test_different_encryption_is_reported(meet: Meet) -> None:
     )
 
 
-async def test_host_without_a_free_port_is_reported(meet: Meet, port: int) -> None:
+async def test_doctor_reports_a_host_without_a_free_port(meet: Meet, port: int) -> None:
     ports = (port, port)
     met, _ = await asyncio.gather(meet(0, 2), meet(1, 2, port_range=ports))
     name = socket.gethostname()
@@ -127,7 +127,7 @@ async def test_host_without_a_free_port_is_reported(meet: Meet, port: int) -> No
     assert met.reaches(1, 0)
 
 
-async def test_transport_without_a_listener_is_reported(meet: Meet) -> None:
+async def test_doctor_reports_a_transport_without_a_listener(meet: Meet) -> None:
     met, _ = await asyncio.gather(meet(0, 2), meet(1, 2, transport="shm"))
     assert "transport='shm' opens no TCP listener; use transport='auto' or 'tcp'" in advice(met)["host 1"]
     ((target, attempt),) = met.rows[1].items()
@@ -135,27 +135,27 @@ async def test_transport_without_a_listener_is_reported(meet: Meet) -> None:
     assert "transport='shm' on rank 1, but rank 0 is on" in attempt.trouble
 
 
-async def test_missing_host_is_reported(meet: Meet) -> None:
+async def test_doctor_reports_a_missing_host(meet: Meet) -> None:
     met = await meet(0, 2, timeout=0.5)
     assert "host(s) 1 of 2 did not come within 0.5 s" in advice(met)["missing"]
     assert met.store.startswith("127.0.0.1 port ")
 
 
-async def test_store_of_another_key_is_refused(meet: Meet, port: int) -> None:
+async def test_doctor_refuses_a_store_with_another_job_key(meet: Meet, port: int) -> None:
     async with store_server(port):
         message = r"cannot use the store at 127\.0\.0\.1:\d+: .* did not prove that it holds this job's key"
         with pytest.raises(StoreUnavailableError, match=message):
             await meet(1, 3, key=b"of another test, or so")
 
 
-async def test_missing_store_is_reported(meet: Meet) -> None:
+async def test_doctor_reports_a_missing_store(meet: Meet) -> None:
     with pytest.raises(
         StoreUnavailableError, match=r"no store at 127\.0\.0\.1:\d+: nothing listens .*refused.*tried for"
     ):
         await meet(1, 2, timeout=0.1)
 
 
-async def test_store_port_of_another_program_is_reported(meet: Meet, port: int) -> None:
+async def test_doctor_reports_another_program_at_the_store_port(meet: Meet, port: int) -> None:
     with (
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(StoreUnavailableError, match=r"the store cannot listen on .*another program uses it"),
@@ -163,8 +163,8 @@ async def test_store_port_of_another_program_is_reported(meet: Meet, port: int) 
         await meet(0, 2)
 
 
-async def test_store_of_another_program_is_reported(meet: Meet, limits: Limits, port: int) -> None:
-    """Use the store as of a running job, in which no host 0 of `aiocoll doctor` takes part."""
+async def test_doctor_reports_a_store_that_another_program_hosts(meet: Meet, limits: Limits, port: int) -> None:
+    """Use the store of a running job, in which no host 0 of `aiocoll doctor` takes part."""
     limits(doctor_slack=0.1)
     async with store_server(port):
         with pytest.raises(
@@ -174,7 +174,7 @@ async def test_store_of_another_program_is_reported(meet: Meet, limits: Limits, 
             await meet(1, 2, timeout=0.1)
 
 
-async def test_second_host_of_one_number_is_refused(meet: Meet) -> None:
+async def test_doctor_refuses_a_second_host_with_the_same_number(meet: Meet) -> None:
     first, one, other = await asyncio.gather(meet(0, 2), meet(1, 2), meet(1, 2), return_exceptions=True)
     assert isinstance(first, HostsMet)
     assert advice(first) == {}
@@ -183,7 +183,7 @@ async def test_second_host_of_one_number_is_refused(meet: Meet) -> None:
     assert re.match(r"host number 1 is taken by .* \(process \d+\): give each host its own --node-rank", str(error))
 
 
-async def test_different_number_of_hosts_is_refused(meet: Meet, limits: Limits) -> None:
+async def test_doctor_refuses_a_host_with_a_different_number_of_hosts(meet: Meet, limits: Limits) -> None:
     limits(doctor_slack=0.2)
     first, second = await asyncio.gather(meet(0, 2), meet(1, 3), return_exceptions=True)
     assert str(second) == "--nnodes 3: host 0 was given --nnodes 2"
@@ -191,7 +191,7 @@ async def test_different_number_of_hosts_is_refused(meet: Meet, limits: Limits) 
     assert advice(first)["host 1"].endswith("cannot be dialled: it has not reported its address; see its output")
 
 
-async def test_late_host_is_refused(meet: Meet, port: int) -> None:
+async def test_doctor_refuses_a_host_that_comes_too_late(meet: Meet, port: int) -> None:
     async with store_server(port), doctor_store(port) as store:
         await store.set("came", packed({0: packed({"nnodes": 2})}))
         with pytest.raises(
@@ -213,7 +213,7 @@ async def publish_as_host_1(port: int, *values: Any) -> None:
 CAME = {"nnodes": 2, "store": "127.0.0.1", "listens": "", "facts": FACTS}
 
 
-#: The hosts that host 1 reaches.
+#: The connection results of host 1, which reaches host 0.
 REACHED = {0: (0.1, "")}
 
 
@@ -228,7 +228,7 @@ def listening_record(port: int) -> Any:
         (2, "from 1", "host 1 (elsewhere) has not reported which hosts it reaches; see its output"),
     ],
 )
-async def test_host_that_stops_is_reported(
+async def test_doctor_reports_a_host_that_stops(
     meet: Meet, limits: Limits, port: int, rounds: int, name: str, text: str
 ) -> None:
     limits(doctor_dial=0.1, doctor_slack=0.3, doctor_ping=0.1)
@@ -237,7 +237,7 @@ async def test_host_that_stops_is_reported(
     assert advice(met)[name] == text
 
 
-async def test_refused_connection_is_reported(meet: Meet, limits: Limits, port: int) -> None:
+async def test_doctor_reports_a_refused_connection(meet: Meet, limits: Limits, port: int) -> None:
     limits(doctor_dial=0.3)
     unused_port = free_port()
     met, _ = await asyncio.gather(
@@ -253,7 +253,7 @@ async def test_refused_connection_is_reported(meet: Meet, limits: Limits, port: 
     assert [each.value for each in findings(met) if each.name == "0 to 1"] == ["refused"]
 
 
-async def test_another_program_at_the_port_is_reported(meet: Meet, limits: Limits, port: int) -> None:
+async def test_doctor_reports_another_program_at_a_host_port(meet: Meet, limits: Limits, port: int) -> None:
     limits(doctor_dial=0.3)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -269,10 +269,10 @@ async def test_another_program_at_the_port_is_reported(meet: Meet, limits: Limit
     assert "TLS: " in attempt.trouble
 
 
-async def test_connection_without_an_answer_is_reported(
+async def test_doctor_reports_a_connection_without_an_answer(
     meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let connections open, but send no byte back."""
+    """Accept connections, but send no byte back."""
     limits(doctor_ping=0.1)
 
     async def close_at_once(stream: ByteStream) -> None:
@@ -327,7 +327,7 @@ def doctors(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.slow
-def test_two_processes_report_the_same_in_words_and_as_json(doctors: Doctors) -> None:
+def test_doctor_processes_report_equal_findings_as_text_and_as_json(doctors: Doctors) -> None:
     first, second = doctors.start(0), doctors.start(1, "--json")
     (output, errors), (json_output, other_errors) = (
         first.communicate(timeout=LIMIT),
@@ -349,7 +349,7 @@ def test_two_processes_report_the_same_in_words_and_as_json(doctors: Doctors) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_ctrl_c_ends_a_waiting_host(doctors: Doctors, number: int) -> None:
+def test_ctrl_c_ends_a_doctor_that_waits_for_other_hosts(doctors: Doctors, number: int) -> None:
     process = doctors.start(number)
     assert process.stdout is not None
     while "host 0" not in (line := process.stdout.readline()):
@@ -360,7 +360,9 @@ def test_ctrl_c_ends_a_waiting_host(doctors: Doctors, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_host_without_a_store_has_a_problem(doctors: Doctors, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_host_without_a_reachable_store_reports_a_problem(
+    doctors: Doctors, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(doctors.arguments(1, "--timeout", "1")) == 1
     output = capsys.readouterr().out
     assert re.search(
@@ -377,7 +379,7 @@ def test_host_without_a_store_has_a_problem(doctors: Doctors, capsys: pytest.Cap
         (["--timeout", "0"], "argument --timeout: 0 is not a positive number"),
     ],
 )
-def test_wrong_usage_is_explained(
+def test_doctor_explains_wrong_arguments(
     doctors: Doctors, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -385,7 +387,7 @@ def test_wrong_usage_is_explained(
     assert message in capsys.readouterr().err
 
 
-def test_help_explains_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_help_explains_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["doctor", "--help"])
     output = " ".join(capsys.readouterr().out.split())
@@ -394,11 +396,11 @@ def test_help_explains_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
-def test_key_is_not_shown() -> None:
+def test_doctor_does_not_print_the_job_key() -> None:
     assert repr(KEY) not in repr(Hosts(2, 0, ("127.0.0.1", 1), KEY, "this test"))
 
 
-async def test_terminal_shows_the_hosts_that_have_come(
+async def test_doctor_lists_the_arrived_hosts_at_a_terminal(
     meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Terminal(io.StringIO):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-#: Ranks meet. Then all but rank 0 wait in a barrier, until rank 0 has read a byte.
+#: A script: ranks meet, then all except rank 0 wait in a barrier until rank 0 has read a byte.
 SCRIPT = """
 import asyncio, os, sys
 import aiocoll
@@ -64,7 +64,7 @@ def read_until(job: Job, *patterns: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4, *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (2, 3))])
-def test_launcher_requests_a_dump_from_every_rank_and_the_job_continues(
+def test_signal_to_the_launcher_dumps_every_rank_and_the_job_continues(
     launch: Launch, tmp_path: Path, ranks: int
 ) -> None:
     os.mkfifo(tmp_path / "fifo")
@@ -86,7 +86,7 @@ def test_launcher_requests_a_dump_from_every_rank_and_the_job_continues(
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] done" for rank in range(ranks)]
 
 
-def test_signal_to_a_rank_dumps_that_rank_alone(launch: Launch, tmp_path: Path) -> None:
+def test_signal_to_a_rank_dumps_only_that_rank(launch: Launch, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     job = launch("-n", 2, script=SCRIPT, args=[tmp_path / "fifo"])
     pids = wait_until_ready(job, 2)
@@ -113,7 +113,7 @@ def test_dump_is_written_to_the_chosen_directory(launch: Launch, tmp_path: Path)
     ]
 
 
-def test_rank_without_a_group_prints_its_stack(launch: Launch) -> None:
+def test_rank_without_a_group_prints_its_stack_on_the_dump_signal(launch: Launch) -> None:
     script = "import os, sys\ndef here():\n    print('ready', os.getpid())\n    os.read(fd, 1)\n"
     os.mkfifo(launch.path / "fifo")
     script += "fd = os.open(sys.argv[1], os.O_RDWR)\nhere()\nprint('done')"
@@ -126,8 +126,8 @@ def test_rank_without_a_group_prints_its_stack(launch: Launch) -> None:
     assert (done.returncode, done.stdout) == (0, "[0] done\n")
 
 
-def test_rank_that_became_another_program_is_not_ended(launch: Launch) -> None:
-    """Send no signal to a rank that would end by it, nor to the processes that a rank has started."""
+def test_dump_signal_is_not_sent_to_a_rank_that_became_another_program(launch: Launch) -> None:
+    """Check that no signal is sent to a rank that it would end, nor to processes that a rank has started."""
     script = """
         import os, subprocess, sys
         if os.environ["RANK"] == "0":
@@ -152,7 +152,7 @@ def test_rank_that_became_another_program_is_not_ended(launch: Launch) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_process_without_a_handler_does_not_expect_the_signal() -> None:
+def test_dump_signal_is_expected_only_by_processes_that_handle_or_ignore_the_signal() -> None:
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     try:
         assert not _expects(os.getpid(), signal.SIGUSR2)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of the only job in a folder."""
+    """Return the log files of the only job in a folder."""
     (job,) = folder.iterdir()
     return {str(file.relative_to(job)): file.read_bytes() for file in job.rglob("*") if file.is_file()}
 
 
-def test_each_rank_has_a_file_for_each_stream(launch: Launch, tmp_path: Path) -> None:
+def test_log_directory_has_one_file_per_rank_and_stream(launch: Launch, tmp_path: Path) -> None:
     script = """
         import os, sys
         rank = os.environ["RANK"]
@@ -49,7 +49,7 @@ def test_each_rank_has_a_file_for_each_stream(launch: Launch, tmp_path: Path) ->
     }
 
 
-def test_files_can_be_read_by_their_user_only(launch: Launch, tmp_path: Path) -> None:
+def test_log_files_are_readable_only_by_their_user(launch: Launch, tmp_path: Path) -> None:
     """Check a new directory and an existing one, with a umask that forbids nothing."""
     logs = tmp_path / "logs"
     logs.mkdir()
@@ -69,7 +69,7 @@ def test_files_can_be_read_by_their_user_only(launch: Launch, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_each_restart_has_files_and_each_job_a_directory(launch: Launch, tmp_path: Path) -> None:
+def test_log_directory_has_one_folder_per_job_and_separate_files_per_restart(launch: Launch, tmp_path: Path) -> None:
     """Check that a traceback follows the earlier output of its rank."""
     script = """
         import os, sys
@@ -98,7 +98,7 @@ def test_each_restart_has_files_and_each_job_a_directory(launch: Launch, tmp_pat
             assert lines[-1] == f"ValueError: no data {count}"
 
 
-def test_directory_that_cannot_be_made_is_explained(
+def test_error_explains_a_log_directory_that_cannot_be_created(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -111,8 +111,8 @@ def test_directory_that_cannot_be_made_is_explained(
     )
 
 
-def test_file_that_cannot_be_written_does_not_end_the_job(launch: Launch, tmp_path: Path) -> None:
-    """Limit the files of the launcher to 1 KiB. Its standard output is a pipe and has no limit."""
+def test_job_continues_if_a_log_file_cannot_be_written(launch: Launch, tmp_path: Path) -> None:
+    """Limit the launcher's files to 1 KiB; its standard output is a pipe and has no limit."""
     script = "for _ in range(200): print('x' * 99)"
     limited = ["bash", "-c", 'ulimit -f 1; exec "$0" "$@"']
     done = launch("-n", 2, "--log-dir", tmp_path / "logs", script=script, before=limited).finish()
@@ -126,7 +126,7 @@ def test_file_that_cannot_be_written_does_not_end_the_job(launch: Launch, tmp_pa
     assert [(job / "restart-0" / f"rank-{rank}.out").stat().st_size for rank in range(2)] == [1024, 1024]
 
 
-def test_file_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
+def test_log_file_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     reported: list[str] = []
     logs = Logs(str(tmp_path), reported.append)
     assert logs.complete

@@ -1,4 +1,4 @@
-"""Output of the commands: complete on every kind of descriptor, or reported as lost by standard error and exit code."""
+"""Output of the commands: complete on every kind of descriptor, or reported as lost on standard error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FULL = Path("/dev/full")
 #: Seconds after which a command counts as hung.
 LIMIT = 60
 SILENT = "import os; open(f'{os.environ[\"FOLDER\"]}/{os.environ[\"RANK\"]}', 'w')"
-#: A program that prints more than a pipe holds, then creates a file that proves that the rank has reached its end.
+#: A program that prints more than a pipe holds, and then creates a file, which shows that the rank has ended.
 CHATTY = f"for i in range(2000): print('x' * 99)\n{SILENT}"
 BOTH = "import sys\nfor i in range(2000): print('x' * 99, file=sys.stderr), print('out')"
 
@@ -82,7 +82,7 @@ def small_pipe() -> tuple[int, int]:
 
 
 def small_socket() -> tuple[int, int]:
-    """Return the ends of a socket pair: Node gives its children sockets in place of pipes."""
+    """Return a socket pair with small buffers: Node gives its children sockets in place of pipes."""
     reading, writing = socket.socketpair()
     writing.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return reading.detach(), writing.detach()
@@ -92,7 +92,9 @@ def small_socket() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("made", [small_pipe, small_socket])
-def test_blocks_of_threads_arrive_whole_on_non_blocking_descriptors(made: Callable[[], tuple[int, int]]) -> None:
+def test_output_blocks_of_threads_are_not_interleaved_on_non_blocking_descriptors(
+    made: Callable[[], tuple[int, int]],
+) -> None:
     blocks = [bytes([65 + each]) * 20_000 + b"\n" for each in range(8)]
     with slow_reader(made) as (fd, received):
         sink = Sink(fd, "it", lambda _: None)
@@ -107,10 +109,10 @@ def test_blocks_of_threads_arrive_whole_on_non_blocking_descriptors(made: Callab
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EPIPE, errno.ECONNRESET])
 @pytest.mark.parametrize("taken", [0, 1, 7])
-def test_error_is_reported_once_and_every_later_byte_is_counted(
+def test_write_error_is_reported_once_and_lost_bytes_are_counted(
     number: int, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let the write fail after any number of bytes."""
+    """Let a write fail after each possible number of bytes."""
     written = []
 
     def write(fd: int, data: memoryview) -> int:
@@ -130,7 +132,7 @@ def test_error_is_reported_once_and_every_later_byte_is_counted(
     assert sink.trouble == f"it cannot be written ({os.strerror(number)})"
 
 
-def test_write_that_would_block_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_that_would_block_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     refused, written = [True, False, True, True, False], []
     reading, writing = os.pipe()
 
@@ -151,7 +153,7 @@ def test_write_that_would_block_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
         os.close(writing)
 
 
-def test_closed_sink_drops_bytes_without_a_report(tmp_path: Path) -> None:
+def test_closed_output_sink_drops_bytes_without_a_report(tmp_path: Path) -> None:
     reported: list[Sink] = []
     fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     sink = Sink(fd, "it", reported.append, closefd=True)
@@ -192,11 +194,11 @@ def test_command_whose_output_is_lost_is_interrupted_once(monkeypatch: pytest.Mo
     assert (tmp_path / "errors").read_text() == line * 2
 
 
-def test_closed_stream_fails_only_at_a_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_closed_output_stream_raises_only_at_a_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replace_streams(monkeypatch, None, None)
     with CommandOutput() as output:
         assert output.exit_code(0) == 0
-        print("diagnosis", file=sys.stderr)  # Python itself would print this to standard output
+        print("diagnosis", file=sys.stderr)  # if stderr is None, print() writes to standard output
         assert output.exit_code(0) == 1
         assert output.exit_code(3) == 3
     assert (sys.stdout, sys.stderr) == (None, None)
@@ -206,7 +208,7 @@ def test_closed_stream_fails_only_at_a_write(monkeypatch: pytest.MonkeyPatch, tm
         assert output.exit_code(0) == 1
 
 
-def test_streams_without_a_descriptor_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_without_a_file_descriptor_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
@@ -218,7 +220,7 @@ def test_streams_without_a_descriptor_are_left_alone(monkeypatch: pytest.MonkeyP
 
 @needs_full
 async def test_benchmark_stops_if_its_table_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one rank, since rank 0 prints the table."""
+    """Run one rank, since rank 0 prints the table."""
     full = os.open(FULL, os.O_WRONLY)
     try:
         replace_streams(monkeypatch, full, None)
@@ -242,8 +244,8 @@ async def test_benchmark_without_a_reader_measures_to_its_end(monkeypatch: pytes
         os.close(writing)
 
 
-def test_closed_descriptors_are_not_given_to_pipes(tmp_path: Path) -> None:
-    """Check the numbers of new pipes: a child process would use a pipe with number 1 as its standard output."""
+def test_new_pipes_do_not_take_the_numbers_of_closed_standard_streams(tmp_path: Path) -> None:
+    """Check the descriptor numbers of new pipes: a child process would use pipe number 1 as its standard output."""
     program = f"""if True:
         import os
         from aiocoll.cli.sink import CommandOutput
@@ -272,7 +274,7 @@ COMMANDS = [
 
 @pytest.fixture
 def run_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., EndedCommand]:
-    """Return a function that runs a command on descriptors (None: a closed one), with fake measurements and checks."""
+    """Return a function that runs a command with given descriptors (None: closed) and fake measurements."""
 
     async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
         print("\n".join(["a row"] * 1000))  # rank 0 prints a table like this one, larger than a pipe here
@@ -297,7 +299,9 @@ def run_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_command_with_closed_output_reports_it(argv: list[str], run_command: Callable[..., EndedCommand]) -> None:
+def test_command_with_closed_output_reports_the_lost_output(
+    argv: list[str], run_command: Callable[..., EndedCommand]
+) -> None:
     done = run_command(argv, None)
     assert done.code == 1
     assert re.fullmatch(r"aiocoll: standard output cannot be written \(it is closed\): \d+ bytes lost\n", done.stderr)
@@ -305,7 +309,9 @@ def test_command_with_closed_output_reports_it(argv: list[str], run_command: Cal
 
 @needs_full
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_command_on_a_full_disk_reports_it(argv: list[str], run_command: Callable[..., EndedCommand]) -> None:
+def test_command_on_a_full_disk_reports_the_lost_output(
+    argv: list[str], run_command: Callable[..., EndedCommand]
+) -> None:
     with FULL.open("wb") as full:
         done = run_command(argv, full.fileno())
     assert done.code == 1
@@ -314,7 +320,9 @@ def test_command_on_a_full_disk_reports_it(argv: list[str], run_command: Callabl
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
-def test_command_without_a_reader_ends_quietly(argv: list[str], run_command: Callable[..., EndedCommand]) -> None:
+def test_command_whose_output_reader_has_closed_ends_without_a_message(
+    argv: list[str], run_command: Callable[..., EndedCommand]
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -367,7 +375,7 @@ def test_wrong_command_line_ends_with_2_even_if_its_error_is_lost(
 def run_launcher(
     folder: Path, program: str, redirect: str, *, ranks: int = 2, stdout: int | IO[bytes] = -1
 ) -> EndedCommand:
-    """Run a program of ranks with redirections of a shell, such as ``>&-``."""
+    """Run a program of ranks under the launcher, with shell redirections such as ``>&-``."""
     script = folder / "script.py"
     script.write_text(program)
     argv = [sys.executable, "-m", "aiocoll", "run", "-n", str(ranks), str(script)]
@@ -384,12 +392,12 @@ def run_launcher(
 
 
 def finished_ranks(folder: Path) -> list[str]:
-    """Return the ranks that have reached their end."""
+    """Return the ranks whose programs have reached their last line."""
     return sorted(each.name for each in folder.iterdir() if each.name.isdigit())
 
 
 @pytest.mark.parametrize("redirect", [pytest.param(">&-", marks=pytest.mark.slow), "<&- >&- 2>&-"])
-def test_ranks_that_print_nothing_do_not_notice_closed_output(redirect: str, tmp_path: Path) -> None:
+def test_ranks_that_print_nothing_succeed_with_closed_output(redirect: str, tmp_path: Path) -> None:
     done = run_launcher(tmp_path, SILENT, redirect)
     assert (done.code, done.stderr, finished_ranks(tmp_path)) == (0, "", ["0", "1"])
 
@@ -423,7 +431,7 @@ def test_lost_standard_error_of_ranks_changes_the_exit_code(redirect: str, tmp_p
 
 
 @needs_full
-def test_exit_code_of_a_rank_precedes_that_of_lost_output(tmp_path: Path) -> None:
+def test_exit_code_of_a_failed_rank_takes_precedence_over_lost_output(tmp_path: Path) -> None:
     done = run_launcher(tmp_path, "import sys; print('x'); sys.exit(7)", ">/dev/full", ranks=1)
     assert done.code == 7
     assert "standard output cannot be written (No space left on device)" in done.stderr
@@ -439,7 +447,7 @@ def test_all_lines_arrive_on_a_non_blocking_descriptor(made: Callable[[], tuple[
     assert sorted(b"".join(received).decode().splitlines()) == sorted(lines)
 
 
-def test_missing_reader_of_the_last_line_is_a_failure(tmp_path: Path) -> None:
+def test_last_line_without_a_reader_is_reported_as_a_failure(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -453,7 +461,7 @@ def test_missing_reader_of_the_last_line_is_a_failure(tmp_path: Path) -> None:
 
 
 def bytes_in_pipe(reading: int) -> int:
-    """Return the number of bytes in a pipe."""
+    """Return the number of unread bytes in a pipe."""
     return int.from_bytes(fcntl.ioctl(reading, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
@@ -464,8 +472,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_draining_waits_for_a_slow_reader_and_not_for_an_open_pipe() -> None:
-    """Drain the full pipe of a finished rank, while a process that the rank has left behind keeps the pipe open."""
+def test_drain_waits_for_a_slow_reader_but_not_for_an_open_pipe() -> None:
+    """Drain the full pipe of a finished rank while a process left behind by the rank keeps the pipe open."""
     text = b"x" * 99 + b"\n"
     rank_reads, rank_writes = os.pipe()
     os.write(rank_writes, text * 600)
@@ -491,8 +499,8 @@ def test_draining_waits_for_a_slow_reader_and_not_for_an_open_pipe() -> None:
         os.close(writing)
 
 
-def test_draining_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # No time passes, so only the amount of data can end the drain.
+def test_drain_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The patched clock stands still, so only the amount of data can end the drain.
     monkeypatch.setattr("aiocoll.cli.output.time", SimpleNamespace(monotonic=lambda: 0.0))
     rank_reads, rank_writes = os.pipe()
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -518,8 +526,10 @@ def test_draining_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: py
 
 
 @pytest.mark.parametrize("has_error", [False, True])
-def test_waits_can_be_limited_after_they_have_started(has_error: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit the waits as SIGTERM does. A thread that writes the other stream to the same pipe also continues."""
+def test_time_limit_applies_to_output_waits_that_have_already_started(
+    has_error: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limit the waits as after SIGTERM; a thread that writes the other stream to the same pipe also continues."""
     reading, writing = small_pipe()
     other = os.dup(writing)
     try:

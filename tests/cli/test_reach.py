@@ -19,7 +19,7 @@ def host(number: int, encryption: str = "auto", ports: str = "") -> HostFacts:
 
 
 def hosts_met(failing: Collection[tuple[int, int]] = (), size: int = 3, trouble: str = SILENT) -> HostsMet:
-    """Return the facts about hosts that all reach each other, except for the pairs `failing`."""
+    """Return the facts about hosts that all reach each other, except for the pairs in `failing`."""
     rows = {
         source: {
             target: Attempt(0.0, trouble.format(target)) if (source, target) in failing else Attempt(0.00021)
@@ -42,13 +42,13 @@ def verdict(met: HostsMet) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_hosts_that_reach_each_other_would_meet(size: int) -> None:
+def test_verdict_predicts_a_meeting_of_hosts_that_reach_each_other(size: int) -> None:
     met = hosts_met(size=size)
     assert advice(met) == {}
     assert verdict(met) == "would meet on these hosts"
 
 
-def test_table_has_a_row_per_host() -> None:
+def test_connection_table_has_one_row_per_host() -> None:
     lines = [f"{each.name:8}{each.value}" for each in findings(hosts_met([(1, 2), (2, 0)]))]
     assert lines[:7] == [
         "host 0  node0 at 10.0.0.0 port 31000, TLS 1.3, 4 cores",
@@ -61,8 +61,8 @@ def test_table_has_a_row_per_host() -> None:
     ]
 
 
-def test_verdict_is_right_for_every_set_of_failures() -> None:
-    """Check all sets of failures among three hosts. Hosts 1 and 2 must reach host 0, and one of them the other."""
+def test_verdict_is_correct_for_every_set_of_failed_connections() -> None:
+    """Check all sets of failed connections among three hosts; hosts 1 and 2 must reach host 0, and one the other."""
     for count in range(len(PAIRS) + 1):
         for failing in itertools.combinations(PAIRS, count):
             met = hosts_met(failing)
@@ -85,7 +85,7 @@ def test_host_that_cannot_reach_host_0_is_explained() -> None:
     }
 
 
-def test_hosts_without_a_connection_in_either_direction_are_explained() -> None:
+def test_missing_connections_in_both_directions_between_two_hosts_are_explained() -> None:
     met = hosts_met([(1, 2), (2, 1)])
     met = met._replace(hosts={**met.hosts, 2: host(2, ports="ports 31000 to 31001")})
     (_, first), (_, second) = advice(met)["1 to 2"], advice(met)["2 to 1"]
@@ -97,7 +97,7 @@ def test_hosts_without_a_connection_in_either_direction_are_explained() -> None:
     )
 
 
-def test_connection_in_one_direction_is_enough() -> None:
+def test_connection_in_one_direction_between_two_hosts_suffices() -> None:
     explanations = {name: text.partition("; ")[2] for name, (_, text) in advice(hosts_met([(0, 1), (1, 2)])).items()}
     assert explanations == {
         "0 to 1": "a job does not need this connection: host 1 dials host 0",
@@ -119,7 +119,7 @@ def test_connection_in_one_direction_is_enough() -> None:
         ("the peer closed the connection during the handshake", "failed", False),
     ],
 )
-def test_failure_reason_is_shown_in_the_table_and_explained(reason: str, short: str, unanswered: bool) -> None:
+def test_connection_failure_is_shown_in_the_table_and_explained(reason: str, short: str, unanswered: bool) -> None:
     met = hosts_met([(1, 0)], size=2, trouble=f": {reason}")
     (finding,) = [each for each in findings(met) if each.advice]
     assert (finding.name, finding.value, finding.fine) == ("1 to 0", short, False)
@@ -142,12 +142,12 @@ def test_missing_hosts_are_explained() -> None:
     assert verdict(met) == "would not meet on these hosts"
 
 
-def test_single_host_has_no_table() -> None:
+def test_report_of_a_single_host_has_no_connection_table() -> None:
     met = hosts_met(size=1)._replace(nnodes=2)
     assert [each.name for each in findings(met)] == ["host 0", "missing", "a job"]
 
 
-def test_different_encryption_is_a_problem() -> None:
+def test_different_encryption_options_are_reported_as_a_problem() -> None:
     met = hosts_met()
     hosts = {0: host(0), 1: host(1, "none"), 2: host(2, "tls")}
     met = met._replace(hosts={number: each._replace(where="") for number, each in hosts.items()}, rows={})

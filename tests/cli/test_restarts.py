@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 SIZE = 3
-#: Seconds from a kill to the full size: about 0.5 s on idle cores.
+#: Seconds from a kill until the group has its full size again; about 0.5 s on idle cores.
 WITHIN = 10.0
 
 
@@ -43,7 +43,9 @@ def check_sums(output: str, size: int = SIZE) -> None:
 @pytest.mark.parametrize(
     "victims", [(0,), (1, 2), *(pytest.param(each, marks=pytest.mark.soak) for each in ((1,), (2,), (0, 1)))], ids=str
 )
-def test_elastic_group_gets_newcomers(launch: Launch, tmp_path: Path, victims: tuple[int, ...]) -> None:
+def test_launcher_starts_newcomers_for_lost_ranks_of_an_elastic_group(
+    launch: Launch, tmp_path: Path, victims: tuple[int, ...]
+) -> None:
     job = launch("-n", SIZE, "--max-restarts", 2, script=ELASTIC, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 3", SIZE)
@@ -64,8 +66,8 @@ def test_elastic_group_gets_newcomers(launch: Launch, tmp_path: Path, victims: t
     assert sorted(environment[3] for _, environment in newcomers) == [str(1 + i) for i in range(len(victims))]
 
 
-def test_elastic_group_survives_the_loss_of_every_first_rank(launch: Launch, tmp_path: Path) -> None:
-    """Kill one rank after the other, and one newcomer."""
+def test_elastic_group_survives_the_consecutive_loss_of_all_initial_ranks(launch: Launch, tmp_path: Path) -> None:
+    """Kill each initial rank, one after the other, and one newcomer."""
     job = launch("-n", SIZE, "--max-restarts", 4, script=ELASTIC, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 3", SIZE)
@@ -94,7 +96,7 @@ def test_newcomer_that_is_lost_before_it_joins_is_replaced(launch: Launch, tmp_p
     check_sums("".join(f"[{rank}] {text}\n" for rank, text in ranks.lines) + done.stdout)
 
 
-def test_loss_of_all_ranks_starts_all_again(launch: Launch, tmp_path: Path) -> None:
+def test_launcher_restarts_all_ranks_after_the_loss_of_all_ranks(launch: Launch, tmp_path: Path) -> None:
     """Allow one restart, which covers all ranks."""
     job = launch("-n", SIZE, "--max-restarts", 1, script=MENDS, args=[enough(tmp_path)])
     ranks = Ranks(job)
@@ -109,7 +111,7 @@ def test_loss_of_all_ranks_starts_all_again(launch: Launch, tmp_path: Path) -> N
     assert sorted(ranks.started[SIZE:]) == [(rank, [str(rank), str(rank), None, "1"]) for rank in range(SIZE)]
 
 
-def test_loss_of_all_members_starts_newcomers_again(launch: Launch, tmp_path: Path) -> None:
+def test_launcher_restarts_waiting_newcomers_after_the_loss_of_all_members(launch: Launch, tmp_path: Path) -> None:
     """Kill rank 0, the only member, while a newcomer for rank 1 waits for a group."""
     script = MENDS.replace(
         "        pg = await become_a_rank()", "        print('comes')\n        pg = await become_a_rank()"
@@ -149,7 +151,7 @@ def test_failure_after_the_last_restart_ends_the_job(launch: Launch, tmp_path: P
     assert len(ranks.started) == SIZE + 1
 
 
-def test_rank_that_raises_is_replaced_and_its_traceback_shown(launch: Launch, tmp_path: Path) -> None:
+def test_rank_that_raises_is_replaced_and_its_traceback_is_printed(launch: Launch, tmp_path: Path) -> None:
     script = MENDS.replace(
         "total = await", "if os.environ.get('RANK') == '2' and state['steps'] == 5: raise ValueError('no data')\n"
         "                total = await",
@@ -195,7 +197,7 @@ def test_rank_that_ends_with_success_is_not_replaced(
     assert capfd.readouterr() == ("", "")
 
 
-def test_newcomer_is_stopped_if_the_other_ranks_end(launch: Launch) -> None:
+def test_waiting_newcomer_is_stopped_when_the_other_ranks_end(launch: Launch) -> None:
     """Let rank 0 exit when the newcomer for rank 1 has started."""
     script = """
         import asyncio, os, signal, sys
@@ -259,7 +261,7 @@ FAILS = """
 
 
 @pytest.mark.parametrize("fault", ["import absent_module", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
-def test_failure_in_another_program_starts_all_ranks_again(launch: Launch, fault: str) -> None:
+def test_launcher_restarts_all_ranks_of_a_program_that_is_not_elastic(launch: Launch, fault: str) -> None:
     done = launch("-n", 2, "--max-restarts", 3, script=FAILS.format(times=2, fault=fault)).finish()
     assert done.returncode == 0, done.stderr
     starts = [line for line in done.stdout.splitlines() if "start" in line]
@@ -269,7 +271,7 @@ def test_failure_in_another_program_starts_all_ranks_again(launch: Launch, fault
     assert restarts == [f"aiocoll run: all ranks are started again (restart {number} of 3)" for number in (1, 2)]
 
 
-def test_program_that_cannot_start_is_restarted_to_the_limit(launch: Launch) -> None:
+def test_program_that_cannot_start_is_restarted_up_to_the_limit(launch: Launch) -> None:
     done = launch("-n", 2, "--max-restarts", 2, script=FAILS.format(times=9, fault="import absent_module")).finish()
     assert done.returncode == 1
     assert [line for line in done.stdout.splitlines() if "[1]" in line] == [f"[1] start {count}" for count in range(3)]
@@ -279,7 +281,7 @@ def test_program_that_cannot_start_is_restarted_to_the_limit(launch: Launch) -> 
 
 
 def test_failure_without_restarts_ends_the_job(launch: Launch, tmp_path: Path) -> None:
-    """Use a group that could repair itself."""
+    """Use a group that could repair itself if restarts were allowed."""
     job = launch("-n", 2, script=MENDS, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 2", 2)
@@ -289,7 +291,7 @@ def test_failure_without_restarts_ends_the_job(launch: Launch, tmp_path: Path) -
     assert len(ranks.started) == 2
 
 
-def test_store_is_empty_when_all_ranks_start_again(launch: Launch) -> None:
+def test_store_is_empty_after_a_restart_of_all_ranks(launch: Launch) -> None:
     """Check keys, queues, and the counter of connected workers."""
     script = """
         import asyncio, os
@@ -315,12 +317,12 @@ def test_store_is_empty_when_all_ranks_start_again(launch: Launch) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4
-    # The second rank may see the key of the first one.
+    # The second rank may find the key that the first rank has set.
     assert {line.split(" ", 1)[1] for line in lines} <= {"0 0", "1 0"}
     assert {line for line in lines[2:] if line.endswith("0 0")}, lines
 
 
-def test_groups_meet_again_at_the_same_port(launch: Launch) -> None:
+def test_restarted_ranks_meet_at_the_same_port(launch: Launch) -> None:
     script = """
         import asyncio, os, signal
         import aiocoll
@@ -347,7 +349,9 @@ def test_groups_meet_again_at_the_same_port(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_the_launcher_restarts_nothing(launch: Launch, tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_to_the_launcher_ends_the_job_without_a_restart(
+    launch: Launch, tmp_path: Path, number: signal.Signals
+) -> None:
     job = launch("-n", 2, "--max-restarts", 5, script=MENDS, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 2", 2)
@@ -361,7 +365,7 @@ def test_signal_to_the_launcher_restarts_nothing(launch: Launch, tmp_path: Path,
 
 @pytest.mark.parametrize("moment", ["started again", "start"])
 def test_ctrl_c_during_a_restart_ends_the_job(launch: Launch, moment: str) -> None:
-    """Send the signal when the launcher has reported a restart, or when a rank has started."""
+    """Send Ctrl-C when the launcher has reported a restart, or when a restarted rank runs."""
     script = 'import os\nprint("start", os.getpid(), flush=True)\nraise SystemExit(os.environ["RANK"] == "0")'
     job = launch("-n", 2, "--max-restarts", 1000, script=script)
     pipe = job.process.stderr if moment == "started again" else job.process.stdout
@@ -425,8 +429,8 @@ def test_children_of_a_failed_rank_are_killed(launch: Launch, elastic: bool) -> 
     assert job.finish().returncode == 0
 
 
-def test_only_the_rank_itself_can_report_an_elastic_group(launch: Launch) -> None:
-    """Report it in vain in a forked child, in a spawned child, and without a launcher."""
+def test_report_of_an_elastic_group_is_accepted_only_from_the_rank_itself(launch: Launch) -> None:
+    """Report an elastic group in a forked child, in a spawned child, and without a launcher: all are ignored."""
     script = """
         import multiprocessing, os, sys
         from aiocoll.launcher import report_elastic
@@ -458,7 +462,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("args", "message"), WRONG, ids=["-1", "many"])
-def test_wrong_number_of_restarts_is_explained(
+def test_error_explains_an_invalid_number_of_restarts(
     args: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

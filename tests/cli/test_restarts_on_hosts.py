@@ -63,7 +63,7 @@ FAILS = """
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 0, marks=pytest.mark.soak),
     ],
 )
-def test_failure_starts_all_ranks_of_all_hosts_again(start: Start, rank: int, fault: str) -> None:
+def test_failure_of_a_rank_restarts_all_ranks_on_all_hosts(start: Start, rank: int, fault: str) -> None:
     script = FAILS.format(rank=rank, times=2, fault=fault)
     options = ("--nproc-list", "2,1", "--max-restarts", 2)
     jobs = [start(host, *options, script=script) for host in (1, 0)]
@@ -84,7 +84,7 @@ def test_failure_starts_all_ranks_of_all_hosts_again(start: Start, rank: int, fa
         assert len(restarts) == 2
 
 
-def test_restarts_are_counted_for_all_hosts_together(start: Start) -> None:
+def test_restart_limit_counts_the_restarts_of_all_hosts(start: Start) -> None:
     script = FAILS.format(rank=1, times=9, fault="raise ValueError('no data')")
     jobs = [start(host, "-n", 1, "--max-restarts", 1, script=script) for host in (1, 0)]
     one, zero = (job.finish() for job in jobs)
@@ -96,8 +96,8 @@ def test_restarts_are_counted_for_all_hosts_together(start: Start) -> None:
     assert re.fullmatch(r"aiocoll run: host 1: rank 1 failed: ValueError: no data \(.*\)", zero.stderr.splitlines()[-1])
 
 
-def test_host_whose_ranks_have_ended_is_started_again_too(start: Start, tmp_path: Path) -> None:
-    """Use no group: the launchers notify each other."""
+def test_restart_includes_a_host_whose_ranks_have_already_ended(start: Start, tmp_path: Path) -> None:
+    """Use a program without a group, so that only the launchers can notify each other."""
     script = f"""
         import os, sys
         from pathlib import Path
@@ -116,8 +116,8 @@ def test_host_whose_ranks_have_ended_is_started_again_too(start: Start, tmp_path
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_of_other_hosts_are_stopped_wherever_they_wait(start: Start, tmp_path: Path, rank: int) -> None:
-    """Use no group that could notify the ranks."""
+def test_restart_stops_waiting_ranks_on_other_hosts(start: Start, tmp_path: Path, rank: int) -> None:
+    """Use a program without a group, so that no group can notify the ranks."""
     script = f"""
         import os, signal, sys
         if os.environ["AIOCOLL_RESTART_COUNT"] == "0":
@@ -162,7 +162,9 @@ def test_late_host_joins_the_current_restart(start: Start) -> None:
 @pytest.mark.parametrize(
     "victims", [(0,), (1, 2), *(pytest.param(each, marks=pytest.mark.soak) for each in ((3,), (0, 1)))], ids=str
 )
-def test_elastic_group_gets_newcomers_on_each_host(start: Start, tmp_path: Path, victims: tuple[int, ...]) -> None:
+def test_launchers_start_newcomers_of_an_elastic_group_on_each_host(
+    start: Start, tmp_path: Path, victims: tuple[int, ...]
+) -> None:
     args = (enough(tmp_path),)
     jobs = [start(host, "-n", 2, "--max-restarts", 2, script=ELASTIC, args=args) for host in range(2)]
     hosts = [Ranks(job) for job in jobs]
@@ -190,7 +192,7 @@ def test_elastic_group_gets_newcomers_on_each_host(start: Start, tmp_path: Path,
     assert sorted(numbers) == [[str(1 + i)] for i in range(len(victims))]
 
 
-def test_loss_of_all_ranks_on_all_hosts_starts_all_again(start: Start, tmp_path: Path) -> None:
+def test_loss_of_all_ranks_on_all_hosts_restarts_all_ranks(start: Start, tmp_path: Path) -> None:
     args = (enough(tmp_path),)
     jobs = [start(host, "-n", 1, "--max-restarts", 4, script=MENDS, args=args) for host in range(2)]
     hosts = [Ranks(job) for job in jobs]
@@ -282,7 +284,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=["ranks", "restarts"])
-def test_different_options_of_hosts_are_reported(start: Start, options: tuple[object, ...], message: str) -> None:
+def test_different_restart_options_of_hosts_are_reported(
+    start: Start, options: tuple[object, ...], message: str
+) -> None:
     first = start(0, "-n", 1, "--max-restarts", 3, script=WAITS)
     wait_until_ready(first)
     done = start(1, *options, script=WAITS).finish()

@@ -26,7 +26,7 @@ from ..pages import ROOT
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
 
-#: A loop: `signal.pause` would miss a signal that arrives just before it.
+#: A script that waits in a loop, since `signal.pause` would miss a signal that arrives just before the call.
 WAIT = "import time\nprint('ready')\nwhile True:\n    time.sleep(0.05)\n"
 
 
@@ -34,7 +34,7 @@ def last_line(text: str) -> str:
     return text.splitlines()[-1]
 
 
-def test_environment_of_a_rank_has_its_place_in_the_job(launch: Launch) -> None:
+def test_environment_of_a_rank_contains_its_rank_and_the_world_size(launch: Launch) -> None:
     done = launch("-n", 3, script="import os, json; print(json.dumps(dict(os.environ)))").finish()
     assert done.returncode == 0
     assert done.stderr == ""
@@ -56,7 +56,7 @@ def test_job_id_can_be_chosen(launch: Launch) -> None:
     assert launch("-n", 1, script=script, env={"AIOCOLL_JOB_ID": "train"}).finish().stdout == "[0] train\n"
 
 
-def test_unusable_ca_files_are_an_error_of_the_launcher(launch: Launch) -> None:
+def test_launcher_refuses_unusable_ca_files(launch: Launch) -> None:
     files = {"AIOCOLL_TLS_CA": "/no/ca", "AIOCOLL_TLS_CERTIFICATE": "/no/cert"}
     done = launch("-n", 1, script="", env=files).finish()
     assert done.returncode == 2
@@ -67,20 +67,20 @@ def test_unusable_ca_files_are_an_error_of_the_launcher(launch: Launch) -> None:
     assert done.stderr == "aiocoll run: tls_ca='/no/ca': cannot be read (No such file or directory)\n"
 
 
-def test_script_gets_its_arguments_unchanged(launch: Launch) -> None:
+def test_script_receives_its_arguments_unchanged(launch: Launch) -> None:
     done = launch(
         "-n", 1, script="import sys; print(sys.argv[1:])", args=("--lr", "0.1", "-n", "7", "--", "x y")
     ).finish()
     assert done.stdout == "[0] ['--lr', '0.1', '-n', '7', '--', 'x y']\n"
 
 
-def test_module_runs_as_by_python(launch: Launch, tmp_path: Path) -> None:
+def test_module_runs_under_the_launcher_as_under_python_m(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import sys; print(__name__, sys.argv[1:])")
     done = launch("-n", 2, "-m", "program", "--flag").finish()
     assert sorted(done.stdout.splitlines()) == ["[0] __main__ ['--flag']", "[1] __main__ ['--flag']"]
 
 
-def test_output_is_prefixed_line_by_line_and_keeps_its_stream(launch: Launch) -> None:
+def test_each_output_line_is_prefixed_with_the_rank_and_keeps_its_stream(launch: Launch) -> None:
     script = """
         import os, sys
         rank = int(os.environ["RANK"])
@@ -100,7 +100,7 @@ def test_output_is_prefixed_line_by_line_and_keeps_its_stream(launch: Launch) ->
             assert mine[200:] == (tail if name == "out" else [])
 
 
-def test_long_line_is_split(launch: Launch) -> None:
+def test_long_output_line_of_a_rank_is_split(launch: Launch) -> None:
     done = launch("-n", 1, script="print('x' * 200_000)").finish()
     lines = done.stdout.splitlines()
     assert len(lines) == 4
@@ -108,7 +108,7 @@ def test_long_line_is_split(launch: Launch) -> None:
     assert sum(len(line) - len("[0] ") for line in lines) == 200_000
 
 
-def test_first_failure_stops_the_other_ranks_and_is_printed_last(launch: Launch) -> None:
+def test_first_failure_of_a_rank_stops_the_other_ranks_and_is_printed_last(launch: Launch) -> None:
     script = """
         import os, signal, sys, time
         fd = os.open(sys.argv[1], os.O_RDWR)
@@ -141,13 +141,13 @@ def test_killed_rank_is_named_with_its_signal(launch: Launch, number: signal.Sig
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="numbers of real-time signals")
-def test_signal_without_a_name_is_given_by_number(launch: Launch) -> None:
+def test_signal_without_a_name_is_reported_by_its_number(launch: Launch) -> None:
     done = launch("-n", 1, script="import os; os.kill(os.getpid(), 40)").finish()
     assert done.returncode == 168
     assert last_line(done.stderr) == "aiocoll run: rank 0 was killed by signal 40"
 
 
-def test_uncaught_exception_is_shown_with_its_rank(launch: Launch) -> None:
+def test_uncaught_exception_is_printed_with_the_rank_that_raised(launch: Launch) -> None:
     done = launch("-n", 1, script="raise ValueError('no good')").finish()
     assert done.returncode == 1
     script = launch.path / "script.py"
@@ -160,7 +160,9 @@ def test_uncaught_exception_is_shown_with_its_rank(launch: Launch) -> None:
     ]
 
 
-def test_ranks_that_do_not_end_are_killed(launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_ignore_the_end_of_the_job_are_killed(
+    launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
+) -> None:
     limits(run_grace=0.1)
     script = launch.write("""
         import os, signal, sys
@@ -181,7 +183,9 @@ def test_ranks_that_do_not_end_are_killed(launch: Launch, limits: Limits, capfd:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_is_forwarded_and_sets_the_exit_code(launch: Launch, number: signal.Signals) -> None:
+def test_launcher_forwards_a_signal_to_the_ranks_and_returns_its_exit_code(
+    launch: Launch, number: signal.Signals
+) -> None:
     job = launch("-n", 2, script=WAIT)
     job.read("[0] ready", "[1] ready")
     job.process.send_signal(number)
@@ -260,7 +264,7 @@ def test_ranks_are_killed_with_their_launcher(launch: Launch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="waits for an end by a pidfd")
-def test_process_left_behind_by_a_rank_does_not_hold_the_launcher(
+def test_launcher_does_not_wait_for_a_process_that_a_rank_left_running(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits(run_drain=0.1)
@@ -283,7 +287,7 @@ def test_process_left_behind_by_a_rank_does_not_hold_the_launcher(
             thread.join(10)  # reads until the process has ended
 
 
-def test_closed_reader_ends_the_job(launch: Launch) -> None:
+def test_job_ends_when_the_reader_of_its_output_closes(launch: Launch) -> None:
     job = launch("-n", 2, script="while True: print('more')")
     job.read("[0] more")
     assert job.process.stdout is not None
@@ -307,7 +311,7 @@ KEY = """
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_job_key_is_passed_by_a_pipe_only(launch: Launch, tmp_path: Path) -> None:
+def test_launcher_passes_the_job_key_to_ranks_only_through_a_pipe(launch: Launch, tmp_path: Path) -> None:
     def keys(*args: Any, **kwargs: Any) -> set[str]:
         done = launch("-n", 2, *args, script=KEY, **kwargs).finish()
         assert done.returncode == 0, done.stderr
@@ -342,13 +346,13 @@ MEET = """
 
 
 @pytest.mark.slow
-def test_launcher_serves_the_store(launch: Launch) -> None:
+def test_launcher_hosts_the_store_of_the_ranks(launch: Launch) -> None:
     done = launch("-n", 3, script=MEET).finish()
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] b'0' b'0' b'0'" for rank in range(3)], done.stderr
 
 
 @pytest.mark.slow
-def test_several_hosts_meet_at_host_0(launch: Launch, tmp_path: Path, port: int) -> None:
+def test_launchers_of_several_hosts_meet_at_host_0(launch: Launch, tmp_path: Path, port: int) -> None:
     file = tmp_path / "job.key"
     file.write_text("0123456789abcdef")
     file.chmod(0o600)
@@ -380,7 +384,7 @@ USAGE = [
 
 
 @pytest.mark.parametrize(("args", "message"), USAGE, ids=[str(i) for i in range(len(USAGE))])
-def test_wrong_usage_is_explained(
+def test_launcher_explains_wrong_arguments(
     args: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FILE"):
@@ -396,7 +400,9 @@ def test_wrong_usage_is_explained(
 
 
 @pytest.mark.parametrize("command", ["bench", "doctor", "top", "trace"])
-def test_unknown_option_is_an_error_of_its_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_an_unknown_option_shows_the_usage_of_the_subcommand(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main.main([command, *(["file"] if command == "trace" else []), "--unknown"])
     usage, *_, error, hint = capsys.readouterr().err.splitlines()
@@ -405,18 +411,20 @@ def test_unknown_option_is_an_error_of_its_command(command: str, capsys: pytest.
     assert hint == f"aiocoll {command} --help lists all arguments"
 
 
-def test_program_may_follow_two_dashes(launch: Launch) -> None:
+def test_launcher_accepts_two_dashes_before_the_program(launch: Launch) -> None:
     done = launch("-n", 1, "--", launch.write("import sys; print(sys.argv[1:])"), "--", "-x").finish()
     assert done.stdout == "[0] ['--', '-x']\n"
 
 
-def test_used_port_is_explained(launch: Launch, capsys: pytest.CaptureFixture[str], port: int) -> None:
+def test_launcher_explains_a_port_that_is_already_in_use(
+    launch: Launch, capsys: pytest.CaptureFixture[str], port: int
+) -> None:
     with socket.create_server(("127.0.0.1", port)):
         assert main.main(["run", "-n", "1", "--master-port", str(port), launch.write("")]) == 1
     assert f"aiocoll run: the store cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
-def test_help_and_error_without_a_command_show_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_a_missing_command_show_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main.main([])
     assert "the following arguments are required: COMMAND" in capsys.readouterr().err

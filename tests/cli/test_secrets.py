@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KEY = b"of this test and no other, 0123456789"
 
-#: A rank that prints everything that its objects and errors show.
+#: A rank that prints the texts of all its objects and errors.
 TALK = """
     import asyncio, logging, os, signal, sys, traceback
     from pathlib import Path
@@ -103,7 +103,7 @@ def texts_with(secrets: list[bytes], texts: dict[str, bytes]) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_keys_are_not_printed_or_written(launch: Launch, tmp_path: Path) -> None:
+def test_job_keys_are_neither_printed_nor_written_to_files(launch: Launch, tmp_path: Path) -> None:
     authority, another = Authority(tmp_path), Authority(tmp_path, "another CA")
     names = ("aiocoll://train/rank/*", "aiocoll://train/store")
     files = authority.make(*names)
@@ -132,7 +132,7 @@ def test_keys_are_not_printed_or_written(launch: Launch, tmp_path: Path) -> None
     texts |= {str(path.relative_to(tmp_path)): path.read_bytes() for path in written}
     secrets = [*forms(KEY), *(form for each in (files, *others) for form in secret_of(each))]
     assert texts_with(secrets, texts) == set()
-    # These checks show that the texts contain the places where a key could be.
+    # The texts must include all outputs in which a key could appear.
     assert sum(name.startswith("dumps/") for name in texts) >= 2
     assert sum(name.endswith((".cmdline", ".environ")) for name in texts) == 8
     assert texts_with([b"AIOCOLL_TLS_KEY"], texts) >= {name for name in texts if name.endswith(".environ")}

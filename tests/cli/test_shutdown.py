@@ -20,7 +20,7 @@ from .test_supervise import TwoHosts
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
 
-#: Rank 1 ignores the signal that it sends to the launcher. It ends other ranks.
+#: Rank 1 sends the launcher a signal and ignores that signal itself; other ranks end by it.
 IGNORES = """
     import os, signal, sys
     if os.environ["RANK"] == "1":
@@ -30,7 +30,7 @@ IGNORES = """
     while True:
         signal.pause()
 """
-#: The rank sends the signal to the launcher, and again when it receives it.
+#: The rank sends the signal to the launcher, and sends the signal again when the launcher forwards it.
 SENDS_AGAIN = """
     import os, signal, sys, time
     number = signal.Signals[sys.argv[1]]
@@ -60,7 +60,7 @@ SAVES = """
     ("name", "again", "options"),
     [("SIGTERM", "SIGTERM", ()), ("SIGINT", "Ctrl-C", ()), ("SIGTERM", "SIGTERM", ("--max-restarts", "3"))],
 )
-def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_limit(
+def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_time_limit(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], name: str, again: str, options: tuple[str, ...]
 ) -> None:
     limits(run_report_after=0.2)
@@ -78,7 +78,7 @@ def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_limit(
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
-def test_second_signal_kills_at_once(
+def test_second_signal_to_the_launcher_kills_the_ranks_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     limits(run_signal_twice=0)
@@ -89,7 +89,7 @@ def test_second_signal_kills_at_once(
     ]
 
 
-def test_rank_has_the_whole_limit_when_another_ends_at_once(
+def test_rank_keeps_the_full_time_limit_when_another_rank_ends_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits(run_release=0.05, run_grace=0.05)
@@ -100,14 +100,14 @@ def test_rank_has_the_whole_limit_when_another_ends_at_once(
 
 
 class StoppedElsewhere(TwoHosts):
-    """Restarts of a job on two hosts: when this host stops, the other one has already ended by the same signal."""
+    """Restarts of a job on two hosts; when this host stops, the other host has already ended by the same signal."""
 
     def report(self, state: HostState) -> None:
         if state.phase == Phase.QUITS:
             self._notify(Verdict(None, "host 1 was stopped by SIGTERM"))
 
 
-def test_rank_has_the_whole_limit_when_another_host_ends_at_once(
+def test_rank_keeps_the_full_time_limit_when_another_host_ends_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits(run_release=0.05, run_grace=0.05)
@@ -124,7 +124,7 @@ def test_rank_has_the_whole_limit_when_another_host_ends_at_once(
 def test_stuck_rank_is_named_with_its_line_while_the_launcher_waits(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Handle SIGTERM in the loops of the ranks, as servers do, while the loop of rank 1 is blocked."""
+    """Handle SIGTERM in the event loops of the ranks, as servers do, while the loop of rank 1 is blocked."""
     limits(run_report_after=2)
     script = launch.write("""
         import asyncio, os, signal, time

@@ -1,4 +1,4 @@
-"""Signals to the launcher, whatever its main thread executes."""
+"""Signals to the launcher while its main thread runs any kind of code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 10.0
 
 @pytest.fixture
 def _rare_thread_switches() -> Iterator[None]:
-    """Let threads run one at a time: each runs until it waits."""
+    """Make thread switches rare, so that each thread runs until it waits."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(2 * LIMIT)
     yield
@@ -42,8 +42,8 @@ def signal_handler(number: signal.Signals, handler: Any) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_rare_thread_switches")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
-def test_signal_is_received_by_a_main_thread_that_is_about_to_wait(number: signal.Signals) -> None:
-    """Send the signal to another thread while the main thread waits, so that it does not interrupt the main thread."""
+def test_launcher_receives_a_signal_that_arrives_just_before_its_main_thread_waits(number: signal.Signals) -> None:
+    """Send the signal to another thread while the main thread waits, so that no system call is interrupted."""
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     main_waits = threading.Lock()
     main_waits.acquire()
@@ -60,8 +60,8 @@ def test_signal_is_received_by_a_main_thread_that_is_about_to_wait(number: signa
     thread.join()
 
 
-def test_signal_that_is_sent_twice_at_once_is_forwarded_once(limits: Limits) -> None:
-    """Send it twice, as `timeout` does: to the launcher and to its process group."""
+def test_launcher_forwards_a_signal_once_that_arrives_twice_at_once(limits: Limits) -> None:
+    """Send the signal twice, as `timeout` does: to the launcher and to its process group."""
     limits(run_signal_twice=LIMIT)
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     with (
@@ -75,7 +75,7 @@ def test_signal_that_is_sent_twice_at_once_is_forwarded_once(limits: Limits) -> 
     assert events.empty()
 
 
-def test_ignored_signal_stays_ignored() -> None:
+def test_launcher_keeps_an_ignored_signal_ignored() -> None:
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     with (
         signal_handler(signal.SIGHUP, signal.SIG_IGN),
@@ -89,7 +89,7 @@ def test_ignored_signal_stays_ignored() -> None:
     assert events.empty()
 
 
-def test_other_signals_keep_their_handlers() -> None:
+def test_launcher_keeps_the_handlers_of_other_signals() -> None:
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     received = []
     with signal_handler(signal.SIGUSR1, lambda *_: received.append(len(received))), signals_to(events.put):
@@ -100,7 +100,7 @@ def test_other_signals_keep_their_handlers() -> None:
     assert events.empty()
 
 
-def test_wakeup_descriptor_is_restored() -> None:
+def test_launcher_restores_the_signal_wakeup_descriptor() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.set_wakeup_fd(writing)

@@ -24,7 +24,7 @@ SLEEPS = "import signal; signal.pause()"
 
 
 class Group:
-    """A group of this process, as viewers see it."""
+    """A stand-in for a group of this process, as `aiocoll top` reports groups."""
 
     def __init__(self, blocked: tuple[float, str] | None) -> None:
         self.blocked = blocked
@@ -42,7 +42,9 @@ def stopped_process() -> Iterator[int]:
         process.kill()
 
 
-def test_stopped_process_is_stuck_and_others_are_not(stopped_process: int, tmp_path: Path) -> None:
+def test_stopped_process_is_detected_as_stuck_and_running_processes_are_not(
+    stopped_process: int, tmp_path: Path
+) -> None:
     processes = {3: stopped_process, 4: os.getpid()}
     for folder in (None, str(tmp_path), str(tmp_path / "absent")):
         assert find_stuck(processes, folder) == {3: f"process {stopped_process} stopped, by SIGSTOP or a debugger"}
@@ -52,7 +54,7 @@ def test_stopped_process_is_stuck_and_others_are_not(stopped_process: int, tmp_p
     ("blocked", "found"),
     [(None, {}), ((2.04, "a.py:1 in f"), {5: "event loop blocked for 2.0 s, at a.py:1 in f"})],
 )
-def test_process_with_a_blocked_loop_is_stuck(
+def test_process_with_a_blocked_loop_is_detected_as_stuck(
     tmp_path: Path, blocked: tuple[float, str] | None, found: dict[int, str]
 ) -> None:
     tmp_path.chmod(0o700)
@@ -66,7 +68,7 @@ def test_process_with_a_blocked_loop_is_stuck(
             listener.leave(group, str(tmp_path))
 
 
-def test_process_that_does_not_answer_is_stuck(limits: Limits, tmp_path: Path) -> None:
+def test_process_that_does_not_answer_is_detected_as_stuck(limits: Limits, tmp_path: Path) -> None:
     limits(run_stuck_patience=0.05)
     tmp_path.chmod(0o700)
     folder = folders.open_folder(str(tmp_path))

@@ -23,7 +23,7 @@ if "AIOCOLL_JOIN" not in os.environ:
 
 
 class TwoHosts:
-    """Restarts of a job on two hosts, whose other host reports nothing new."""
+    """Restarts of a job on two hosts whose other host reports no changes."""
 
     allowed = 2
 
@@ -52,13 +52,13 @@ class TwoHosts:
     ("other", "replaced"),
     [
         (HostState(0, Phase.RUNS, elastic=True, members=2), [0]),
-        (HostState(0, Phase.RUNS), [0]),  # its report is late
+        (HostState(0, Phase.RUNS), [0]),  # the report of the other host is late
         (HostState(0, Phase.RUNS, elastic=True, members=0), []),
         (HostState(0, Phase.ENDED), []),
     ],
     ids=["members", "slow", "no members", "ended"],
 )
-def test_ranks_are_replaced_if_others_may_be_in_the_group(
+def test_lost_ranks_are_replaced_only_if_other_ranks_may_still_be_in_the_group(
     other: HostState, replaced: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"

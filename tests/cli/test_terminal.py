@@ -61,13 +61,13 @@ def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return capsys.readouterr().out
 
 
-def test_version_has_the_data_of_a_bug_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_data_that_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == VERSION
 
 
-def test_module_runs_the_same_command() -> None:
+def test_python_m_aiocoll_runs_the_same_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "aiocoll", "--version"],
         cwd=ROOT,
@@ -113,7 +113,7 @@ def test_failed_benchmark_prints_its_reason(
 
 
 @pytest.mark.parametrize("wrong", [0, 3])
-def test_wrong_results_are_in_the_json_object_and_the_exit_code(
+def test_bench_reports_wrong_results_in_the_json_object_and_the_exit_code(
     wrong: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
@@ -175,13 +175,13 @@ def test_json_object_of_a_collective_without_reduction_has_no_op(
     assert (output["op"], output["results"][0]["bytes"]) == (None, 0)
 
 
-def test_tuning_refuses_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_with_tune_refuses_the_json_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--tune", "--json"])
     assert "--json: not with --tune" in capsys.readouterr().err
 
 
-def test_benchmark_prints_one_json_object_and_progress_at_a_terminal() -> None:
+def test_bench_prints_one_json_object_and_progress_at_a_terminal() -> None:
     master, slave = pty.openpty()
     try:
         done = subprocess.run(
@@ -202,7 +202,7 @@ def test_benchmark_prints_one_json_object_and_progress_at_a_terminal() -> None:
     assert shown == "\r\x1b[K1 of 2: 4 B\r\x1b[K2 of 2: 16 B\r\x1b[K"
 
 
-def test_tables_fit_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_tables_fit_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
         return [[Timing([10**10 - 1], 1.0, 10**6 - 1)]] * ranks
 
@@ -240,7 +240,7 @@ def test_colours_depend_on_the_terminal_and_the_environment(
 
 
 @pytest.mark.parametrize("colours", [False, True])
-def test_report_is_the_same_with_colours(
+def test_report_text_is_equal_with_and_without_colours(
     colours: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [CheckResult("host", "disk", "full", "empty it", fine=False), CheckResult("host", "fan", "loud", "wait")]
@@ -265,7 +265,7 @@ def test_report_is_the_same_with_colours(
     ]
 
 
-async def test_progress_is_repeated_and_removed_at_the_end(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_progress_line_is_updated_and_removed_at_the_end(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: asyncio.Queue[int] = asyncio.Queue()
 
     async def progress_text(seconds: int) -> str:
@@ -289,7 +289,7 @@ async def test_progress_is_repeated_and_removed_at_the_end(limits: Limits, monke
             assert (written, reported.qsize()) == ("", 0)
 
 
-async def test_failed_progress_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_progress_line_is_omitted_if_it_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     async def progress_text(seconds: int) -> str:
         raise OSError("gone")
 
@@ -299,7 +299,7 @@ async def test_failed_progress_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("command", ["bench -n 1 --min 4 --max 4 --json", "doctor --json", "doctor"])
-def test_command_ends_quietly_if_its_reader_has_closed(command: str) -> None:
+def test_command_ends_without_an_error_if_the_output_reader_has_closed(command: str) -> None:
     """Close standard output before the command writes, as `aiocoll bench --json | head -1` may."""
     reading, writing = os.pipe()
     os.close(reading)

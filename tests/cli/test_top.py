@@ -61,7 +61,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which only the jobs of this test are found."""
+    """Return an environment in which `aiocoll top` finds only the jobs of this test."""
     (tmp_path / "runtime").mkdir(mode=0o700)
     return {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
 
@@ -89,7 +89,7 @@ def watch(running_job: tuple[Job, dict[int, int]], env: Mapping[str, str]) -> It
 
 
 def group_when(watch: Watch, condition: Callable[[GroupView], bool]) -> GroupView:
-    """Return the group as soon as `condition` holds for it."""
+    """Return the reported group as soon as `condition` holds for it."""
     end = time.monotonic() + 30
     while True:
         groups = watch.sample()
@@ -114,7 +114,7 @@ def top(folder: Path, env: Mapping[str, str], *args: str) -> subprocess.Complete
     )
 
 
-def test_running_ranks_are_ok_and_the_page_shows_the_output(
+def test_top_shows_running_ranks_as_ok_like_the_documentation(
     running_job: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
 ) -> None:
     job, pids = running_job
@@ -152,7 +152,7 @@ def test_running_ranks_are_ok_and_the_page_shows_the_output(
     assert list(Path(env["XDG_RUNTIME_DIR"], "aiocoll-top").iterdir()) == []
 
 
-def test_blocked_rank_is_named_with_its_line(
+def test_top_names_a_blocked_rank_with_its_line(
     running_job: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
 ) -> None:
     (launch.path / "block-2").touch()
@@ -169,17 +169,17 @@ def test_blocked_rank_is_named_with_its_line(
 
 
 @pytest.mark.slow
-def test_rank_that_has_not_entered_a_call_is_late(running_job: Any, watch: Watch, launch: Launch) -> None:
+def test_top_shows_a_rank_that_has_not_entered_a_call_as_late(running_job: Any, watch: Watch, launch: Launch) -> None:
     (launch.path / "late-1").touch()
     group = group_when(watch, lambda group: states(group)[1] == "late")
     assert (group.ranks[0].rank, group.ranks[0].missing, states(group)[0]) == (1, 1, "ok")
 
 
 @pytest.mark.slow
-def test_stopped_rank_is_ok_again_when_it_continues(
+def test_top_shows_a_stopped_rank_as_ok_after_it_continues(
     running_job: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str]
 ) -> None:
-    """Look with a viewer that the rank has answered before, and with a new one."""
+    """Use a viewer that the rank has answered before, and a new viewer."""
     _, pids = running_job
     group_when(watch, lambda group: states(group)[3] == "ok")
     os.kill(pids[3], signal.SIGSTOP)
@@ -196,7 +196,9 @@ def test_stopped_rank_is_ok_again_when_it_continues(
 
 
 @pytest.mark.slow
-def test_killed_rank_is_gone_and_the_outcome_is_kept(running_job: tuple[Job, dict[int, int]], watch: Watch) -> None:
+def test_top_shows_a_killed_rank_as_gone_and_keeps_the_outcome_of_the_job(
+    running_job: tuple[Job, dict[int, int]], watch: Watch
+) -> None:
     job, pids = running_job
     group_when(watch, lambda group: (group.ops or 0) > 0)
     os.kill(pids[1], signal.SIGKILL)
@@ -212,7 +214,7 @@ def test_killed_rank_is_gone_and_the_outcome_is_kept(running_job: tuple[Job, dic
     assert watch.sample() == watch.last
 
 
-def test_outcome_of_a_job_can_be_read_after_the_removal_of_its_folder(env: Mapping[str, str]) -> None:
+def test_top_shows_the_outcome_of_a_job_after_the_removal_of_its_folder(env: Mapping[str, str]) -> None:
     end = JobOutcome(3, ("rank 1 exited with code 3",))
     with job_folder(env, ["a.py"], 3) as (folder, record_end):
         watch = Watch(folder)
@@ -226,7 +228,7 @@ def test_outcome_of_a_job_can_be_read_after_the_removal_of_its_folder(env: Mappi
 
 
 @pytest.mark.slow
-def test_job_is_chosen_by_number_if_there_are_several(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> None:
+def test_top_requires_a_job_number_if_several_jobs_run(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> None:
     nothing = top(tmp_path, env, "--once")
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert nothing.stderr.startswith("aiocoll top: this user runs no job on this host that `aiocoll run` has started")
@@ -253,7 +255,7 @@ def test_job_is_chosen_by_number_if_there_are_several(launch: Launch, env: Mappi
         assert [(job.number, job.ranks, job.command) for job in found][1:] == [(os.getpid(), 3, "a.py")]
 
 
-def test_launchers_in_several_containers_may_have_the_same_pid(
+def test_top_distinguishes_launchers_with_equal_pids_in_several_containers(
     env: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Use pid 1 twice, as in two pods that share /tmp."""
@@ -275,14 +277,14 @@ def test_launchers_in_several_containers_may_have_the_same_pid(
     assert jobs(env) == []
 
 
-def test_launcher_in_another_container_has_ended_if_its_lock_is_free(
+def test_launcher_in_another_container_counts_as_ended_if_its_lock_is_free(
     env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
     with job_folder(env, ["a.py"], 3) as (folder, _):
         about = os.path.join(folder, "job.json")
         assert [job.folder for job in jobs(env)] == [folder]
-        with open(about, "r+b") as file:  # as after its process has ended: the lock of the new file is free
+        with open(about, "r+b") as file:  # the lock of the new file is free, as after the end of a process
             content = file.read()
         os.unlink(about)
         with open(about, "wb") as file:
@@ -290,7 +292,9 @@ def test_launcher_in_another_container_has_ended_if_its_lock_is_free(
         assert jobs(env) == []
 
 
-def test_launcher_without_a_lock_counts_as_running(env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_on_a_file_system_without_locks_counts_as_running(
+    env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Use a file system without locks, on which a launcher in another container cannot be observed."""
     monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
@@ -299,7 +303,7 @@ def test_launcher_without_a_lock_counts_as_running(env: Mapping[str, str], monke
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO])
-def test_launcher_that_cannot_be_observed_keeps_its_folder(
+def test_folder_of_an_unobservable_launcher_is_not_removed(
     env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     with job_folder(env, ["a.py"], 3) as (folder, _):
@@ -320,15 +324,13 @@ def test_launcher_that_cannot_be_observed_keeps_its_folder(
         (["/"], "aiocoll top: /: other users may enter the folder; run `chmod 700` on it"),
     ],
 )
-def test_wrong_arguments_of_top_are_refused(
-    tmp_path: Path, env: Mapping[str, str], args: list[str], error: str
-) -> None:
+def test_top_refuses_invalid_arguments(tmp_path: Path, env: Mapping[str, str], args: list[str], error: str) -> None:
     done = top(tmp_path, env, *args)
     assert (done.returncode, done.stdout) == (2, "")
     assert error in done.stderr
 
 
-def test_missing_rich_is_reported_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_without_rich_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delitem(sys.modules, "aiocoll.cli.top.terminal", raising=False)
@@ -355,7 +357,7 @@ def request(port: int, path: str, *headers: str, host: str | None = None, method
     return "\r\n".join(lines).encode()
 
 
-async def test_page_refuses_requests_without_token_or_with_another_host() -> None:
+async def test_top_web_page_refuses_requests_without_the_token_or_for_another_host_name() -> None:
     samples = []
     page = Page("</script>job", lambda: samples.append(1) or {"groups": []})
     server = await page.listen()
@@ -398,7 +400,7 @@ async def test_page_refuses_requests_without_token_or_with_another_host() -> Non
         assert samples == [1], "two requests within a second took two samples"
 
 
-async def test_page_limits_its_open_connections() -> None:
+async def test_top_web_page_limits_its_open_connections() -> None:
     page = Page("job", dict)
     async with await page.listen():
         open_ones = [await asyncio.open_connection("127.0.0.1", page.port) for _ in range(MOST)]
@@ -412,10 +414,10 @@ async def test_page_limits_its_open_connections() -> None:
 
 
 @pytest.mark.skipif(executable() is None, reason=MISSING)
-def test_page_in_a_browser_shows_and_updates_the_ranks(
+def test_top_web_page_in_a_browser_shows_and_updates_the_ranks(
     running_job: tuple[Job, dict[int, int]], env: Mapping[str, str], launch: Launch, tmp_path: Path
 ) -> None:
-    """Use two widths: the page shows the ranks, updates them, loads nothing else, and fits the window."""
+    """Check two window widths: the page shows and updates the ranks, loads nothing else, and fits the window."""
     command = [sys.executable, "-m", "aiocoll", "top", "--web"]
     path = {"PYTHONPATH": str(Path(__file__).parents[2])}
     served = subprocess.Popen(command, env={**os.environ, **path, **env}, stdout=subprocess.PIPE, text=True)

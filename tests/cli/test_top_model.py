@@ -50,7 +50,7 @@ def flight(op: str, seconds: float, *missing: int, peer: int | None = None) -> A
     return {"op": op, "peer": peer, "seconds": seconds, "missing": list(missing), "site": "job.py:3 in main"}
 
 
-def test_rates_are_differences_over_the_time_of_the_rank() -> None:
+def test_rates_are_computed_with_the_clock_of_the_answering_rank() -> None:
     job = Job()
     (before,) = job.views(1.0, answer_of(0, 50.0, 1, operations=[row(10, 1000, (0.5, 10))]))
     assert [before.ranks[0].ops, before.ranks[0].nbytes, before.ops, before.kinds] == [None, None, None, ()]
@@ -67,7 +67,7 @@ def test_rates_are_differences_over_the_time_of_the_rank() -> None:
     assert same[0] == group, "the view changed without a new answer"
 
 
-def test_process_that_starts_again_has_no_rates_yet() -> None:
+def test_restarted_process_has_no_rates_at_first() -> None:
     job = Job()
     job.views(1.0, answer_of(0, 50.0, 1, operations=[row(10, 1000, (0.5, 10))]))
     job.processes[0] = Process(999)
@@ -75,7 +75,7 @@ def test_process_that_starts_again_has_no_rates_yet() -> None:
     assert (group.ranks[0].process, group.ranks[0].ops) == (999, None)
 
 
-def test_first_rank_is_the_one_that_others_wait_for_most() -> None:
+def test_ranks_are_sorted_by_how_long_other_ranks_wait_for_them() -> None:
     job = Job()
     job.views(1.0, *(answer_of(rank, 1.0, peers=[]) for rank in range(3)))
     (group,) = job.views(
@@ -91,8 +91,8 @@ def test_first_rank_is_the_one_that_others_wait_for_most() -> None:
     assert (second.waited_for, second.waits) == (pytest.approx(0.025), pytest.approx(0.85))
 
 
-def test_lasting_wait_counts_once_and_while_it_lasts() -> None:
-    """Count 10 s of a wait in 10 seconds: a rank reports a wait at its end, which must not be 1000 % of that second."""
+def test_long_wait_is_counted_once_although_it_lasts_several_intervals() -> None:
+    """Check a wait of 10 s: a rank reports a wait at its end, which must not show as 1000 % of one second."""
     job = Job()
     job.views(0.0, *(answer_of(rank, 0.0, 2) for rank in range(2)))
     shares = []
@@ -110,7 +110,7 @@ def test_lasting_wait_counts_once_and_while_it_lasts() -> None:
     assert (group.ranks[0].waited_for, group.ranks[0].state) == (1.0, "ok")
 
 
-def test_each_of_several_missing_ranks_is_waited_for() -> None:
+def test_wait_is_counted_for_each_of_several_missing_ranks() -> None:
     job = Job()
     job.views(0.0, answer_of(0, 0.0))
     (group,) = job.views(
@@ -129,7 +129,7 @@ def test_each_of_several_missing_ranks_is_waited_for() -> None:
         (State.CLOSED, "closed", "it has closed the group"),
     ],
 )
-def test_process_that_does_not_answer_has_its_state(state: State, shown: str, text: str) -> None:
+def test_silent_process_is_shown_with_its_process_state(state: State, shown: str, text: str) -> None:
     job = Job()
     job.views(1.0, *(answer_of(rank, 1.0) for rank in range(3)))
     job.processes[1].state = state
@@ -148,7 +148,7 @@ def test_process_that_does_not_answer_has_its_state(state: State, shown: str, te
         (State.ANSWERS, "slow", "it has not answered the others for 4.0 s, its process is alive (stopped)"),
     ],
 )
-def test_rank_that_has_never_answered_has_the_state_of_its_process(state: State, shown: str, text: str) -> None:
+def test_rank_that_has_never_answered_is_shown_with_its_process_state(state: State, shown: str, text: str) -> None:
     job = Job()
     job.processes[1] = Process(101)
     job.processes[1].state = state
@@ -158,7 +158,7 @@ def test_rank_that_has_never_answered_has_the_state_of_its_process(state: State,
     assert (first.ops, first.p50, first.waits, first.pending) == (None, None, None, 0)
 
 
-def test_rank_has_the_state_that_it_or_its_peers_report() -> None:
+def test_rank_is_shown_with_the_state_that_the_rank_or_its_peers_report() -> None:
     job = Job()
     here: Answer = {"processes": [100, 101, None, None, 104, 105, 106]}
     more: Answer = {"slow": [(1, 4.0, "its process is alive (running)")], "left": [4], **here}
@@ -181,7 +181,7 @@ def test_rank_has_the_state_that_it_or_its_peers_report() -> None:
     assert [each.rank for each in group.ranks[:3]] == [2, 1, 5]
 
 
-def test_revoked_group_has_its_cause_and_closed_group_disappears() -> None:
+def test_revoked_group_is_shown_with_its_cause_and_closed_group_disappears() -> None:
     job = Job()
     (group,) = job.views(1.0, answer_of(0, 1.0, 1, cause="rank 3 was lost"))
     assert (group.state, group.cause, group.ranks[0].state) == ("revoked", "rank 3 was lost", "revoked")
@@ -206,7 +206,7 @@ def test_verdict_names_a_stopped_rank_when_the_others_have_closed_the_group(stat
     assert group.verdict.endswith("; the other ranks have closed the group")
 
 
-def test_oldest_pending_operations_have_all_their_ranks() -> None:
+def test_oldest_pending_operations_are_shown_with_all_their_ranks() -> None:
     job = Job()
     entries = [flight("BARRIER (sequence 4)", 2.0 - rank / 10, 3) for rank in range(3)]
     message = flight("SEND", 1.0, peer=2)
@@ -223,7 +223,7 @@ def test_oldest_pending_operations_have_all_their_ranks() -> None:
 
 
 def wide_group(size: int = 8) -> GroupView:
-    """Return a group with the widest numbers in every column."""
+    """Return a group with the widest possible numbers in every column."""
     job = Job()
     job.views(0.0, *(answer_of(rank, 0.0, size) for rank in range(size)))
     answers = [
@@ -240,7 +240,7 @@ def wide_group(size: int = 8) -> GroupView:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_text_fits_the_width(width: int) -> None:
+def test_text_view_fits_the_terminal_width(width: int) -> None:
     lines = formatting.format_groups([wide_group()], width).splitlines()
     assert max(map(len, lines)) <= width
     assert lines[0] == "healthy: no rank is late"
@@ -250,7 +250,7 @@ def test_text_fits_the_width(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_live_table_fits_the_width(width: int) -> None:
+def test_live_table_fits_the_terminal_width(width: int) -> None:
     console = pytest.importorskip("rich.console", reason="needs rich")
     from aiocoll.cli.top import terminal
 
@@ -264,7 +264,7 @@ def test_live_table_fits_the_width(width: int) -> None:
     assert re.search(r'class="[^"]*-r\d+"[^>]*>ok', recording.export_svg().replace("&#160;", " "))
 
 
-def test_live_table_leaves_room_for_the_verdict() -> None:
+def test_live_table_leaves_lines_for_the_verdict() -> None:
     pytest.importorskip("rich.console", reason="needs rich")
     from rich.console import Console
 
@@ -282,7 +282,7 @@ def test_live_table_leaves_room_for_the_verdict() -> None:
 
 
 def measured_group(*waited_for: float, load: HostLoad | None = None, **more: Any) -> GroupView:
-    """Return a group whose ranks have each been waited for during these shares of a second."""
+    """Return a group in which other ranks have waited for each rank during the given shares of a second."""
     job = Job()
     size = len(waited_for)
     job.views(0.0, *(answer_of(rank, 0.0, size) for rank in range(size)))
@@ -298,7 +298,7 @@ def measured_group(*waited_for: float, load: HostLoad | None = None, **more: Any
 
 
 def test_verdict_of_a_healthy_job_blames_no_rank() -> None:
-    """Use shares of 46 % and 32 %, which were measured in a healthy job on as many cores as ranks."""
+    """Use waiting shares of 46 % and 32 %, as measured in a healthy job on as many cores as ranks."""
     group = measured_group(0.46, 0.32, 0.1)
     assert (group.verdict, group.culprits) == ("healthy: no rank is late", ())
 
@@ -316,7 +316,7 @@ def test_verdict_names_the_rank_that_the_others_wait_for_most() -> None:
     assert group.culprits == (1,)
 
 
-def test_verdict_waits_for_rates() -> None:
+def test_verdict_reports_that_rates_are_not_measured_yet() -> None:
     (group,) = Job().views(0.0, answer_of(0, 0.0, 2), answer_of(1, 0.0, 2))
     assert group.verdict == "measuring: rates follow with the next answers"
     assert [each.waited_for for each in group.ranks] == [None, None]
@@ -346,7 +346,7 @@ def test_verdict_names_a_stopped_rank() -> None:
     assert group.verdict.startswith("rank 1 is stopped: process 101 is stopped")
 
 
-def test_history_has_one_value_per_answer() -> None:
+def test_rate_history_has_one_value_per_answer() -> None:
     job = Job()
     job.views(0.0, answer_of(0, 0.0, 1, operations=[row(0, 0)]))
     for second in range(1, 4):
@@ -357,7 +357,7 @@ def test_history_has_one_value_per_answer() -> None:
     assert formatting.history(group) == "ops/s, last 3 rounds: ▂▅█ (highest 5)"
 
 
-def test_text_of_a_job_that_has_ended_has_exit_code_cause_and_last_state() -> None:
+def test_text_view_of_an_ended_job_shows_exit_code_cause_and_last_state() -> None:
     group = measured_group(0.05, 0.8, 0.05)
     end = JobOutcome(
         137, ("ranks 0, 2 failed in consequence: PeerLostError (a.py:3 in main)", "rank 1 was killed by SIGKILL")
@@ -367,7 +367,7 @@ def test_text_of_a_job_that_has_ended_has_exit_code_cause_and_last_state() -> No
     assert lines[3:6] == ["", "last state:", group.verdict]
 
 
-def test_host_line_names_load_and_cores() -> None:
+def test_host_line_shows_load_and_cores() -> None:
     assert formatting.format_host_load(HostLoad(0.5, 1)) == "host: load 0.5 on 1 core"
     assert formatting.format_host_load(HostLoad(10.0, 2)) == "host: load 10.0 on 2 cores; ranks wait for a free core"
 

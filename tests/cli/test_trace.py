@@ -26,7 +26,7 @@ HERE = recorded.__file__
 
 
 def trace(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Run the command; return its exit code and output."""
+    """Run `aiocoll trace`; return its exit code and output."""
     code = main(["trace", *map(str, arguments)])
     output = capsys.readouterr()
     assert (output.err == "") == (code != 2)
@@ -58,7 +58,7 @@ def record(world_size: int, fn: Callable[..., Awaitable[Any]], path: Path, **opt
 # -- real ranks
 
 
-async def test_hang_names_the_collective_the_line_and_the_missing_rank(
+async def test_trace_of_a_hang_names_the_collective_the_line_and_the_missing_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = GroupOptions(dump_dir=str(tmp_path))
@@ -75,7 +75,7 @@ async def test_hang_names_the_collective_the_line_and_the_missing_rank(
     assert f"it waited in RECV (from rank 0, tag 5) at {HERE}:{lines[1] + 3} in hang" in output
     names = {event["name"] for event in json.loads(perfetto.read_text())["traceEvents"]}
     assert {"BARRIER 5", "ALLREDUCE 'layer1' 2", "RECV"} < names
-    # The dumps of the waiting ranks do not show the calls of the missing one.
+    # Pass only the dumps of the waiting ranks, which do not contain the calls of the missing rank.
     code, output = trace(capsys, *(files(tmp_path)[rank] for rank in (0, 2)))
     assert code == 1
     assert "no dump of rank 1: killed, blocked, or its dump was not passed" in output
@@ -84,12 +84,12 @@ async def test_hang_names_the_collective_the_line_and_the_missing_rank(
 
 
 @pytest.mark.slow
-async def test_mismatch_names_both_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_trace_of_a_mismatch_names_both_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     await run_processes(3, recorded.reduce_different_sizes, options=GroupOptions(dump_dir=str(tmp_path)))
     code, output = trace(capsys, *files(tmp_path))
     assert code == 1
     assert "failed: CollectiveMismatchError: Collectives differ in the following: counts, shape. Group" in output
-    # Rank 0 or rank 1 finds it first. The group's cause may be the comparison of the other rank.
+    # Either rank may find the mismatch first; the group's cause may come from the comparison of the other rank.
     lines = output.partition("diverged first: ALLREDUCE (sequence 5)\n")[2].splitlines()
     if lines[0].startswith("    Collectives differ in the following: counts, shape. Group 'world:0': rank "):
         del lines[0]
@@ -100,7 +100,7 @@ async def test_mismatch_names_both_calls(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loop", "blocked"), [("asyncio", True), ("uvloop", False)])
-async def test_signal_makes_a_living_rank_dump(
+async def test_signal_makes_a_living_rank_write_a_dump(
     loop: Any, blocked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = GroupOptions(dump_dir=str(tmp_path))
@@ -114,7 +114,7 @@ async def test_signal_makes_a_living_rank_dump(
 # -- reports from dumps
 
 
-def test_report_of_a_healthy_group_names_the_last_rank_on_average(
+def test_trace_of_a_healthy_group_names_the_rank_that_is_last_on_average(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -134,10 +134,10 @@ def test_report_of_a_healthy_group_names_the_last_rank_on_average(
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("keyed", [False, True])
-def test_missing_rank_is_named_while_the_group_is_open(
+def test_trace_names_a_missing_rank_of_an_open_group(
     keyed: bool, debug: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Use a broadcast too, whose root has completed it long ago."""
+    """Check a broadcast too, whose root has completed its call long ago."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -154,7 +154,9 @@ def test_missing_rank_is_named_while_the_group_is_open(
     assert "failed" not in output
 
 
-def test_rank_that_enters_soon_is_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_does_not_report_a_rank_as_missing_that_enters_the_call_soon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 0:
@@ -167,10 +169,10 @@ def test_rank_that_enters_soon_is_not_missing(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("field", ["op", "root", "reduce", "dtype", "shape"])
-def test_first_of_several_differences_is_reported(
+def test_trace_reports_the_first_of_several_mismatches(
     field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Compare calls before data moves, which leaves the group usable after a mismatch."""
+    """Use call comparison, so that the group remains usable after a mismatch."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.allreduce(1.0)
@@ -195,10 +197,10 @@ def test_first_of_several_differences_is_reported(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
-def test_rank_with_a_shorter_history_is_not_missing(
+def test_trace_does_not_report_a_rank_with_a_shorter_history_as_missing(
     late: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Let one rank remember an earlier collective than the other, both ahead of it and behind it."""
+    """Let one rank's history begin with an earlier collective than its peer's, ahead of the peer and behind it."""
 
     async def rank(pg: ProcessGroup) -> None:
         for number in range(HISTORY // 2 + 5):
@@ -215,7 +217,7 @@ def test_rank_with_a_shorter_history_is_not_missing(
     assert "later" not in output
 
 
-def test_clocks_of_two_hosts_are_aligned(tmp_path: Path) -> None:
+def test_trace_aligns_the_clocks_of_two_hosts(tmp_path: Path) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
 
@@ -237,7 +239,9 @@ def test_clocks_of_two_hosts_are_aligned(tmp_path: Path) -> None:
     assert call.entered[2] == pytest.approx(call.entered[0] - 0.5)
 
 
-def test_report_covers_several_groups_and_one_without_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_reports_several_groups_and_a_group_without_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pass
 
@@ -256,7 +260,7 @@ def test_report_covers_several_groups_and_one_without_calls(tmp_path: Path, caps
 
 # -- the verdict
 
-#: In each case, rank 1 is at fault.
+#: Causes of hangs by name; in each case, rank 1 is at fault.
 CAUSES = {
     "a lost rank": (
         {"kind": "PeerLostError", "text": "rank 1 of group 'g' is gone: its process is gone", "ranks": [1]},
@@ -291,7 +295,7 @@ def recorded_call(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_verdict_without_the_dump_of_the_rank_at_fault_uses_what_its_peers_recorded(
+def test_trace_without_the_dump_of_the_faulty_rank_uses_the_records_of_its_peers(
     cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given, words = CAUSES[cause]
@@ -303,7 +307,7 @@ def test_verdict_without_the_dump_of_the_rank_at_fault_uses_what_its_peers_recor
     assert output.splitlines()[1] == f"  verdict: {words}"
 
 
-def test_verdict_names_the_line_that_blocks_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_verdict_names_the_line_that_blocks_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clock = {"host": "h", "monotonic": 5.25, "wall": 5.25}
     pending = recorded_call(entered=1.05, finished=None, state="pending", error=None)
     (tmp_path / "0").write_text(json.dumps(valid_dump(clock=clock, entered=1, entries=[pending])))
@@ -316,7 +320,7 @@ def test_verdict_names_the_line_that_blocks_a_rank(tmp_path: Path, capsys: pytes
     )
 
 
-def test_verdict_of_a_mismatch_names_the_lines_of_both_calls(
+def test_trace_verdict_of_a_mismatch_names_the_lines_of_both_calls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -362,7 +366,7 @@ def valid_dump(**changes: Any) -> dict[str, Any]:
         ({key: value for key, value in valid_dump().items() if key != "cause"}, "is damaged: cause is missing"),
     ],
 )
-def test_file_that_is_no_dump_is_refused(
+def test_trace_refuses_a_file_that_is_not_a_dump(
     content: bytes | dict[str, Any] | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.json"
@@ -372,7 +376,7 @@ def test_file_that_is_no_dump_is_refused(
     assert (code, output.startswith(f"aiocoll trace: {path}: {words}")) == (2, True), output
 
 
-def test_dumps_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_refuses_inconsistent_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text(json.dumps(valid_dump()))
     two.write_text(json.dumps(valid_dump()))
@@ -389,7 +393,7 @@ def test_dumps_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: p
     )
 
 
-def test_unwritable_trace_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_reports_an_unwritable_output_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one"
     path.write_text(json.dumps(valid_dump()))
     code, output = trace(capsys, path, "--perfetto", tmp_path / "missing" / "trace.json")
@@ -399,7 +403,7 @@ def test_unwritable_trace_file_is_reported(tmp_path: Path, capsys: pytest.Captur
 # -- the picture
 
 
-def test_picture_without_matplotlib_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_picture_without_matplotlib_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(Unusable, match=r"--png needs matplotlib: pip install 'aiocoll\[trace\]'"):
         picture.draw([], "a.png")
@@ -407,7 +411,7 @@ def test_picture_without_matplotlib_is_refused_with_a_remedy(monkeypatch: pytest
 
 @pytest.fixture(scope="module")
 def _first_drawing(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Draw one picture first: matplotlib keeps the files of its fonts open from then on."""
+    """Draw one picture in advance: matplotlib keeps the files of its fonts open from then on."""
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("matplotlib")
     (path / "one").write_text(json.dumps(valid_dump()))
@@ -418,7 +422,7 @@ def _first_drawing(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.mark.usefixtures("_first_drawing")
 @pytest.mark.parametrize("calls", [0, 3, 40])
 @pytest.mark.parametrize("hangs", [False, True])
-def test_picture_is_drawn_for_any_number_of_calls(
+def test_trace_picture_is_drawn_for_any_number_of_calls(
     calls: int, hangs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
 
@@ -443,7 +447,7 @@ def test_picture_is_drawn_for_any_number_of_calls(
 
 
 @pytest.mark.usefixtures("_first_drawing")
-def test_picture_leads_with_the_verdict_and_marks_the_rank_at_fault(tmp_path: Path) -> None:
+def test_trace_picture_shows_the_verdict_and_marks_the_faulty_rank(tmp_path: Path) -> None:
     """Let rank 0 wait for rank 1 from 1 s to 3 s, end at 5 s, and wait for rank 1 again in the next call."""
     from matplotlib.figure import Figure
 

@@ -29,7 +29,7 @@ TUNING = Tuning(tcp=QUIET, unix=QUIET, single_copy=SingleCopy(1 << 20, 1 << 18, 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """Replace the measurements of the command; return the fake ones."""
+    """Replace the command's measurements by fake measurements, and return them."""
     launches = {"tcp": [BUSY, QUIET, BUSY], "unix": [QUIET]}
 
     async def measure(*_: object) -> dict:
@@ -52,7 +52,7 @@ def tuning_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-async def test_two_processes_measure_every_transport(limits: Limits) -> None:
+async def test_tune_measures_every_transport_with_two_processes(limits: Limits) -> None:
     limits(tune_enough=0.0)
     launches = await tune.measure(launches=3, seconds=0.0)
     assert {"tcp", "unix"} <= launches.keys()
@@ -61,7 +61,7 @@ async def test_two_processes_measure_every_transport(limits: Limits) -> None:
         assert machine.overhead <= machine.alpha / 2
 
 
-def test_quietest_launch_is_written_to_the_file_of_groups(
+def test_tune_writes_the_launch_with_the_least_load_to_the_tuning_file(
     launches: dict, tuning_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     for _ in range(2):  # the second run replaces the file
@@ -76,7 +76,7 @@ def test_quietest_launch_is_written_to_the_file_of_groups(
     assert f"Written to {tuning_path}" in printed
 
 
-def test_unavailable_single_copy_is_reported(
+def test_tune_reports_unavailable_single_copy(
     launches: dict, tuning_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     async def measure_single_copy(*_: object) -> None:
@@ -89,7 +89,7 @@ def test_unavailable_single_copy_is_reported(
 
 
 @pytest.mark.parametrize("given", [None, "1"])
-def test_single_copy_is_measured_without_the_accelerator(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_measures_single_copy_without_the_accelerator(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOCOLL_NATIVE", raising=False)
     if given is not None:
         monkeypatch.setenv("AIOCOLL_NATIVE", given)
@@ -100,7 +100,7 @@ def test_single_copy_is_measured_without_the_accelerator(given: str | None, monk
 
 
 @pytest.mark.slow
-async def test_two_processes_measure_single_copy() -> None:
+async def test_tune_measures_single_copy_with_two_processes() -> None:
     found = await measure_single_copy(1)
     if can_read() is None:
         assert found is not None
@@ -118,26 +118,32 @@ async def test_two_processes_measure_single_copy() -> None:
         ({1: 0.5, 4: 0.5, 16: 1.1}, math.inf),
     ],
 )
-def test_least_size_is_the_first_from_which_all_pay(ratios: dict[int, float], least: float) -> None:
+def test_minimum_single_copy_size_is_the_first_from_which_all_sizes_are_faster(
+    ratios: dict[int, float], least: float
+) -> None:
     assert paying(ratios) == least
 
 
-def test_file_can_be_chosen(launches: dict, tuning_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_writes_to_the_given_file(
+    launches: dict, tuning_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AIOCOLL_TUNING", str(tmp_path / "mine.json"))
     assert tune.run(ARGS) == 0
     assert load(str(tmp_path / "mine.json"), {}) == TUNING
     assert not tuning_path.exists()
 
 
-def test_unwritable_file_is_reported(launches: dict, tuning_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_tune_reports_an_unwritable_file(launches: dict, tuning_path: Path, capsys: pytest.CaptureFixture) -> None:
     tuning_path.mkdir(parents=True)
     assert tune.run(ARGS) == 1
     assert "aiocoll bench: [Errno 21] Is a directory" in capsys.readouterr().err
     assert list(tuning_path.parent.iterdir()) == [tuning_path]
 
 
-def test_two_hosts_may_write_at_once(launches: dict, tuning_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write to a shared directory, with the same pid on both hosts."""
+def test_two_hosts_can_write_the_tuning_file_at_once(
+    launches: dict, tuning_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Write to a shared directory from two hosts, with the same pid on both."""
     replace, written = Path.replace, []
 
     def write_meanwhile(fresh: Path, target: Path) -> Path:
@@ -155,7 +161,7 @@ def test_two_hosts_may_write_at_once(launches: dict, tuning_path: Path, monkeypa
 @pytest.mark.parametrize(
     "error", [RendezvousError("no rank came"), TimeoutError("it did not end"), KeyboardInterrupt()]
 )
-def test_failed_measurement_writes_nothing(
+def test_failed_measurement_writes_no_tuning_file(
     tuning_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     async def measure(*_: object) -> dict:
@@ -168,7 +174,7 @@ def test_failed_measurement_writes_nothing(
     assert not tuning_path.exists()
 
 
-def test_tune_is_an_argument_of_the_command(capsys: pytest.CaptureFixture) -> None:
+def test_bench_command_accepts_the_tune_option(capsys: pytest.CaptureFixture) -> None:
     parser = argparse.ArgumentParser()
     tune.add_arguments(parser)
     assert not parser.parse_args([]).tune

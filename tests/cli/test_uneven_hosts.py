@@ -37,7 +37,7 @@ def master_options(tmp_path: Path, port: int) -> tuple[object, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [pytest.param((3, 1), marks=pytest.mark.soak), (1, 3), (1, 2, 1)])
-def test_ranks_follow_the_order_of_hosts(
+def test_rank_numbers_follow_the_order_of_hosts_in_the_list(
     launch: Launch, master_options: tuple[object, ...], sizes: tuple[int, ...]
 ) -> None:
     listed = ",".join(map(str, sizes))
@@ -52,7 +52,7 @@ def test_ranks_follow_the_order_of_hosts(
     assert [each.returncode for each in done] == [0] * len(sizes)
 
 
-def test_list_may_have_one_host(launch: Launch) -> None:
+def test_list_of_rank_counts_may_contain_one_host(launch: Launch) -> None:
     assert launch("--nproc-list", 1, script=SUM).finish().stdout == "[0] 1 1 1 0 1 0\n"
 
 
@@ -71,7 +71,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("args", "message"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_wrong_list_is_explained(
+def test_error_explains_an_invalid_list_of_rank_counts(
     args: list[str], message: str, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

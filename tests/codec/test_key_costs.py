@@ -27,15 +27,15 @@ from aiocoll.errors import SerializationError
 P = sys.hash_info.modulus
 #: The hash of all keys. Powers of two whose exponents differ by 61 also share a hash.
 CODE = 2
-#: In the hour that a clock change repeats, times of different zones are never equal, but share a hash.
+#: Time zones: in the hour repeated by a clock change, times of different zones are unequal but share a hash.
 ZONES = ("Berlin", "Paris", "Rome", "Madrid", "Vienna", "Brussels", "Oslo", "Prague", "Warsaw", "Zurich", "Amsterdam")
 #: The limit for the time per byte of a key, in units of the time per byte of small tuples in a list. Measured times are
 #: half of it, and quadratic algorithms take hundreds of times as long.
 RATIO = 60.0
-#: Numbers of keys of two kinds, and bytes per key: the longest keys, the largest numbers of keys, and some between.
+#: Numbers of keys of two types, and bytes per key: very long keys, very many keys, and cases between.
 MIXES = [(1, 1, 300_000), (1, 127, 1000), (64, 64, 200), (7, 16, 1000), (4, 4, 20_000)]
 
-#: For each kind, the key with a given number, of about a given size if the kind allows it; None after the last key.
+#: By type, a function (number, size) that returns a key of about this size if possible; None after the last key.
 KINDS: dict[str, Callable[[int, int], Hashable | None]] = {
     "int": lambda n, size: CODE + (P << 8 * size) + n * P,
     "small int": lambda n, size: CODE + n * P if n < 4 else None,
@@ -56,7 +56,7 @@ KINDS: dict[str, Callable[[int, int], Hashable | None]] = {
 
 
 def long_decimal(n: int, size: int) -> Decimal:
-    """Return a decimal with `size` digits, and further digits that give it the hash `CODE`."""
+    """Return a decimal number of `size` digits, padded with digits that give it the hash `CODE`."""
     digits = "1" * size
     rest = (CODE - hash(Decimal(digits + "0" * 45))) % P
     return Decimal(f"{digits}{rest + n * P:045d}")
@@ -68,7 +68,7 @@ def keys(kind: str, count: int, size: int) -> list[Any]:
 
 
 def packed(keys: Sequence[Any]) -> bytes:
-    """Return the bytes of a dict with these keys, which `dumps` would refuse."""
+    """Return the encoded bytes of a dict with keys that `dumps` would refuse."""
     with pytest.MonkeyPatch.context() as uncounted:
         uncounted.setattr("aiocoll.codec.encode.check_keys", lambda keys, hashes: None)
         pairs = b"".join(dumps({key: 0})[1:] for key in keys)
@@ -97,8 +97,8 @@ def check_time(keys: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_of_two_kinds_with_one_hash_are_limited(kind: str) -> None:
-    """Either kind may come first."""
+def test_dict_keys_of_two_types_with_equal_hashes_are_limited(kind: str) -> None:
+    """Check both orders of the two key types."""
     for other in KINDS:
         for some, others, size in MIXES:
             mixed = [*keys(kind, some, size), *keys(other, others, size)][:255]
@@ -107,13 +107,13 @@ def test_keys_of_two_kinds_with_one_hash_are_limited(kind: str) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [lambda key: (0, key), lambda key: ((key,), key), lambda key: frozenset({key})])
-def test_numbers_inside_keys_are_limited(wrapped: Callable[[Any], Hashable]) -> None:
+def test_numbers_with_equal_hashes_inside_dict_keys_are_limited(wrapped: Callable[[Any], Hashable]) -> None:
     for one, other in combinations(KINDS, 2):
         check_time([wrapped(key) for key in (*keys(one, 1, 100_000), *keys(other, 1, 100_000))])
 
 
-def test_numbers_of_two_types_in_two_frozensets_are_limited() -> None:
-    """Both sets have elements of the same types, but the elements with the same hash differ in type."""
+def test_numbers_of_two_types_with_equal_hashes_in_two_frozensets_are_limited() -> None:
+    """Use two sets with elements of the same types, whose elements with equal hashes differ in type."""
     large, other = CODE + (P << 1_600_000), CODE + 2 + (P << 1_600_000)
     pair = [frozenset({Decimal(CODE), other}), frozenset({large, Decimal(CODE + 2)})]
     assert hash(pair[0]) == hash(pair[1])
@@ -123,8 +123,8 @@ def test_numbers_of_two_types_in_two_frozensets_are_limited() -> None:
 
 
 @pytest.mark.parametrize(("depth", "count"), [(1, 100), (2, 4)])
-def test_frozensets_of_elements_with_one_hash_are_limited(depth: int, count: int) -> None:
-    """A comparison of two frozensets takes 128 comparisons per element, at each level of nesting."""
+def test_frozenset_keys_of_elements_with_equal_hashes_are_limited(depth: int, count: int) -> None:
+    """Check frozensets, whose comparison takes 128 comparisons per element at each level of nesting."""
 
     def frozensets(depth: int, count: int) -> list[Any]:
         if depth == 0:
@@ -140,7 +140,7 @@ def test_frozensets_of_elements_with_one_hash_are_limited(depth: int, count: int
 
 
 @pytest.mark.parametrize(("equal_hashes", "most"), [(1, 128), (2, 64), (3, 42), (64, 2), (65, 1)])
-def test_frozensets_are_limited_by_their_elements_with_one_hash(equal_hashes: int, most: int) -> None:
+def test_number_of_frozenset_keys_is_limited_by_their_elements_with_equal_hashes(equal_hashes: int, most: int) -> None:
     common, last = keys("int", 64, 10), keys("int", 64 + 200, 10)[64:]
     made = [frozenset({*common[: equal_hashes - 1], number}) for number in last]
     assert loads(dumps(set(made[:most]))) == set(made[:most])
@@ -148,7 +148,7 @@ def test_frozensets_are_limited_by_their_elements_with_one_hash(equal_hashes: in
         dumps(set(made[: most + 1]))
 
 
-def test_times_that_are_never_equal_are_limited() -> None:
+def test_unequal_times_with_equal_hashes_are_limited() -> None:
     when = dt.datetime(2020, 10, 25, 2, 30)
     times = [when.replace(tzinfo=zoneinfo.ZoneInfo(f"Europe/{zone}")) for zone in ZONES]
     assert (len(set(times)), len(set(map(hash, times)))) == (len(ZONES), 1)
@@ -179,7 +179,7 @@ ORDINARY: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_ordinary_keys_are_accepted(name: str) -> None:
+def test_ordinary_dict_keys_are_accepted(name: str) -> None:
     keys = ORDINARY[name]
     assert loads(dumps(dict.fromkeys(keys, 0))) == dict.fromkeys(keys, 0)
     assert loads(dumps(set(keys))) == set(keys)
@@ -197,8 +197,8 @@ def test_large_numbers_of_two_types_are_refused_by_both_ends() -> None:
         assert loads(dumps([(key, 0) for key in order])) == [(key, 0) for key in order]
 
 
-def test_floats_count_among_slow_keys() -> None:
-    """Floats are plain values, but count together with keys of another kind that have the same hash."""
+def test_floats_count_toward_the_limit_of_slow_keys() -> None:
+    """Check that floats count together with slow keys of another type that have the same hash."""
     mixed = [*keys("float", 7, 0), *keys("Decimal", 2, 0)]
     assert dumps(set(mixed[:8]))
     with pytest.raises(SerializationError, match="more than 8 keys with the same hash"):

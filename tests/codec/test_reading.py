@@ -31,7 +31,7 @@ def steps_of(data: bytes | memoryview, **options: Any) -> tuple[int, Any]:
 
 
 @each("value", VALUES)
-def test_value_in_a_long_object_is_read_in_steps(value: Any) -> None:
+def test_value_inside_a_long_object_is_decoded_in_steps(value: Any) -> None:
     obj = [value, b"x" * STEP, value, [[value] * 200]]
     data = dumps(obj)
     count, found = steps_of(data)
@@ -40,7 +40,7 @@ def test_value_in_a_long_object_is_read_in_steps(value: Any) -> None:
 
 
 @each("seed", range(50))
-def test_nested_object_is_read_in_steps(seed: int) -> None:
+def test_nested_object_is_decoded_in_steps(seed: int) -> None:
     rng = random.Random(seed)
     obj = [random_object(rng, 5) for _ in range(10)]
     data = dumps(obj)
@@ -49,7 +49,7 @@ def test_nested_object_is_read_in_steps(seed: int) -> None:
 
 @each("length", [256, 257, 513, 2049])
 @each("key", [int, str, lambda n: (n, str(n)), lambda n: 2**70 + n])
-def test_long_container_is_read_in_steps(length: int, key: Any) -> None:
+def test_long_container_is_decoded_in_steps(length: int, key: Any) -> None:
     keys = [key(n) for n in range(length)]
     for obj in (dict(zip(keys, range(length), strict=True)), set(keys), frozenset(keys), tuple(keys), keys):
         data = dumps([obj])
@@ -60,12 +60,12 @@ def test_long_container_is_read_in_steps(length: int, key: Any) -> None:
     assert list(steps_of(dumps(nested))[1]) == keys[:2049]
 
 
-def test_short_object_is_read_at_once() -> None:
+def test_short_object_is_decoded_in_one_step() -> None:
     assert steps_of(dumps(b"x" * (STEP - 3))) == (1, b"x" * (STEP - 3))
     assert steps_of(dumps(b"x" * (STEP - 2))) == (2, b"x" * (STEP - 2))
 
 
-def test_truncated_or_extended_bytes_are_refused_in_steps() -> None:
+def test_stepwise_decoding_refuses_truncated_or_extended_bytes() -> None:
     data = dumps([b"x" * STEP, SAMPLE])
     for length in range(STEP, len(data)):
         with pytest.raises(SerializationError, match=f"{length} bytes are not a valid object"):
@@ -77,7 +77,7 @@ def test_truncated_or_extended_bytes_are_refused_in_steps() -> None:
         steps_of(data, max_bytes=100)
 
 
-def test_changed_byte_gives_the_same_outcome_in_steps_as_at_once() -> None:
+def test_changed_byte_has_the_same_outcome_in_stepwise_and_direct_decoding() -> None:
     data = dumps([b"x" * STEP, SAMPLE])
     rng = random.Random(3)
     for position in range(STEP, len(data)):
@@ -93,7 +93,7 @@ def outcome(read: Any) -> str:
         return "refused"
 
 
-def test_pickle_requires_both_sides_in_steps() -> None:
+def test_stepwise_decoding_of_pickles_requires_permission_on_both_sides() -> None:
     obj = [b"x" * STEP, Ellipsis]
     data = dumps(obj, allow_pickle=True)
     assert steps_of(data, allow_pickle=True)[1] == obj
@@ -111,8 +111,8 @@ KEYS = {
 
 
 @each("kind", KEYS)
-def test_keys_with_one_hash_are_limited(kind: str) -> None:
-    """Each key would be compared with all earlier ones, in quadratic time."""
+def test_dict_keys_with_equal_hashes_are_limited(kind: str) -> None:
+    """Check keys that would be compared with all earlier keys, in quadratic time."""
     few, many = KEYS[kind](128), KEYS[kind](129)
     assert len(set(map(hash, many))) == 1
     for make in (dict.fromkeys, set, frozenset):
@@ -126,7 +126,9 @@ def test_keys_with_one_hash_are_limited(kind: str) -> None:
 
 @pytest.mark.parametrize("make", [dict.fromkeys, set, frozenset])
 @pytest.mark.parametrize("others", [0, 5000])
-def test_sender_beyond_the_key_limit_is_refused(make: Any, others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_refuses_data_of_a_sender_that_ignores_the_key_limit(
+    make: Any, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = KEYS["ints"](129)
     with monkeypatch.context() as uncounted:
         uncounted.setattr("aiocoll.codec.encode.check_keys", lambda keys, hashes: None)
@@ -136,13 +138,13 @@ def test_sender_beyond_the_key_limit_is_refused(make: Any, others: int, monkeypa
             read(data)
 
 
-def test_repeated_value_does_not_count_as_a_key() -> None:
+def test_repeated_value_does_not_count_toward_the_key_limit() -> None:
     obj = [(1, 2)] * 5000 + [Fraction(1, 3)] * 500
     assert loads(dumps(obj)) == obj
 
 
-def test_plain_keys_with_one_hash_are_rare() -> None:
-    """Rare keys need not be counted."""
+def test_plain_dict_keys_rarely_have_equal_hashes() -> None:
+    """Check that plain keys with equal hashes are too rare to be counted."""
     floats = [2.0**n for n in range(-1074, 1024)]
     ints = [n * sys.hash_info.modulus for n in range(-4, 9)]
     assert max(map([hash(key) for key in {*floats, *ints}].count, map(hash, floats))) <= 35

@@ -80,12 +80,12 @@ REFUSED: list[tuple[Any, str, str]] = [
 
 
 @each(("obj", "path", "reason"), REFUSED)
-def test_unsupported_value_is_named_with_its_path(obj: Any, path: str, reason: str) -> None:
+def test_error_names_an_unsupported_value_with_its_path(obj: Any, path: str, reason: str) -> None:
     with pytest.raises(SerializationError, match=rf"^cannot send {path}.*{reason}"):
         dumps(obj)
 
 
-def test_time_zone_without_a_key_is_refused() -> None:
+def test_zoneinfo_without_a_key_is_refused() -> None:
     path = next(p for p in map("{}/Europe/Paris".format, zoneinfo.TZPATH) if os.path.exists(p))
     with open(path, "rb") as file:
         zone = zoneinfo.ZoneInfo.from_file(file)
@@ -103,7 +103,7 @@ SAMPLE = {
 
 
 @pytest.mark.slow
-def test_changed_byte_is_read_or_refused_with_a_named_error() -> None:
+def test_object_with_a_changed_byte_is_decoded_or_raises_a_serialization_error() -> None:
     data = dumps(SAMPLE)
     refused = 0
     for position in range(len(data)):
@@ -125,7 +125,7 @@ def test_truncated_or_extended_bytes_are_refused() -> None:
         loads(data + b"\xc0")
 
 
-def test_random_bytes_are_read_or_refused_with_a_named_error() -> None:
+def test_random_bytes_are_decoded_or_raise_a_serialization_error() -> None:
     rng = random.Random(5)
     for _ in range(5000):
         try:
@@ -204,17 +204,17 @@ HOSTILE: list[tuple[bytes, str]] = [
 
 
 @each(("data", "message"), HOSTILE)
-def test_hostile_bytes_are_refused(data: bytes, message: str) -> None:
+def test_maliciously_built_bytes_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(SerializationError, match=message):
         loads(data, max_bytes=1 << 26)
 
 
-def test_data_that_is_no_buffer_is_a_type_error() -> None:
+def test_decoding_an_object_that_is_not_a_buffer_raises_a_type_error() -> None:
     with pytest.raises(TypeError, match="memoryview: a bytes-like object is required, not 'str'"):
         loads("text")  # type: ignore[arg-type]
 
 
-def test_missing_extension_dtype_error_names_the_package() -> None:
+def test_error_for_a_missing_extension_dtype_names_the_package() -> None:
     data = dumps(np.array([1], dtype=ml_dtypes.bfloat16))
     code = (
         "import sys; sys.modules['ml_dtypes'] = None\n"

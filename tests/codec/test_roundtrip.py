@@ -1,4 +1,4 @@
-"""Round trips: objects come back equal and with exactly the same types."""
+"""Encoding and decoding: decoded objects are equal to the originals and have exactly the same types."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ def filled(dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]
 
 
 @each("value", VALUES)
-def test_value_round_trips(value: Any) -> None:
+def test_value_survives_encoding_and_decoding_unchanged(value: Any) -> None:
     for obj in (value, [value], {"k": (value, [value])}):
         assert same(loads(dumps(obj)), obj)
 
 
 @each("shape", SHAPES)
 @each("dtype", [*NATIVE, *EXTENSION])
-def test_array_and_scalars_round_trip_in_type_shape_and_bits(dtype: str, shape: tuple[int, ...]) -> None:
+def test_encoded_arrays_and_scalars_keep_type_shape_and_bits(dtype: str, shape: tuple[int, ...]) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype) if dtype in EXTENSION else dtype)
     array = filled(kind, shape)
     back = loads(dumps({"a": [array]}))["a"][0]
@@ -143,7 +143,7 @@ def test_array_and_scalars_round_trip_in_type_shape_and_bits(dtype: str, shape: 
         assert same(loads(dumps(scalar)), scalar)
 
 
-def test_arrays_that_are_not_contiguous_arrive_in_c_order() -> None:
+def test_noncontiguous_arrays_are_decoded_in_c_order() -> None:
     base = np.arange(24.0).reshape(4, 6)
     for array in (base.T, base[::2, ::-1], np.asfortranarray(base), np.broadcast_to(base[0], (3, 6))):
         back = loads(dumps(array))
@@ -151,7 +151,7 @@ def test_arrays_that_are_not_contiguous_arrive_in_c_order() -> None:
         assert np.array_equal(back, array)
 
 
-def test_received_array_is_a_copy() -> None:
+def test_decoded_array_is_a_copy_of_the_received_bytes() -> None:
     array = np.zeros(3)
     data = bytearray(dumps(array))
     back = loads(data)
@@ -161,7 +161,7 @@ def test_received_array_is_a_copy() -> None:
 
 @pytest.mark.slow
 @each("length", [15, 16, 32767, 32768, 32769, 65537])
-def test_long_sequence_is_sent_in_pieces(length: int) -> None:
+def test_long_sequence_is_encoded_in_pieces(length: int) -> None:
     numbers = list(range(length))
     pairs = [(n,) for n in numbers]
     for obj in (numbers, tuple(numbers), set(numbers), frozenset(numbers), pairs, dict.fromkeys(pairs, 1)):
@@ -183,7 +183,7 @@ def random_object(rng: random.Random, depth: int) -> Any:
 
 
 @each("seed", range(200))
-def test_nested_object_round_trips(seed: int) -> None:
+def test_nested_object_survives_encoding_and_decoding_unchanged(seed: int) -> None:
     obj = random_object(random.Random(seed), 5)
     data = dumps(obj)
     assert same(loads(data), obj)
@@ -214,7 +214,7 @@ def test_cycle_is_refused_with_a_shortened_path() -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_lack_of_stack_raises_serialization_error() -> None:
+def test_stack_overflow_during_encoding_raises_a_serialization_error() -> None:
     def deeper(n: int) -> bytes:
         return deeper(n - 1) if n else dumps(nested(MAX_DEPTH, lambda x: [x]))
 
@@ -222,7 +222,7 @@ def test_lack_of_stack_raises_serialization_error() -> None:
         deeper(sys.getrecursionlimit() - 300)
 
 
-def test_size_is_limited_on_both_sides() -> None:
+def test_object_size_is_limited_by_sender_and_receiver() -> None:
     data = dumps("x" * 100)
     assert len(data) == 102
     assert dumps("x" * 100, max_bytes=102) == data
@@ -233,7 +233,7 @@ def test_size_is_limited_on_both_sides() -> None:
         loads(data, max_bytes=101)
 
 
-def test_size_limit_is_checked_before_large_copies() -> None:
+def test_object_size_limit_is_checked_before_large_copies() -> None:
     huge = np.broadcast_to(np.zeros(1), (1 << 40,))
     with pytest.raises(SerializationError, match=f"max_bytes is {MAX_BYTES}"):
         dumps({"w": huge})
@@ -244,7 +244,7 @@ def test_size_limit_is_checked_before_large_copies() -> None:
         dumps(doubled, max_bytes=10_000)
 
 
-def test_pickle_requires_both_sides() -> None:
+def test_pickle_requires_permission_of_sender_and_receiver() -> None:
     obj = {"a": [Picklable(7), Colour.RED, Point(1, 2), (1, 2)]}
     data = dumps(obj, allow_pickle=True)
     assert same(loads(data, allow_pickle=True), obj)

@@ -36,8 +36,8 @@ def torch() -> Any:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 256, 257, 1000])
-def test_ordered_dict_round_trips(count: int) -> None:
-    """Use dicts that are sent in pieces, nested dicts, and values whose type msgpack does not preserve."""
+def test_ordered_dict_survives_encoding_and_decoding_unchanged(count: int) -> None:
+    """Use dicts that are encoded in pieces, nested dicts, and values whose type msgpack does not preserve."""
     given = collections.OrderedDict((str(each), (each,)) for each in range(count))
     if count:
         given.move_to_end("0")
@@ -47,7 +47,7 @@ def test_ordered_dict_round_trips(count: int) -> None:
     assert type(back[0]) is type(back[1]["inside"]["a"]) is collections.OrderedDict
 
 
-def test_ordered_dicts_count_as_two_containers() -> None:
+def test_ordered_dict_counts_as_two_levels_of_nesting() -> None:
     nested: Any = None
     for _ in range(MAX_DEPTH // 2):
         nested = collections.OrderedDict(a=nested)
@@ -58,7 +58,7 @@ def test_ordered_dicts_count_as_two_containers() -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensor_of_every_kind_round_trips(dtype: str) -> None:
+def test_tensor_of_every_kind_survives_encoding_and_decoding_unchanged(dtype: str) -> None:
     kind = getattr(torch(), dtype)
     for shape in ((), (0,), (3,), (2, 0), (2, 3)):
         given = torch().ones(shape).to(kind)
@@ -121,7 +121,7 @@ def test_malformed_tensor_bytes_are_refused(fields: tuple[Any, ...]) -> None:
         loads(packed("torch", *fields))
 
 
-def test_tensor_without_torch_raises_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_a_tensor_without_torch_raises_an_error_that_names_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SerializationError, match="received an object that contains a torch tensor; import torch"):
         loads(packed("torch", "float32", [1], b"1234"))

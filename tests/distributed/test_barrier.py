@@ -23,7 +23,7 @@ def default_group(pg: ProcessGroup) -> Any:
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("count", [1, LARGE])
-async def test_barrier_completes_earlier_collectives(pg: ProcessGroup, count: int) -> None:
+async def test_barrier_completes_after_earlier_collectives(pg: ProcessGroup, count: int) -> None:
     rank, size = pg.rank(), pg.size()
     reduced, copied = np.full(count, rank + 1.0), np.full(count, float(rank))
     gathered = np.empty(count * size)
@@ -38,7 +38,7 @@ async def test_barrier_completes_earlier_collectives(pg: ProcessGroup, count: in
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_completes_collectives_of_a_started_block(pg: ProcessGroup) -> None:
+async def test_barrier_completes_after_the_collectives_of_a_started_block(pg: ProcessGroup) -> None:
     tensors = [np.full(LARGE, pg.rank() + 1.0) for _ in range(3)]
 
     async def block() -> None:
@@ -54,7 +54,7 @@ async def test_barrier_completes_collectives_of_a_started_block(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_in_a_block_waits_for_the_calls_before_it(pg: ProcessGroup) -> None:
+async def test_barrier_in_a_block_waits_for_the_calls_before_the_barrier(pg: ProcessGroup) -> None:
     tensor = np.full(LARGE, pg.rank() + 1.0)
     async with pg.coalescing():
         pg.allreduce(tensor)
@@ -64,7 +64,7 @@ async def test_barrier_in_a_block_waits_for_the_calls_before_it(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_does_not_wait_for_messages_keyed_and_later_calls(pg: ProcessGroup) -> None:
+async def test_barrier_does_not_wait_for_messages_keyed_calls_and_later_calls(pg: ProcessGroup) -> None:
     x, y = np.ones(LARGE), np.ones(LARGE)
     other = 1 - pg.rank()
     received = pg.recv(x, other)
@@ -106,7 +106,7 @@ async def test_barrier_raises_the_failure_of_an_earlier_collective(pg: ProcessGr
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_of_an_idle_group_is_the_process_group_barrier(pg: ProcessGroup) -> None:
+async def test_barrier_of_an_idle_group_makes_a_process_group_barrier(pg: ProcessGroup) -> None:
     barrier = dist.barrier()
     assert (barrier.op, barrier.seq) == ("BARRIER", 1)
     await barrier
@@ -114,7 +114,7 @@ async def test_barrier_of_an_idle_group_is_the_process_group_barrier(pg: Process
 
 @pytest.mark.ranks(2)
 async def test_process_group_barrier_does_not_wait_for_collectives(pg: ProcessGroup) -> None:
-    """`ProcessGroup.barrier` waits for the ranks only."""
+    """Check that `ProcessGroup.barrier` waits for the ranks but not for earlier collectives."""
     slow = pg.allreduce(np.ones(8 * LARGE))
     await pg.barrier()
     done = slow.done()
@@ -123,7 +123,7 @@ async def test_process_group_barrier_does_not_wait_for_collectives(pg: ProcessGr
 
 
 @pytest.mark.ranks(1)
-async def test_async_op_as_device_ids_is_refused(pg: ProcessGroup) -> None:
+async def test_barrier_refuses_the_async_op_argument_of_torch(pg: ProcessGroup) -> None:
     with pytest.raises(TypeError, match="device_ids must be a list of devices or None, not bool; async_op does not"):
         dist.barrier(None, True)  # type: ignore[arg-type]
 

@@ -29,7 +29,7 @@ async def test_new_group_supports_every_kind_of_call(pg: ProcessGroup) -> None:
         assert (even.timeout, even.group_desc) == (20.0, "even ranks")
         assert dist.get_process_group_ranks(even) == list(range(0, p, 2))
         assert await dist.all_reduce(r, group=even) == sum(range(0, p, 2))
-    # The order of `ranks` does not change the order in the group.
+    # The order of `ranks` does not change the rank order in the new group.
     backwards = await dist.new_group(list(range(p))[::-1])
     assert dist.get_rank(backwards) == r
     current, groups = await dist.new_subgroups_by_enumeration([[rank] for rank in range(p)])
@@ -51,7 +51,7 @@ async def test_subgroups_work_over_every_transport(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(5)
 async def test_global_ranks_are_roots_and_peers_of_a_group(pg: ProcessGroup) -> None:
-    """In the group of the global ranks 1, 2 and 4, global rank 4 is group rank 2."""
+    """Use the group of the global ranks 1, 2 and 4, where global rank 4 has group rank 2."""
     r = pg.rank()
     group = await dist.new_group([1, 2, 4])
     if r in (0, 3):
@@ -114,14 +114,14 @@ async def test_ranks_are_global_in_the_default_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_only_members_get_a_group(pg: ProcessGroup) -> None:
+async def test_new_group_can_be_called_by_its_members_only(pg: ProcessGroup) -> None:
     r = pg.rank()
     for _ in range(2):
         if r > 0:
             group = await dist.new_group([2, 1], timeout=20, use_local_synchronization=True, group_desc="upper")
             assert (group.size(), group.timeout, group.group_desc) == (2, 20.0, "upper")
             assert await dist.all_reduce(r, group=group) == 3
-    # Other ranks may omit the call. If rank 0 makes it, it gets NON_GROUP_MEMBER, and the sequence numbers still agree.
+    # Non-members can omit the call. If rank 0 calls, it gets NON_GROUP_MEMBER, and sequence numbers still agree.
     if r == 0:
         assert await dist.new_group([1, 2], use_local_synchronization=True) == OUTSIDE
     assert await dist.all_reduce(1, group=await dist.new_group()) == 3
@@ -132,7 +132,7 @@ async def test_only_members_get_a_group(pg: ProcessGroup) -> None:
             dist.barrier(group)
 
 
-async def test_world_size_is_taken_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_world_size_defaults_to_the_value_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     async def body(pg: ProcessGroup) -> None:
@@ -154,7 +154,7 @@ async def test_new_subgroups_divide_a_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_other_group_than_the_default_can_shrink(pg: ProcessGroup) -> None:
+async def test_group_that_is_not_the_default_group_can_shrink(pg: ProcessGroup) -> None:
     group = await dist.new_group([0, 1, 2])
     if pg.rank() == 1:
         await group.wait_revoked()
@@ -175,12 +175,12 @@ async def test_shrunk_default_group_is_replaced_for_all_tasks(pg: ProcessGroup) 
             await world.wait_revoked()
             return
         await dist.shrink_group([excluded])
-    with aiocoll.process_group(pg):  # a task that was started earlier has this context
+    with aiocoll.process_group(pg):  # tasks that were started earlier have such a context
         assert dist.get_world_size() == 2
         assert await dist.all_reduce(pg.rank()) == 0 + 2
 
 
-async def test_two_worlds_have_separate_subgroups() -> None:
+async def test_two_default_groups_have_separate_subgroups() -> None:
     async def body(pg: ProcessGroup, stores: list[HashStore]) -> None:
         r = pg.rank()
         async with aiocoll.new_group(store=stores[0], rank=3 - r, world_size=4) as other:
@@ -198,7 +198,7 @@ async def test_two_worlds_have_separate_subgroups() -> None:
     await store.aclose()
 
 
-async def test_backends_of_a_group_are_compared_by_device() -> None:
+async def test_new_group_compares_the_requested_backends_by_device() -> None:
     async with HashStore() as store:
         await dist.init_process_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1)
         config = dist.get_backend_config()

@@ -62,7 +62,7 @@ async def all_reduce_coalesced(r: int, p: int) -> None:
 
 @case
 async def coalesced(r: int, p: int) -> None:
-    """Make calls with their own kind of result, which join a block like other calls."""
+    """Make calls that return a converted result, inside a coalescing block."""
     async with dist.coalescing_manager():
         works = [dist.all_reduce(r), dist.all_gather_object(objects := [None] * p, r)]
         assert await dist.broadcast_object_list(first := [r]) == [0]
@@ -278,26 +278,26 @@ async def batches(r: int, p: int) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("name", CASES)
-async def test_functions_give_the_closed_form(pg: ProcessGroup, name: str) -> None:
+async def test_distributed_functions_return_the_closed_form_results(pg: ProcessGroup, name: str) -> None:
     await CASES[name](pg.rank(), pg.size())
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS[1:])
-async def test_functions_give_the_closed_form_over_every_transport(pg: ProcessGroup) -> None:
+async def test_distributed_functions_return_the_closed_form_results_over_every_transport(pg: ProcessGroup) -> None:
     for each in CASES.values():
         await each(pg.rank(), pg.size())
         await dist.barrier()  # keeps the messages of different cases separate
 
 
-def test_functions_that_move_data_are_no_coroutines() -> None:
-    """They start at the call, so they cannot be coroutines. Only functions that make or end a world are."""
+def test_functions_that_move_data_are_not_coroutine_functions() -> None:
+    """Check that only functions which create or end a default group are coroutine functions."""
     coroutines = {name for name in dist.__all__ if inspect.iscoroutinefunction(getattr(dist, name))}
     assert coroutines == {"init_process_group", "destroy_process_group", "shrink_group"}
 
 
 @pytest.mark.ranks(2)
-async def test_call_starts_before_it_is_awaited(pg: ProcessGroup) -> None:
+async def test_distributed_function_starts_its_call_before_the_await(pg: ProcessGroup) -> None:
     works = [dist.all_reduce(filled(1)), dist.broadcast_object_list([pg.rank()], 1), dist.barrier()]
     assert all(isinstance(work, Work) for work in works)
     await pg.drain()
@@ -353,7 +353,7 @@ def refusals(pg: ProcessGroup) -> dict[str, tuple[type[Exception], str, Callable
 
 
 @pytest.mark.ranks(2)
-async def test_functions_refuse_wrong_arguments(pg: ProcessGroup) -> None:
+async def test_distributed_functions_refuse_wrong_arguments(pg: ProcessGroup) -> None:
     for error, words, call in refusals(pg).values():
         with pytest.raises(error, match=words):
             call()
@@ -383,7 +383,7 @@ async def test_tensor_lists_are_checked_before_the_gather(pg: ProcessGroup) -> N
 
 
 async def dry_run(r: int, p: int) -> None:
-    """Make every call. A dry run leaves arrays and lists unchanged."""
+    """Make every call in a dry run, which leaves arrays and lists unchanged."""
     await dist.all_reduce(tensor := filled(r))
     assert_equal_arrays(tensor, filled(r))
     other = (r + 1) % p
@@ -403,7 +403,7 @@ async def dry_run(r: int, p: int) -> None:
     await dist.monitored_barrier()
 
 
-async def test_functions_work_in_dry_runs() -> None:
+async def test_distributed_functions_work_in_dry_runs() -> None:
     await dist.init_process_group("fake", rank=3, world_size=8)
     await dry_run(3, 8)
     current, _ = await dist.new_subgroups(4)
@@ -421,7 +421,7 @@ async def test_functions_work_in_dry_runs() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_lists_of_different_lengths_are_a_mismatch(pg: ProcessGroup) -> None:
+async def test_lists_of_different_lengths_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         await dist.broadcast_object_list([1, 2])
         await dist.send_object_list([1], 1)
@@ -435,7 +435,7 @@ async def test_lists_of_different_lengths_are_a_mismatch(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_abandoned_receive_is_withdrawn(pg: ProcessGroup) -> None:
+async def test_receive_whose_await_is_cancelled_is_withdrawn(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         work = dist.recv(filled(0), 1)
         waiting = asyncio.ensure_future(work.join())
@@ -454,7 +454,7 @@ async def test_abandoned_receive_is_withdrawn(pg: ProcessGroup) -> None:
         await dist.send(filled(7), 0)
 
 
-async def test_failure_reaches_works_with_their_own_result() -> None:
+async def test_group_failure_fails_works_that_convert_their_result() -> None:
     started = asyncio.Event()
 
     async def body(pg: ProcessGroup) -> None:
@@ -476,7 +476,7 @@ async def test_failure_reaches_works_with_their_own_result() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_rank_outside_the_group_does_nothing(pg: ProcessGroup) -> None:
+async def test_distributed_functions_do_nothing_on_a_rank_outside_the_group(pg: ProcessGroup) -> None:
     t = filled(0)
     calls: dict[str, Callable[[], Work[Any]]] = {
         "all_reduce": lambda: dist.all_reduce(t, group=OUTSIDE),

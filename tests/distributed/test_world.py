@@ -1,4 +1,4 @@
-"""`aiocoll.distributed`: the default group of a context or a loop, and queries about groups."""
+"""The default group of a context or an event loop in `aiocoll.distributed`, and queries about groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def run_as_ranks(world_size: int, fn: Callable[..., Awaitable[Any]], *args
         await store.aclose()
 
 
-async def test_default_group_requires_init() -> None:
+async def test_default_group_requires_init_process_group() -> None:
     assert dist.is_available()
     assert not dist.is_initialized()
     assert dist.group.WORLD is None
@@ -80,7 +80,7 @@ async def test_init_makes_and_destroy_ends_the_default_group() -> None:
     assert not dist.is_initialized()
 
 
-async def test_first_group_of_a_loop_serves_tasks_without_one() -> None:
+async def test_first_group_of_a_loop_is_the_default_of_tasks_without_a_group() -> None:
     store = HashStore()
 
     async def query_default_group() -> tuple[bool, int]:
@@ -103,7 +103,7 @@ async def test_first_group_of_a_loop_serves_tasks_without_one() -> None:
     # A task passes its default group to the tasks that it starts.
     with aiocoll.process_group(second):
         assert await asyncio.create_task(query_default_group()) == (True, 1)
-        # A closed group is not replaced by the first group of the loop, which may belong to another rank.
+        # After its close, a default group is not replaced by the loop's first group, which may belong to another rank.
         if owner is first:
             await second.shutdown()
             assert await query_default_group() == (False, -1)
@@ -112,7 +112,7 @@ async def test_first_group_of_a_loop_serves_tasks_without_one() -> None:
     await store.aclose()
 
 
-def test_ended_loop_keeps_no_group() -> None:
+def test_default_group_of_an_ended_loop_is_released() -> None:
     async def main() -> None:
         store = HashStore()
         await dist.init_process_group(store=store, rank=0, world_size=1)
@@ -129,7 +129,7 @@ def test_ended_loop_keeps_no_group() -> None:
 
 
 def call_in_thread(call: Callable[[], Any]) -> Any:
-    """Call a function in a thread without a context and an event loop."""
+    """Call a function in a new thread that has no context and no event loop."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result(10)
 
@@ -138,7 +138,7 @@ def query_numbers() -> tuple[bool, int, int]:
     return dist.is_initialized(), dist.get_rank(), dist.get_world_size()
 
 
-async def test_threads_see_the_default_group_of_the_only_rank() -> None:
+async def test_threads_use_the_default_group_of_the_only_rank_in_the_process() -> None:
     async with HashStore() as store:
         assert not call_in_thread(dist.is_initialized)
         await dist.init_process_group(store=store, rank=0, world_size=1)
@@ -151,7 +151,7 @@ async def test_threads_see_the_default_group_of_the_only_rank() -> None:
             call_in_thread(dist.get_rank)
 
 
-async def test_threads_see_the_group_that_replaced_the_default_group() -> None:
+async def test_threads_use_the_group_that_replaced_the_default_group() -> None:
     async def rank(store: HashStore, number: int) -> None:
         await dist.init_process_group(store=store, rank=number, world_size=2)
         pg = dist.group.WORLD
@@ -164,7 +164,7 @@ async def test_threads_see_the_group_that_replaced_the_default_group() -> None:
     await run_as_ranks(2, rank)
 
 
-async def test_threads_of_a_process_with_several_ranks_get_a_named_error() -> None:
+async def test_threads_of_a_process_with_several_default_groups_get_an_error() -> None:
     async def rank(store: HashStore, number: int) -> tuple[int, int]:
         await dist.init_process_group(store=store, rank=number, world_size=2)
         await dist.barrier()
@@ -181,7 +181,7 @@ async def test_threads_of_a_process_with_several_ranks_get_a_named_error() -> No
     assert await run_as_ranks(2, rank) == [(0, 0), (1, 1)]
 
 
-async def test_threads_with_a_loop_are_separate_ranks() -> None:
+async def test_threads_with_their_own_event_loops_are_separate_ranks() -> None:
     async with HashStore() as store:
         await dist.init_process_group(store=store, rank=0, world_size=1)
 
@@ -206,7 +206,7 @@ async def test_init_refuses_the_same_arguments_as_new_group() -> None:
     assert not dist.is_initialized()
 
 
-async def test_two_tasks_can_be_ranks_of_two_worlds() -> None:
+async def test_two_tasks_can_be_ranks_of_two_default_groups() -> None:
     async def work(store: HashStore, rank: int, size: int, unit: int) -> list[int]:
         await dist.init_process_group(store=store, rank=rank, world_size=size)
         got = []
@@ -253,7 +253,7 @@ async def init_from_the_environment(pg: ProcessGroup) -> tuple[int, int, int]:
 
 
 @pytest.mark.ranks(3)
-async def test_ranks_share_keys_in_the_store_of_their_group(pg: ProcessGroup) -> None:
+async def test_ranks_share_keys_in_the_store_of_the_default_group(pg: ProcessGroup) -> None:
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.store
     await store.set(f"card/{pg.rank()}", f"here {pg.rank()}")
@@ -268,7 +268,7 @@ async def test_ranks_share_keys_in_the_store_of_their_group(pg: ProcessGroup) ->
     assert await store.num_keys() == 3
 
 
-async def test_later_meeting_on_the_same_store_sees_no_keys_of_earlier_ones() -> None:
+async def test_group_sees_no_keys_of_an_earlier_group_on_the_same_store() -> None:
     async with HashStore() as store:
         for _ in range(2):
             async with aiocoll.new_group(store=store, rank=0, world_size=1, name="job") as pg:
@@ -276,7 +276,7 @@ async def test_later_meeting_on_the_same_store_sees_no_keys_of_earlier_ones() ->
                 await pg.store.set("key", "value")
 
 
-async def test_dry_run_has_its_own_store() -> None:
+async def test_dry_run_group_has_a_separate_store() -> None:
     await dist.init_process_group("fake", rank=3, world_size=8)
     assert dist.group.WORLD is not None
     await dist.group.WORLD.store.set("key", "value")
@@ -285,7 +285,7 @@ async def test_dry_run_has_its_own_store() -> None:
 
 
 @pytest.mark.slow
-async def test_default_group_works_in_processes() -> None:
+async def test_default_group_works_with_ranks_in_separate_processes() -> None:
     assert await run_processes(2, init_from_the_environment) == [(0, 2, 0), (1, 2, 1)]
 
 
@@ -306,7 +306,7 @@ async def test_program_may_set_the_master_address_itself() -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_ranks_of_the_default_group_are_global(pg: ProcessGroup) -> None:
+async def test_rank_numbers_of_the_default_group_are_global(pg: ProcessGroup) -> None:
     assert dist.get_group_rank(pg, 2) == dist.get_global_rank(pg, 2) == 2
     assert dist.get_process_group_ranks() == dist.get_process_group_ranks(pg) == [0, 1, 2]
     for call, words in (
@@ -321,7 +321,7 @@ async def test_ranks_of_the_default_group_are_global(pg: ProcessGroup) -> None:
         dist.get_group_rank(pg, 0.5)  # type: ignore[arg-type]
 
 
-def test_local_rank_is_taken_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_is_read_from_the_launcher_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert dist.get_node_local_rank() == dist.get_node_local_rank(fallback_rank=5) == 3
     monkeypatch.setenv("LOCAL_RANK", "three")
@@ -340,7 +340,7 @@ def test_init_works_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dist.is_torchelastic_launched()
 
 
-async def test_backend_names_match_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_backend_queries_match_the_backends_of_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup) -> None:
         assert dist.get_backend() == dist.get_backend(pg) == dist.Backend.AIO
         assert dist.get_backend_config() == "cpu:aio,cuda:aio"
@@ -366,7 +366,9 @@ async def test_backend_names_match_the_groups(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["gloo", "mpi", "ucc", "xccl"])
-def test_registered_backends_of_other_libraries_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_registered_by_another_library_is_reported_as_available(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_registered = getattr(dist, f"is_{name}_available")
     assert is_registered() is False
     monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, name])
@@ -374,7 +376,7 @@ def test_registered_backends_of_other_libraries_are_known(name: str, monkeypatch
     assert is_registered() is True
 
 
-async def test_debug_level_matches_torch() -> None:
+async def test_debug_level_is_read_like_in_torch() -> None:
     async def body(pg: ProcessGroup) -> dist.DebugLevel:
         return dist.get_debug_level()
 
@@ -382,7 +384,7 @@ async def test_debug_level_matches_torch() -> None:
     assert dist.get_debug_level() is dist.DebugLevel.OFF
 
 
-def test_complex_numbers_support_the_documented_ops() -> None:
+def test_ops_that_support_complex_numbers_match_the_documentation() -> None:
     refused = {"MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR"}
     for name in ("SUM", "AVG", "PRODUCT", *refused):
         assert dist.supports_complex(getattr(dist.ReduceOp, name)) is (name not in refused)

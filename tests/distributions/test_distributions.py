@@ -90,7 +90,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def unregister_all() -> None:
-    """Unregister everything that the distributions provide."""
+    """Unregister all plugins that the distributions provide."""
     for registry in (stores, transports, commands, adapters, devices):
         for name in NAMES:
             registry.unregister(name)
@@ -143,17 +143,17 @@ async def test_ranks_meet_at_the_url_of_a_plugin(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("site")
-async def test_url_that_a_plugin_refuses_is_an_error() -> None:
+async def test_url_that_a_store_plugin_refuses_raises_an_error() -> None:
     with pytest.raises(ValueError, match="init_method='shelf://here': the path must be absolute"):
         new_group(init_method="shelf://here", world_size=2)
 
 
 @pytest.mark.usefixtures("site")
-def test_options_take_the_name_of_a_plugin() -> None:
+def test_transport_option_accepts_the_name_of_a_plugin() -> None:
     assert GroupOptions.resolve(None, {"AIOCOLL_TRANSPORT": "rail"}).transport == "rail"
 
 
-def test_options_refuse_the_name_of_a_plugin_that_is_not_installed() -> None:
+def test_transport_option_refuses_the_name_of_a_plugin_that_is_not_installed() -> None:
     with pytest.raises(ValueError, match="transport='rail': must be one of 'auto', 'tcp', 'unix', 'shm', or a trans"):
         GroupOptions(transport="rail")
     transports.packages["rail"] = "aiocoll-rail"
@@ -199,7 +199,9 @@ async def carrying_transports(pg: ProcessGroup) -> set[str]:
 
 @pytest.mark.parametrize(("hosts", "carrier"), [("ab", "rail"), ("aa", "shm")])
 @pytest.mark.usefixtures("site")
-async def test_auto_uses_a_registered_transport_between_hosts_only(hosts: str, carrier: str, tmp_path: Path) -> None:
+async def test_auto_transport_uses_a_registered_transport_only_between_hosts(
+    hosts: str, carrier: str, tmp_path: Path
+) -> None:
     async def rank(number: int) -> set[str]:
         options = GroupOptions(host_id=hosts[number], job_key=b"k" * 32, bind="127.0.0.1")
         where = f"shelf://{tmp_path}/jobs"
@@ -213,13 +215,13 @@ async def test_auto_uses_a_registered_transport_between_hosts_only(hosts: str, c
 
 
 @pytest.mark.usefixtures("site")
-async def test_dry_run_estimates_by_the_medium_of_a_plugin() -> None:
+async def test_dry_run_works_with_the_transport_of_a_plugin() -> None:
     async with new_group("fake", rank=0, world_size=4, options=GroupOptions(transport="rail")) as pg:
         await pg.allreduce(np.ones(1000))
 
 
 @pytest.mark.usefixtures("site")
-async def test_group_over_a_plugin_splits(tmp_path: Path) -> None:
+async def test_group_over_a_plugin_transport_can_be_split(tmp_path: Path) -> None:
     async def main(pg: ProcessGroup) -> int:
         smaller = await pg.split(pg.rank() % 2)
         return int(await smaller.allreduce(1))
@@ -228,7 +230,7 @@ async def test_group_over_a_plugin_splits(tmp_path: Path) -> None:
 
 
 async def sum_until_killed(pg: ProcessGroup) -> list[int]:
-    """Start two sums, of which rank 1 makes only the first; return the ranks that the error names."""
+    """Start two allreduces, of which rank 1 makes only the first; return the ranks that the error names."""
     first, *second = [pg.allreduce(np.ones(100_000), timeout=20) for _ in range(1 if pg.rank() == 1 else 2)]
     with contextlib.suppress(PeerLostError):  # rank 1 may end before the others receive its part
         assert (await first == pg.size()).all()
@@ -263,7 +265,7 @@ def test_command_of_a_plugin_is_listed_and_run(tmp_path: Path, capsys: pytest.Ca
     assert sorted(capsys.readouterr().out.split()) == ["a", "b"]
 
 
-def test_command_that_cannot_be_loaded_is_named_in_the_help(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_a_plugin_command_that_cannot_be_loaded(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (site / "aiocoll_shelf.py").unlink()
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -273,7 +275,7 @@ def test_command_that_cannot_be_loaded_is_named_in_the_help(site: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_contracts_hold_in_a_process_that_knows_the_entry_points_only(site: Path, tmp_path: Path) -> None:
+def test_plugin_contract_tests_pass_in_a_process_that_finds_plugins_by_entry_points(site: Path, tmp_path: Path) -> None:
     (tmp_path / "check").mkdir()
     (tmp_path / "check" / "test_check.py").write_text(CHECK)
     command = [

@@ -1,4 +1,4 @@
-"""The page about plugins: it shows the tested packages, and its commands run."""
+"""The page about plugins, which shows the tested packages and runnable commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .installed import HERE, install
 from .test_distributions import CHECK
 
 
-def test_page_shows_the_packages_that_are_tested() -> None:
+def test_plugin_page_shows_the_tested_packages() -> None:
     assert (
         files("docs/plugins.md")["aiocoll_shelf.py"]
         == "# aiocoll_shelf.py\n" + (HERE / "shelf/aiocoll_shelf.py").read_text()
@@ -26,7 +26,7 @@ def test_page_shows_the_packages_that_are_tested() -> None:
     assert code("docs/plugins.md", "A device", 3).partition("\n\n\n")[2] in CHECK
 
 
-def test_commands_of_the_page_print_the_shown_output(tmp_path: Path) -> None:
+def test_commands_of_the_plugin_page_print_the_shown_output(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
     install("shelf", site)
@@ -39,6 +39,6 @@ def test_commands_of_the_page_print_the_shown_output(tmp_path: Path) -> None:
     assert "failed" not in outputs[1]
 
 
-def test_versions_of_the_page_are_those_of_the_registries() -> None:
+def test_plugin_page_shows_the_interface_versions_of_the_registries() -> None:
     for kind, registry in (("STORE", plugins.stores), ("TRANSPORT", plugins.transports), ("COMMAND", plugins.commands)):
         assert getattr(plugins, f"{kind}_VERSION") == registry.version

@@ -1,4 +1,4 @@
-"""Files of flight recorders."""
+"""Dump files of flight recorders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: Writes a file as process 1, the id in every container. With a second argument, it is killed before the rename.
+#: A program that writes a dump as pid 1, as in every container; with a second argument, it dies before the rename.
 WRITE = """
 import os, sys
 from aiocoll.dump.files import write_json

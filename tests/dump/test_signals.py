@@ -56,7 +56,7 @@ async def test_signal_without_a_directory_logs_a_summary(default: None, capfd: p
         assert re.search(pattern, output), output
 
 
-async def test_summary_of_one_process_names_the_awaited_ranks(default: None, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_signal_summary_names_the_awaited_ranks(default: None, capfd: pytest.CaptureFixture[str]) -> None:
     called, reported = [asyncio.Event(), asyncio.Event()], asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -79,7 +79,7 @@ async def test_summary_of_one_process_names_the_awaited_ranks(default: None, cap
 
 
 @pytest.mark.parametrize("handler", ["ignored", "of the loop", "in C"])
-async def test_signal_handler_of_the_program_stays(
+async def test_signal_handler_of_the_program_is_not_replaced(
     handler: str, default: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     received: list[int] = []
@@ -105,7 +105,7 @@ async def test_signal_handler_of_the_program_stays(
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-async def test_summary_of_many_operations_is_short(default: None, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_signal_summary_of_many_operations_is_truncated(default: None, capfd: pytest.CaptureFixture[str]) -> None:
     async with await single_rank_group() as pg:
         for _ in range(50):
             await pg.barrier()
@@ -118,8 +118,8 @@ async def test_summary_of_many_operations_is_short(default: None, capfd: pytest.
     assert "  and 10 more pending operations\n" in output
 
 
-def test_collected_listener_is_not_called(default: None) -> None:
-    """Check that a handler that the program installs later runs after the handler of aiocoll."""
+def test_garbage_collected_signal_listener_is_not_called(default: None) -> None:
+    """Check a later signal handler of the program, which calls aiocoll's handler without the deleted listener."""
     received: list[object] = []
 
     class Listener:
@@ -127,7 +127,7 @@ def test_collected_listener_is_not_called(default: None) -> None:
             received.append(self)
             return ""
 
-    signals.listen(Listener(), asked=True)  # collected at once
+    signals.listen(Listener(), asked=True)  # the listener is garbage collected at once
     signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
     listener = Listener()
     signals.listen(listener, asked=True)
@@ -172,7 +172,7 @@ def test_signals_during_a_dump_lead_to_one_more_dump(default: None, during: list
         signals.unlisten(listener)
 
 
-def test_signals_during_the_handler_of_a_program_do_not_nest(default: None) -> None:
+def test_signals_during_the_programs_handler_do_not_call_the_handler_recursively(default: None) -> None:
     depths, depth = [], 0
 
     def handle_signal(number: int, frame: object) -> None:
@@ -194,7 +194,7 @@ def test_signals_during_the_handler_of_a_program_do_not_nest(default: None) -> N
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-def test_failed_dump_does_not_stop_later_ones(default: None) -> None:
+def test_failed_dump_does_not_prevent_later_dumps(default: None) -> None:
     class FailingListener:
         def signalled(self) -> str:
             raise OSError("disk full")
@@ -213,7 +213,7 @@ def test_failed_dump_does_not_stop_later_ones(default: None) -> None:
         signals.unlisten(listener)
 
 
-def test_summary_of_a_rank_without_a_group_does_not_nest(default: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_signals_of_a_rank_without_a_group_do_not_nest(default: None, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
 
     def write(fd: int, data: bytes) -> int:

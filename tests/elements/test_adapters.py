@@ -56,7 +56,7 @@ class GridAdapter(ArrayAdapter):
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo all registrations of a test."""
+    """Undo all adapter registrations of a test."""
     for name in ("_targets", "_has_read"):
         monkeypatch.setattr(adapters, name, getattr(adapters, name).copy())
     monkeypatch.setattr(adapters, "attributes", adapters.attributes)
@@ -78,7 +78,7 @@ def test_array_without_an_adapter_is_refused_until_one_is_registered() -> None:
         view("grid")
 
 
-def test_later_registration_replaces_the_adapter_of_known_types() -> None:
+def test_later_registration_replaces_the_adapter_of_cached_types() -> None:
     grid = Grid(np.ones(3))
     for _ in range(2):
         new = GridAdapter()
@@ -86,7 +86,7 @@ def test_later_registration_replaces_the_adapter_of_known_types() -> None:
         assert adapter_of(grid) is new
 
 
-def test_unregistered_adapter_is_not_used_for_known_types() -> None:
+def test_unregistered_adapter_is_not_used_for_cached_types() -> None:
     grid, tile = Grid(np.ones(3)), SimpleNamespace(__grid_memory__=True, host=np.ones(3), shape=(3,))
     for name, array in (("gridlib", grid), ("__grid_memory__", tile)):
         adapters.register(name, GridAdapter(), version=ADAPTER_VERSION)
@@ -106,14 +106,14 @@ def test_subclass_in_another_module_has_the_adapter_of_its_base() -> None:
 
 
 @pytest.mark.usefixtures("gridlib")
-def test_objects_of_the_library_that_are_no_arrays_are_refused() -> None:
+def test_objects_of_an_array_library_that_are_not_arrays_are_refused() -> None:
     other = type("Settings", (), {"__module__": "gridlib.core"})()
     with pytest.raises(TypeError, match="not Settings"):
         view(other)
 
 
 @pytest.mark.usefixtures("gridlib")
-def test_found_adapter_is_remembered_for_a_limited_number_of_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_lookup_caches_a_limited_number_of_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CACHED_TYPES", 3)
     for number in range(5):
         assert view(type(f"Grid{number}", (Grid,), {})(np.ones(3))).count == 3
@@ -155,7 +155,7 @@ def test_adapter_is_found_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.
         sys.modules.pop("gridlib_aiocoll", None)
 
 
-def test_arrays_on_the_host_search_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_of_host_arrays_reads_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "_read_entry_point", lambda name: pytest.fail(f"{name} was searched"))
     for array in (np.ones(3), bytearray(8), memoryview(bytearray(8))):
         assert view(array).nbytes in (8, 24)
@@ -165,7 +165,7 @@ def test_arrays_on_the_host_search_no_entry_points(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("gridlib")
-def test_methods_left_out_by_an_adapter_refuse_or_return_no_result() -> None:
+def test_default_methods_of_an_adapter_refuse_or_return_none() -> None:
     grid = Grid(np.ones(3))
     bare = ArrayAdapter()
     assert bare.owns(Grid)
@@ -188,7 +188,7 @@ def test_methods_left_out_by_an_adapter_refuse_or_return_no_result() -> None:
 
 
 @pytest.mark.usefixtures("gridlib")
-def test_arrays_of_an_adapter_round_trip_in_objects() -> None:
+def test_arrays_of_an_adapter_can_be_sent_inside_objects() -> None:
     back = loads(dumps({"grid": Grid(np.arange(6.0).reshape(2, 3)), "empty": Grid(np.ones(0))}))
     assert back["grid"].host.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert back["empty"].host.shape == (0,)
@@ -215,7 +215,7 @@ def test_collectives_accept_arrays_of_an_adapter() -> None:
 
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_allreduce_of_a_torch_tensor_enters_elements_once() -> None:
+def test_allreduce_of_a_torch_tensor_calls_the_elements_package_once() -> None:
     import torch
 
     entered: list[str] = []

@@ -59,7 +59,7 @@ def address(x: np.ndarray) -> int:
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (4, 0, 2), (1, 1, 1)])
 @pytest.mark.parametrize("dtype", ["bool", "int16", "uint64", "float16", "float32", "complex128"])
-def test_arrays_are_shared(shape: tuple[int, ...], dtype: str) -> None:
+def test_buffers_of_numpy_arrays_share_their_memory(shape: tuple[int, ...], dtype: str) -> None:
     x = np.ones(shape, dtype)
     buffer = view(x)
     assert buffer.array.shape == (x.size,)
@@ -73,7 +73,7 @@ def test_arrays_are_shared(shape: tuple[int, ...], dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
-def test_ml_dtypes_arrays_are_shared(name: str) -> None:
+def test_buffers_of_ml_dtypes_arrays_share_their_memory(name: str) -> None:
     x = np.ones((2, 2), getattr(pytest.importorskip("ml_dtypes"), name))
     buffer = view(x)
     assert buffer.dtype.name == name
@@ -95,7 +95,7 @@ def test_ml_dtypes_arrays_are_shared(name: str) -> None:
     ids=["columns", "transposed", "fortran", "reversed", "row"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bool"])
-def test_other_layouts_are_staged_in_c_order(layout: Any, dtype: str) -> None:
+def test_arrays_with_other_layouts_are_staged_in_c_order(layout: Any, dtype: str) -> None:
     x = layout(np.arange(24).reshape(4, 6).astype(dtype))
     want = x.flatten()
     buffer = view(x)
@@ -108,7 +108,7 @@ def test_other_layouts_are_staged_in_c_order(layout: Any, dtype: str) -> None:
     assert np.array_equal(x.flatten(), want == 0)
 
 
-def test_staged_ml_dtypes_are_written_back() -> None:
+def test_staged_ml_dtypes_arrays_are_written_back() -> None:
     x = np.ones((3, 4), pytest.importorskip("ml_dtypes").bfloat16)[:, ::2]
     buffer = view(x)
     buffer.array[:] = 0x4000
@@ -116,7 +116,7 @@ def test_staged_ml_dtypes_are_written_back() -> None:
     assert (x == 2).all()
 
 
-def test_input_that_is_staged_is_not_written_back() -> None:
+def test_staged_input_array_is_not_written_back() -> None:
     x = np.arange(6)[::2]
     buffer = view(x, writable=False)
     assert buffer.array.tolist() == [0, 2, 4]
@@ -134,7 +134,7 @@ def test_misaligned_arrays_are_staged() -> None:
     assert x.tolist() == [1, 2]
 
 
-def test_subclass_arrays_are_shared_or_refused() -> None:
+def test_buffers_of_numpy_subclasses_share_memory_or_are_refused() -> None:
     matrix = np.ones((2, 2)).view(type("Mine", (np.ndarray,), {}))
     buffer = view(matrix)
     assert type(buffer.array) is np.ndarray
@@ -160,7 +160,9 @@ def test_subclass_arrays_are_shared_or_refused() -> None:
     ],
     ids=["bytearray", "bytes view", "array view", "array", "empty array", "ctypes", "interface", "dlpack", "pinned"],
 )
-def test_foreign_memory_is_shared(obj: Any, dtype: str, shape: tuple[int, ...]) -> None:
+def test_buffers_of_arrays_from_other_libraries_share_their_memory(
+    obj: Any, dtype: str, shape: tuple[int, ...]
+) -> None:
     if isinstance(obj, Capsule) and np.lib.NumpyVersion(np.__version__) < "2.1.0":
         pytest.skip("NumPy before 2.1 shows every DLPack array as read-only")
     buffer = view(obj)
@@ -192,7 +194,7 @@ def read_only_array() -> np.ndarray:
     [read_only_array(), b"abc", memoryview(b"abc"), Interface(read_only_array()), np.broadcast_to(1.0, (2, 2))],
     ids=["array", "bytes", "memoryview", "interface", "broadcast"],
 )
-def test_read_only_memory_is_input_only(obj: Any) -> None:
+def test_read_only_memory_is_accepted_only_as_input(obj: Any) -> None:
     with pytest.raises(
         ValueError, match=r"outputs\[2\] is read-only, but the result is written to it; pass a writable"
     ):
@@ -200,7 +202,7 @@ def test_read_only_memory_is_input_only(obj: Any) -> None:
     assert view(obj, writable=False).count > 0
 
 
-def test_immutable_array_gives_a_new_result() -> None:
+def test_result_for_an_immutable_array_is_a_new_array() -> None:
     x = Immutable(np.array([1.0, 2.0, 3.0]))
     buffer = view(x)
     buffer.array *= 2
@@ -212,7 +214,7 @@ def test_immutable_array_gives_a_new_result() -> None:
 
 
 @pytest.mark.parametrize("obj", [None, [1, 2], (1, 2), "text", {1: 2}, {1}, 3, 2.5, np.float32(1), object()])
-def test_object_that_is_no_array_is_refused(obj: Any) -> None:
+def test_object_that_is_not_an_array_is_refused(obj: Any) -> None:
     with pytest.raises(
         TypeError, match=rf"^inputs must be a NumPy array, a torch tensor, .*, not {type(obj).__name__}$"
     ):
@@ -260,7 +262,7 @@ def test_dlpack_export_unknown_to_numpy_is_refused() -> None:
         (np.float64(2.5), "float64"),
     ],
 )
-def test_scalar_result_has_the_type_of_the_input(value: Any, dtype: str) -> None:
+def test_scalar_result_has_the_type_of_the_input_scalar(value: Any, dtype: str) -> None:
     assert is_scalar(value)
     buffer = scalar(value)
     assert (buffer.dtype.name, buffer.shape, buffer.count, buffer.array.shape) == (dtype, (), 1, (1,))
@@ -281,13 +283,13 @@ def test_bfloat16_scalar_is_returned_as_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**30])
-def test_int_beyond_64_bits_is_refused(value: int) -> None:
+def test_python_int_beyond_64_bits_is_refused(value: int) -> None:
     with pytest.raises(OverflowError, match=f"the int {value} does not fit in int64; pass an array of another dtype"):
         scalar(value)
 
 
 @pytest.mark.parametrize("value", [None, "3", [3], np.ones(1)])
-def test_object_that_is_no_number_is_refused(value: Any) -> None:
+def test_object_that_is_not_a_number_is_refused_as_a_scalar(value: Any) -> None:
     assert not is_scalar(value)
     with pytest.raises(TypeError, match=f"expected a number, not {type(value).__name__}"):
         scalar(value)
@@ -313,7 +315,7 @@ def test_overlapping_buffers_are_detected() -> None:
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("count", [0, 3])
-def test_byte_view_shares_the_memory(dtype: str, count: int) -> None:
+def test_byte_view_of_a_buffer_shares_its_memory(dtype: str, count: int) -> None:
     x = np.zeros(count, dtype)
     memory = byte_view(x)
     assert (memory.format, memory.ndim, memory.nbytes, len(memory)) == ("B", 1, x.nbytes, x.nbytes)
@@ -323,14 +325,14 @@ def test_byte_view_shares_the_memory(dtype: str, count: int) -> None:
         assert x.any()
 
 
-def test_buffer_keeps_the_callers_object_alive() -> None:
+def test_buffer_keeps_the_callers_array_alive() -> None:
     buffer = view(bytearray(b"\5"))
     assert isinstance(buffer, Buffer)
     assert buffer.array.tolist() == [5]
 
 
 def windows(array: np.ndarray, length: int, step: int = 1) -> np.ndarray:
-    """Return the windows of an array, which overlap if `step` is less than `length`."""
+    """Return the sliding windows of an array, which overlap if `step` is less than `length`."""
     count = (len(array) - length) // step + 1
     return as_strided(array, (count, length), (step * array.itemsize, array.itemsize))
 
@@ -374,7 +376,7 @@ SEPARATE: dict[str, Callable[[], np.ndarray]] = {
 
 
 @each("kind", SEPARATE)
-def test_outputs_with_gaps_between_elements_are_written(kind: str) -> None:
+def test_output_arrays_with_gaps_between_elements_receive_the_results(kind: str) -> None:
     array = SEPARATE[kind]()
     buffer = view(array)
     buffer.array[:] = np.arange(buffer.count)
@@ -383,7 +385,7 @@ def test_outputs_with_gaps_between_elements_are_written(kind: str) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(-6, 6)), max_size=3), st.sampled_from([1, 2, 4]))
-def test_shared_memory_of_arrays_is_found_exactly(axes: list[tuple[int, int]], itemsize: int) -> None:
+def test_memory_overlap_of_two_arrays_is_detected_exactly(axes: list[tuple[int, int]], itemsize: int) -> None:
     shape, strides = [length for length, _ in axes], [stride for _, stride in axes]
     starts = [0]
     for length, stride in axes:

@@ -1,4 +1,4 @@
-"""JAX arrays: look-alikes, and real ones if JAX is installed."""
+"""JAX arrays as buffers: look-alikes, and real JAX arrays if JAX is installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = ["bool", "int8", "int32", "uint16", "float16", "float32", "complex64"]
 
 
 def _memoryview(obj: Any) -> memoryview:
-    """Return a memoryview by way of `__buffer__`, as Python 3.12 does."""
+    """Return a memoryview by calling `__buffer__`, as Python 3.12 does."""
     return memoryview(obj.__buffer__(0) if isinstance(obj, JaxArray) else obj)
 
 

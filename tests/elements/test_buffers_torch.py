@@ -25,7 +25,7 @@ def torch() -> Any:
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 @pytest.mark.parametrize("name", TORCH_TYPES)
-def test_tensors_are_shared(torch: Any, name: str, shape: tuple[int, ...]) -> None:
+def test_buffers_of_torch_tensors_share_their_memory(torch: Any, name: str, shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape).to(getattr(torch, name))
     buffer = view(tensor)
     assert (buffer.dtype.name, buffer.shape, buffer.count) == (name, shape, tensor.numel())
@@ -38,7 +38,7 @@ def test_tensors_are_shared(torch: Any, name: str, shape: tuple[int, ...]) -> No
     assert buffer.finish() is tensor
 
 
-def test_parameters_are_detached(torch: Any) -> None:
+def test_torch_parameters_are_detached(torch: Any) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     view(parameter).array[:] = 3
     assert parameter.requires_grad
@@ -46,7 +46,7 @@ def test_parameters_are_detached(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "int64"])
-def test_other_layouts_are_staged(torch: Any, name: str) -> None:
+def test_torch_tensors_with_other_layouts_are_staged(torch: Any, name: str) -> None:
     tensor = torch.arange(6.0).reshape(2, 3).to(getattr(torch, name)).t()
     buffer = view(tensor)
     assert buffer.array.ctypes.data != tensor.data_ptr()
@@ -63,7 +63,7 @@ def test_column_that_requires_grad_is_staged(torch: Any) -> None:
     assert parameter.tolist() == [[0, 1], [0, 1]]
 
 
-def test_conjugated_and_negated_views_are_resolved(torch: Any) -> None:
+def test_conjugated_and_negated_torch_views_are_resolved(torch: Any) -> None:
     tensor = torch.tensor([1 + 2j, 3 - 1j])
     buffer = view(tensor.conj())
     assert buffer.array.tolist() == [1 - 2j, 3 + 1j]
@@ -73,14 +73,14 @@ def test_conjugated_and_negated_views_are_resolved(torch: Any) -> None:
     assert view(tensor.conj().imag, writable=False).array.tolist() == [1, 2]
 
 
-def test_expanded_tensor_is_input_only(torch: Any) -> None:
+def test_expanded_tensor_is_accepted_only_as_input(torch: Any) -> None:
     tensor = torch.ones(1).expand(4)
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
     assert view(tensor, writable=False).array.tolist() == [1, 1, 1, 1]
 
 
-def test_overlapping_windows_are_input_only(torch: Any) -> None:
+def test_tensor_with_overlapping_windows_is_accepted_only_as_input(torch: Any) -> None:
     tensor = torch.arange(4.0).unfold(0, 2, 1)
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
@@ -93,7 +93,7 @@ def test_overlapping_windows_are_input_only(torch: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_tensors_without_memory_of_their_own_are_refused(torch: Any) -> None:
+def test_tensors_without_their_own_memory_are_refused(torch: Any) -> None:
     from torch._subclasses import FakeTensorMode
     from torch.masked import masked_tensor
 

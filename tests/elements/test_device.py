@@ -42,7 +42,7 @@ def address(host: np.ndarray) -> int:
 
 
 class Interface:
-    """An array of another library with a valid `__cuda_array_interface__`, changed by `changes`."""
+    """An array of another library with a valid `__cuda_array_interface__`, which `changes` modify."""
 
     def __init__(self, host: np.ndarray, device: int | None = 0, **changes: Any) -> None:
         self.host = host
@@ -57,7 +57,7 @@ class Interface:
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (1, 4, 1)])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in CARRIERS])
-def test_arrays_of_cupy_are_shared(cupy: Cupy, name: str, shape: tuple[int, ...]) -> None:
+def test_buffers_of_cupy_arrays_share_their_memory(cupy: Cupy, name: str, shape: tuple[int, ...]) -> None:
     host = np.ones(shape, name)
     x = cupy.ndarray(host, 1)
     with cupy.on_stream(0x70, 1), cupy.on_stream(0x60, 0):
@@ -73,14 +73,14 @@ def test_arrays_of_cupy_are_shared(cupy: Cupy, name: str, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("name", CARRIERS)
-def test_narrow_floats_of_cupy_are_shared(cupy: Cupy, name: str) -> None:
+def test_buffers_of_cupy_narrow_floats_share_their_memory(cupy: Cupy, name: str) -> None:
     host = np.ones(3, getattr(pytest.importorskip("ml_dtypes"), name))
     buffer = view(cupy.ndarray(host))
     assert (buffer.dtype.name, buffer.array.ptr, buffer.nbytes) == (name, address(host), host.nbytes)
 
 
 @pytest.mark.parametrize("layout", [lambda x: x[:, ::2], lambda x: x.T, lambda x: x[::-1]])
-def test_other_layouts_of_cupy_are_copied_on_the_callers_stream(cupy: Cupy, layout: Any) -> None:
+def test_cupy_arrays_with_other_layouts_are_copied_on_the_callers_stream(cupy: Cupy, layout: Any) -> None:
     host = layout(np.arange(24, dtype="int16").reshape(4, 6))
     want = host.flatten()
     x = cupy.ndarray(host, 1)
@@ -98,7 +98,7 @@ def test_other_layouts_of_cupy_are_copied_on_the_callers_stream(cupy: Cupy, layo
     assert np.array_equal(host.flatten(), want + 1)
 
 
-def test_staged_copy_is_written_back_once_on_its_stream(cupy: Cupy) -> None:
+def test_staged_device_copy_is_written_back_once_on_its_stream(cupy: Cupy) -> None:
     host = np.zeros((3, 2), "float32").T
     buffer = view(cupy.ndarray(host))
     buffer.array.keep[1].host[...] = 1
@@ -106,13 +106,13 @@ def test_staged_copy_is_written_back_once_on_its_stream(cupy: Cupy) -> None:
     assert back is buffer.array.back is buffer.writeback
     back.on(0x90)
     assert host.all()
-    host[...] = 5  # a later write of the caller must stay
+    host[...] = 5  # this later write by the caller must not be overwritten
     assert buffer.finish() is buffer.result
     assert (host == 5).all()
     assert cupy.enqueued == [("dense", 0, 0), ("copy", 0, 0x90)]
 
 
-def test_staged_input_is_not_written_back(cupy: Cupy) -> None:
+def test_staged_device_input_is_not_written_back(cupy: Cupy) -> None:
     x = cupy.ndarray(np.arange(6)[::2])
     buffer = view(x, writable=False)
     assert buffer.writeback is None
@@ -120,7 +120,7 @@ def test_staged_input_is_not_written_back(cupy: Cupy) -> None:
     assert cupy.enqueued == [("dense", 0, 0)]
 
 
-def test_broadcast_arrays_of_cupy_are_only_read(cupy: Cupy) -> None:
+def test_broadcast_cupy_arrays_are_accepted_only_as_input(cupy: Cupy) -> None:
     x = cupy.ndarray(np.broadcast_to(np.float32(3), (2, 3)))
     assert view(x, writable=False).array.keep[1].host.tolist() == [[3, 3, 3]] * 2
     with pytest.raises(ValueError, match=r"^grad has elements that share memory, and .*; pass grad.copy\(\)$"):
@@ -150,7 +150,7 @@ def test_unsupported_device_dtype_is_refused(cupy: Cupy, torch: Torch) -> None:
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
 @pytest.mark.parametrize("name", NAMES)
-def test_tensors_are_shared(torch: Torch, name: str, shape: tuple[int, ...]) -> None:
+def test_buffers_of_cuda_tensors_share_their_memory(torch: Torch, name: str, shape: tuple[int, ...]) -> None:
     host = np.ones(shape, CARRIERS.get(name, name))
     tensor = torch.Tensor(host, name, 1, requires_grad=True)
     with torch.on_stream(0x70, 1):
@@ -166,7 +166,7 @@ def test_tensors_are_shared(torch: Torch, name: str, shape: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("to", [0, 1, 0x90])
-def test_other_layouts_of_tensors_are_copied(torch: Torch, requires_grad: bool, to: int) -> None:
+def test_cuda_tensors_with_other_layouts_are_copied(torch: Torch, requires_grad: bool, to: int) -> None:
     host = np.arange(6, dtype="uint16").reshape(2, 3).T
     want = host.flatten()
     tensor = torch.Tensor(host, "bfloat16", 1, requires_grad=requires_grad)
@@ -183,7 +183,7 @@ def test_other_layouts_of_tensors_are_copied(torch: Torch, requires_grad: bool, 
     assert np.array_equal(host.flatten(), want + 1)
 
 
-def test_conjugated_tensors_are_resolved(torch: Torch) -> None:
+def test_conjugated_cuda_tensors_are_resolved(torch: Torch) -> None:
     host = np.array([1 + 2j, 3 - 4j], "complex64")
     tensor = torch.Tensor(host, "complex64", conj=True)
     buffer = view(tensor)
@@ -217,7 +217,7 @@ def test_sparse_device_tensor_is_refused(torch: Torch) -> None:
 
 @pytest.mark.parametrize(("entry", "stream"), [("left out", 0), (None, 0), (1, 1), (2, 2), (0x70, 0x70)])
 @pytest.mark.parametrize("version", [2, 3])
-def test_array_with_a_cuda_interface_is_shared(version: int, entry: Any, stream: int) -> None:
+def test_buffer_of_an_array_with_a_cuda_interface_shares_its_memory(version: int, entry: Any, stream: int) -> None:
     host = np.ones((2, 3), "float16")
     x = Interface(host, 1, stream=entry, version=version, strides=None)
     buffer = view(x)
@@ -229,7 +229,7 @@ def test_array_with_a_cuda_interface_is_shared(version: int, entry: Any, stream:
 
 
 @pytest.mark.parametrize("name", CARRIERS)
-def test_interface_with_an_itemsize_only_is_accepted(name: str) -> None:
+def test_cuda_interface_that_declares_only_an_item_size_is_accepted(name: str) -> None:
     host = np.ones(3, CARRIERS[name])
     x = Interface(host, typestr=f"<V{host.itemsize}")
     x.dtype = SimpleNamespace(name=name)
@@ -241,10 +241,10 @@ def test_interface_with_an_itemsize_only_is_accepted(name: str) -> None:
             view(x, name="x")
 
 
-def test_interface_without_a_device_is_accepted() -> None:
+def test_cuda_interface_without_a_device_is_accepted() -> None:
     assert view(Interface(np.ones(2), None)).array.device == UNKNOWN
     x = Interface(np.ones(2))
-    x.__dlpack_device__ = lambda: (13, 0)  # managed memory
+    x.__dlpack_device__ = lambda: (13, 0)  # 13 is the DLPack device type of managed memory
     assert view(x).array.device == UNKNOWN
 
 
@@ -261,7 +261,7 @@ def test_interface_without_a_device_is_accepted() -> None:
         ((3,), (0,), False),
     ],
 )
-def test_interface_with_noncontiguous_strides_is_refused(
+def test_cuda_interface_with_noncontiguous_strides_is_refused(
     shape: tuple[int, ...], strides: tuple[int, ...], fits: bool
 ) -> None:
     x = Interface(np.ones(6), shape=shape, strides=strides)
@@ -287,12 +287,12 @@ def test_interface_with_noncontiguous_strides_is_refused(
         ({"data": (1, 2, 3)}, TypeError, "x: its __cuda_array_interface__ is not complete: ValueError"),
     ],
 )
-def test_invalid_interface_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_cuda_interface_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         view(Interface(np.ones(2), **changes), name="x")
 
 
-def test_read_only_device_array_is_input_only() -> None:
+def test_read_only_device_array_is_accepted_only_as_input() -> None:
     assert view(Interface(np.ones(2), data=(64, True)), writable=False).array.ptr == 64
 
 
@@ -305,7 +305,7 @@ class Capsule:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         self.device_queries += 1
-        # On the CPU from the second query on, because the look-alikes import it by NumPy.
+        # Claim to be on the CPU from the second query on, since the look-alikes import the object through NumPy.
         return (1, 0) if self.device_queries > 1 else (self.device, 0)
 
     def __dlpack__(self, **options: Any) -> object:
@@ -315,7 +315,7 @@ class Capsule:
 
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-def test_dlpack_is_imported_by_a_loaded_library(
+def test_dlpack_object_is_imported_through_a_loaded_array_library(
     library: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
@@ -328,7 +328,7 @@ def test_dlpack_is_imported_by_a_loaded_library(
         view(Capsule(np.ones(2), fail=True), name="x")
 
 
-def test_dlpack_without_a_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dlpack_object_without_a_loaded_array_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     with pytest.raises(
@@ -348,7 +348,7 @@ def test_error_for_a_rocm_array_names_rocm(torch: Torch) -> None:
 
 
 @pytest.mark.parametrize("make", [Interface, Capsule])
-def test_jax_device_arrays_are_input_only(make: Any, cupy: Cupy) -> None:
+def test_jax_device_arrays_are_accepted_only_as_input(make: Any, cupy: Cupy) -> None:
     kind = type("ArrayImpl", (make,), {"__module__": "jaxlib._jax"})
     assert view(kind(np.ones(2)), writable=False).count == 2
     with pytest.raises(ValueError, match="x is read-only, but the result is written to it; pass a writable copy"):
@@ -362,7 +362,7 @@ def array(ptr: int, size: int, device: int = 0) -> DeviceArray:
     return CudaArray(ptr, size, FLOAT32, device, 0, None)
 
 
-def test_parts_of_a_device_array_share_its_memory() -> None:
+def test_slices_of_a_device_array_share_its_memory() -> None:
     whole = CudaArray(0x100, 10, FLOAT32, 1, 0x70, "kept")
     part = whole[3:7]
     assert (part.ptr, part.size, part.nbytes, len(part)) == (0x10C, 4, 16, 4)
@@ -399,7 +399,7 @@ def test_arrays_on_different_devices_are_refused(cupy: Cupy) -> None:
     second, somewhere = view(cupy.ndarray(np.ones(2), 1)), view(Interface(np.ones(2), None))
     same_place(host, "a", host, "b")
     same_place(second, "a", second, "b", 3)
-    same_place(second, "a", somewhere, "b")  # the unknown device may be the same one
+    same_place(second, "a", somewhere, "b")  # an array without a known device may be on the same device
     same_place(somewhere, "a", second, "b")
     for a, b, rank, message in (
         (host, first, None, "a is on the host, b is on CUDA device 0"),
@@ -411,7 +411,7 @@ def test_arrays_on_different_devices_are_refused(cupy: Cupy) -> None:
             same_place(a, "a", b, "b", rank)
 
 
-def test_new_device_array_has_the_shape_and_dtype_of_its_model(cupy: Cupy, torch: Torch) -> None:
+def test_empty_like_a_device_array_has_its_shape_dtype_and_device(cupy: Cupy, torch: Torch) -> None:
     made = empty_like(view(np.ones((2, 3), "float16")))
     assert (made.shape, made.dtype) == ((2, 3), "float16")
     made = empty_like(view(cupy.ndarray(np.ones((2, 3), "float16"), 1)))
@@ -428,7 +428,7 @@ def test_new_device_array_has_the_shape_and_dtype_of_its_model(cupy: Cupy, torch
 
 @pytest.mark.parametrize("layout", ["dense", "strided"])
 @pytest.mark.parametrize("kind", ["numpy", "cupy", "torch", "immutable"])
-def test_device_arrays_are_overwritten(kind: str, layout: str, cupy: Cupy, torch: Torch) -> None:
+def test_device_array_contents_can_be_overwritten(kind: str, layout: str, cupy: Cupy, torch: Torch) -> None:
     host = np.zeros((2, 3), "float32") if layout == "dense" else np.zeros((3, 2), "float32").T
     array: Any = {
         "numpy": lambda: host,
@@ -445,7 +445,7 @@ def test_device_arrays_are_overwritten(kind: str, layout: str, cupy: Cupy, torch
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cupy", "torch"])
-def test_buffer_can_get_new_memory(kind: str, cupy: Cupy, torch: Torch) -> None:
+def test_spare_buffer_has_new_memory_with_the_same_shape(kind: str, cupy: Cupy, torch: Torch) -> None:
     host = np.zeros((3, 2), "float32").T
     x = {"numpy": host, "cupy": cupy.ndarray(host), "torch": torch.Tensor(host, "float32", requires_grad=True)}[kind]
     given = view(x)
@@ -458,7 +458,7 @@ def test_buffer_can_get_new_memory(kind: str, cupy: Cupy, torch: Torch) -> None:
     assert host.flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_put_back_drops_its_copies() -> None:
+def test_finished_copy_back_drops_its_references() -> None:
     done: list[int] = []
     back = CopyBack(done.append, 3, "result")
     assert back() == "result"

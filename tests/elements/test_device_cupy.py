@@ -1,4 +1,4 @@
-"""Real CuPy arrays over host memory that poses as device memory, for tests without a device."""
+"""Real CuPy arrays over host memory that stands for device memory, for tests without a device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def device_array(cupy: Any, host: np.ndarray, device: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arrays_are_shared(cupy: Any, name: str) -> None:
+def test_buffers_of_real_cupy_arrays_share_their_memory(cupy: Any, name: str) -> None:
     dtype = getattr(pytest.importorskip("ml_dtypes"), name) if name.startswith(("bf", "float8")) else name
     host = np.ones((2, 3), dtype)
     x = device_array(cupy, host, 1)
@@ -42,7 +42,7 @@ def test_arrays_are_shared(cupy: Any, name: str) -> None:
     assert buffer.finish() is x
 
 
-def test_parts_of_cupy_arrays_are_shared(cupy: Any) -> None:
+def test_buffers_of_cupy_slices_share_their_memory(cupy: Any) -> None:
     host = np.zeros((4, 6), "int16")
     x = device_array(cupy, host)
     upper, lower = view(x[:2]), view(x[2:])

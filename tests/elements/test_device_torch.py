@@ -22,7 +22,7 @@ NAMES = [by_code(code).name for code in range(1, 20)]
 
 @pytest.fixture
 def streams() -> list[int]:
-    """Return a list that gets the stream of each copy to the device."""
+    """Return a list to which the stream of each copy to the device is appended."""
     return []
 
 
@@ -52,14 +52,14 @@ def device_view(torch: Any, tensor: Any, writable: bool = True) -> Any:
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 @pytest.mark.parametrize("name", NAMES)
-def test_tensors_are_shared(torch: Any, name: str, shape: tuple[int, ...]) -> None:
+def test_buffers_of_real_torch_tensors_share_their_memory(torch: Any, name: str, shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape).to(getattr(torch, name))
     array = device_view(torch, tensor)
     assert (array.ptr, array.size, array.nbytes) == (tensor.data_ptr(), tensor.numel(), tensor.nbytes)
     assert (array.stream, array.keep[0], array.back) == (0x70, tensor, None)
 
 
-def test_parameters_are_detached(torch: Any, streams: list[int]) -> None:
+def test_real_torch_parameters_are_detached(torch: Any, streams: list[int]) -> None:
     leaf = torch.zeros(2, 3, requires_grad=True)
     assert device_view(torch, leaf).ptr == leaf.data_ptr()
     turned = torch.zeros(3, 2, requires_grad=True)
@@ -72,7 +72,7 @@ def test_parameters_are_detached(torch: Any, streams: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "int16", "complex64", "float8_e5m2"])
-def test_other_layouts_are_written_back(torch: Any, streams: list[int], name: str) -> None:
+def test_real_torch_tensors_with_other_layouts_are_written_back(torch: Any, streams: list[int], name: str) -> None:
     whole = torch.zeros(4, 6).to(getattr(torch, name))
     part = whole[:, ::2]
     array = device_view(torch, part)
@@ -86,7 +86,7 @@ def test_other_layouts_are_written_back(torch: Any, streams: list[int], name: st
 
 
 @pytest.mark.parametrize("turn", ["conj", "neg"])
-def test_conjugated_and_negated_views_are_resolved(torch: Any, turn: str) -> None:
+def test_conjugated_and_negated_views_of_real_torch_tensors_are_resolved(torch: Any, turn: str) -> None:
     base = torch.tensor([1 + 2j, 3 - 4j])
     tensor = base.conj() if turn == "conj" else base.conj().imag
     array = device_view(torch, tensor)
@@ -99,7 +99,7 @@ def test_conjugated_and_negated_views_are_resolved(torch: Any, turn: str) -> Non
     assert torch.equal(base, torch.tensor([2 + 4j, 6 - 8j] if turn == "conj" else [1 + 4j, 3 - 8j]))
 
 
-def test_expanded_tensors_are_only_read(torch: Any) -> None:
+def test_expanded_real_torch_tensors_are_accepted_only_as_input(torch: Any) -> None:
     tensor = torch.ones(1, 3).expand(2, 3)
     assert device_view(torch, tensor, writable=False).size == 6
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
@@ -111,7 +111,7 @@ def test_sparse_tensors_are_refused(torch: Any) -> None:
         device_view(torch, torch.eye(3).to_sparse())
 
 
-def test_new_tensor_has_the_shape_and_dtype_of_its_model(torch: Any) -> None:
+def test_empty_like_a_torch_tensor_has_its_shape_and_dtype(torch: Any) -> None:
     tensor = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True).detach().T.requires_grad_()
     made = TORCH.empty_like(tensor)
     assert (made.shape, made.dtype, made.is_contiguous(), made.requires_grad) == ((2, 3), torch.bfloat16, True, False)

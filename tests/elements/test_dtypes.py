@@ -56,7 +56,7 @@ def downcast(name: str, values: np.ndarray) -> np.ndarray:
     return out.view(f"uint{dtype.itemsize * 8}")
 
 
-def test_wire_codes_never_change() -> None:
+def test_wire_codes_of_dtypes_equal_the_documented_numbers() -> None:
     codes = {dtypes.by_code(code).name: code for code in range(1, 24)}
     assert codes == {
         "bool": 1,
@@ -86,7 +86,7 @@ def test_wire_codes_never_change() -> None:
 
 
 @each("code", [0, 24, 255, -1])
-def test_unknown_wire_code_is_refused(code: int) -> None:
+def test_unknown_wire_code_of_a_dtype_is_refused(code: int) -> None:
     with pytest.raises(ValueError, match=f"dtype code {code} is unknown; codes go from 1 to 23"):
         dtypes.by_code(code)
 
@@ -109,11 +109,11 @@ def test_ml_dtypes_are_stored_as_unsigned_integers(name: str) -> None:
     assert dtypes.array_dtype(dtype) == extension_dtype(name)
 
 
-def test_longlong_is_int64() -> None:
+def test_numpy_longlong_maps_to_int64() -> None:
     assert dtypes.from_numpy(np.dtype(np.longlong)) is dtypes.by_name("int64")
 
 
-def test_element_type_has_one_instance() -> None:
+def test_copies_of_an_element_type_are_the_same_instance() -> None:
     dtype = dtypes.by_name("float32")
     assert pickle.loads(pickle.dumps(dtype)) is dtype
     assert copy.deepcopy(dtype) is dtype
@@ -130,7 +130,7 @@ def test_array_dtype_of_bfloat16_requires_ml_dtypes(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_conversions_need_no_ml_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversions_of_narrow_floats_do_not_import_ml_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = builtins.__import__
 
     def refuse(module: str, *args: object, **kwargs: object) -> object:
@@ -161,7 +161,7 @@ def test_unknown_dtype_name_is_refused() -> None:
 
 
 @each("name", HALF)
-def test_upcast_is_exact_for_every_code(name: str) -> None:
+def test_upcast_to_float32_is_exact_for_every_narrow_float(name: str) -> None:
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
     got, want = upcast(name, codes), codes.view(extension_dtype(name)).astype(np.float32)
     np.testing.assert_array_equal(got, want)
@@ -169,7 +169,7 @@ def test_upcast_is_exact_for_every_code(name: str) -> None:
 
 
 @each("name", HALF)
-def test_downcast_of_an_upcast_gives_every_code_back(name: str) -> None:
+def test_downcast_reverses_the_upcast_of_every_narrow_float(name: str) -> None:
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
     values = upcast(name, codes)
     back, number = downcast(name, values), ~np.isnan(values)
@@ -178,7 +178,7 @@ def test_downcast_of_an_upcast_gives_every_code_back(name: str) -> None:
 
 
 def rounding_cases(name: str) -> dict[str, np.ndarray]:
-    """Return float32 values near all rounding limits of `name`, and many random ones."""
+    """Return float32 values near all rounding boundaries of `name`, and many random values."""
     rng = np.random.default_rng(2)
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
     points = np.sort(np.unique(upcast(name, codes)[np.isfinite(upcast(name, codes))]))
@@ -201,7 +201,7 @@ def rounding_cases(name: str) -> dict[str, np.ndarray]:
 
 
 @each("name", HALF)
-def test_downcast_rounds_like_the_reference(name: str) -> None:
+def test_downcast_rounds_like_ml_dtypes(name: str) -> None:
     for case, values in rounding_cases(name).items():
         # Short float16 arrays take another code path.
         for part in (values, values[:100], values[-5000:]):
@@ -213,9 +213,9 @@ def test_downcast_rounds_like_the_reference(name: str) -> None:
 def test_bfloat16_downcast_rounds_ties_to_even_and_keeps_nan() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F7FFFFF, 0x7F800001], np.uint32)
     assert [hex(code) for code in downcast("bfloat16", bits.view(np.float32))] == [
-        "0x3f80",  # half way, down to even
-        "0x3f82",  # half way, up to even
-        "0x3f81",  # above half way
+        "0x3f80",  # exactly half way, rounds down to even
+        "0x3f82",  # exactly half way, rounds up to even
+        "0x3f81",  # above half way, rounds up
         "0x7fc0",  # NaNs whose mantissa would carry over
         "0xffc0",
         "0x7f80",  # the largest float32 rounds to infinity
@@ -232,14 +232,14 @@ def test_bfloat16_downcast_rounds_ties_to_even_and_keeps_nan() -> None:
         ("float8_e5m2fnuz", [0x63, 0x80, 0x80, 0x80, 0x00]),
     ],
 )
-def test_float8_downcast_overflows_as_specified(name: str, codes: list[int]) -> None:
+def test_float8_downcast_overflows_to_the_specified_values(name: str, codes: list[int]) -> None:
     values = np.array([448.0, 1e6, np.nan, -np.inf, -0.0], np.float32)
     assert downcast(name, values).tolist() == codes
 
 
 @each("name", HALF)
 @each("count", [0, 1, 20_000])
-def test_downcast_does_not_change_its_source(name: str, count: int) -> None:
+def test_downcast_does_not_change_its_input_array(name: str, count: int) -> None:
     values = np.linspace(-3.0, 3.0, count, dtype=np.float32)
     kept = values.copy()
     downcast(name, values)

@@ -1,4 +1,4 @@
-"""Reductions of every op and dtype against closed forms, with a new output and with each input as the output."""
+"""Reductions of every op and dtype, compared with closed-form results, for a new output and in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAIRS = [
 
 
 def encode(dtype: DType, values: Sequence[object] | np.ndarray) -> np.ndarray:
-    """Return `values` in the storage of `dtype`, which must represent them exactly."""
+    """Return `values` in the storage dtype of `dtype`, which must represent them exactly."""
     if dtype.kind != "half":
         return np.array(values, dtype=dtype.storage)
     out = np.empty(len(values), dtype.storage)
@@ -49,7 +49,7 @@ def decode(dtype: DType, stored: np.ndarray) -> np.ndarray:
 
 
 def inputs_of_ranks(dtype: DType, world_size: int, count: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return an input r + 1 + (i % 2) for each rank r, and the pattern i % 2. Results of few ranks are exact."""
+    """Return an input r + 1 + (i % 2) for each rank r, and the pattern i % 2; results of few ranks are exact."""
     pattern = np.arange(count) % 2
     return [encode(dtype, pattern + rank + 1) for rank in range(world_size)], pattern
 
@@ -70,7 +70,7 @@ def closed_form(name: str, world_size: int, pattern: np.ndarray) -> np.ndarray:
 @each("count", COUNTS)
 @each("world_size", [1, 2, 3])
 @each(("name", "dtype_name"), PAIRS)
-def test_fold_gives_the_closed_form(name: str, dtype_name: str, world_size: int, count: int) -> None:
+def test_fold_computes_the_closed_form_results(name: str, dtype_name: str, world_size: int, count: int) -> None:
     dtype = by_name(dtype_name)
     inputs, pattern = inputs_of_ranks(dtype, world_size, count)
     want = closed_form(name, world_size, pattern)
@@ -81,7 +81,7 @@ def test_fold_gives_the_closed_form(name: str, dtype_name: str, world_size: int,
         operands = [x.copy() for x in inputs]
         out = np.empty(count, dtype.storage) if target < 0 else operands[target]
         made.fold(operands, out)
-        # The exact result is rounded once: two mantissa bits cannot hold 9, for instance.
+        # The exact result is rounded once; float8_e5m2 with two mantissa bits cannot represent 9, for instance.
         assert np.array_equal(out, encode(dtype, want))
         for rank, (operand, original) in enumerate(zip(operands, inputs, strict=True)):
             assert rank == target or np.array_equal(operand, original)
@@ -89,7 +89,7 @@ def test_fold_gives_the_closed_form(name: str, dtype_name: str, world_size: int,
 
 @each("count", COUNTS)
 @each(("name", "dtype_name"), PAIRS)
-def test_combine_writes_to_a_new_left_or_right_array(name: str, dtype_name: str, count: int) -> None:
+def test_combine_writes_its_result_to_a_new_array_or_to_either_operand(name: str, dtype_name: str, count: int) -> None:
     dtype = by_name(dtype_name)
     (left, right), pattern = inputs_of_ranks(dtype, 2, count)
     want = closed_form("SUM" if name == "AVG" else name, 2, pattern)
@@ -104,12 +104,12 @@ def test_combine_writes_to_a_new_left_or_right_array(name: str, dtype_name: str,
 @each(
     ("name", "ufunc"), [("SUM", np.add), ("PRODUCT", np.multiply), ("BXOR", np.bitwise_xor), ("BAND", np.bitwise_and)]
 )
-def test_native_combine_is_the_ufunc_itself(name: str, ufunc: np.ufunc) -> None:
+def test_combine_of_a_numpy_dtype_is_the_numpy_ufunc(name: str, ufunc: np.ufunc) -> None:
     assert kernel(getattr(ReduceOp, name), by_name("int32"), 2).combine is ufunc
 
 
 @each("dtype_name", [*SIGNED, *UNSIGNED])
-def test_bit_ops_give_the_closed_form(dtype_name: str) -> None:
+def test_bit_ops_compute_the_closed_form_results(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     inputs = [encode(dtype, [0b1100, 7, 0]), encode(dtype, [0b1010, 7, 1]), encode(dtype, [0b1001, 7, 2])]
     out = np.empty(3, dtype.storage)
@@ -130,7 +130,7 @@ def test_bit_ops_give_the_closed_form(dtype_name: str) -> None:
         ("BXOR", [False, True, True, False]),
     ],
 )
-def test_bool_reductions_are_logical(name: str, want: list[bool]) -> None:
+def test_reductions_of_bools_are_logical(name: str, want: list[bool]) -> None:
     out = np.empty(4, np.bool_)
     made = kernel(getattr(ReduceOp, name), by_name("bool"), 2)
     made.fold([np.array([False, False, True, True]), np.array([False, True, False, True])], out)
@@ -138,7 +138,7 @@ def test_bool_reductions_are_logical(name: str, want: list[bool]) -> None:
 
 
 @each("dtype_name", [*SIGNED, *UNSIGNED])
-def test_integers_wrap_silently(dtype_name: str) -> None:
+def test_integer_reductions_wrap_without_a_warning(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     info = np.iinfo(dtype.storage)
     top, two = encode(dtype, [info.max]), encode(dtype, [2])
@@ -163,7 +163,7 @@ def test_integer_average_truncates_toward_zero(dtype_name: str, world_size: int)
 
 
 @each("dtype_name", [*FLOATS, *COMPLEX, *HALF])
-def test_float_average_is_divided_at_the_end(dtype_name: str) -> None:
+def test_float_average_is_divided_once_after_the_sum(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     x = encode(dtype, [3.0, -6.0, 0.75])
     finalize = kernel(ReduceOp.AVG, dtype, 3).finalize
@@ -191,7 +191,7 @@ def test_float_average_is_the_exactly_rounded_quotient(dtype_name: str, world_si
 
 
 @each("name", ["SUM", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"])
-def test_average_is_the_only_op_with_a_finalizer(name: str) -> None:
+def test_only_the_average_has_a_final_division(name: str) -> None:
     op = ReduceOp.PREMUL_SUM(2) if name == "PREMUL_SUM" else getattr(ReduceOp, name)
     made = kernel(op, by_name("float32"), 2)
     assert made.finalize is None
@@ -233,8 +233,8 @@ def test_nan_propagates_through_min_and_max(name: str, dtype_name: str) -> None:
 
 @each("name", ["MIN", "MAX"])
 @each("dtype_name", [*FLOATS, *HALF])
-def test_signed_zeros_compare_equally_at_any_place(name: str, dtype_name: str) -> None:
-    """Several ranks may compute the same element at different places of a vector."""
+def test_comparison_of_signed_zeros_does_not_depend_on_the_position_in_the_array(name: str, dtype_name: str) -> None:
+    """Check that the result does not depend on the position: several ranks may compute the same element."""
     dtype = by_name(dtype_name)
     made = kernel(getattr(ReduceOp, name), dtype, 2)
     seen = set()
@@ -248,14 +248,14 @@ def test_signed_zeros_compare_equally_at_any_place(name: str, dtype_name: str) -
 @each(
     ("dtype_name", "big", "small", "want"),
     [
-        # A small value is half a unit in the last place of the big one. It is lost alone, but two of them count.
+        # The small value is half a unit in the last place of the big value: lost if added once, not if added twice.
         ("float16", 2048.0, 1.0, 2050.0),
         ("bfloat16", 256.0, 1.0, 258.0),
         ("float8_e4m3fn", 16.0, 1.0, 18.0),
         ("float8_e5m2", 8.0, 1.0, 10.0),
     ],
 )
-def test_half_sum_is_rounded_once(dtype_name: str, big: float, small: float, want: float) -> None:
+def test_float16_sum_is_rounded_once(dtype_name: str, big: float, small: float, want: float) -> None:
     dtype = by_name(dtype_name)
     made = kernel(ReduceOp.SUM, dtype, 3)
     inputs = [encode(dtype, [big]), encode(dtype, [small]), encode(dtype, [small])]
@@ -267,7 +267,7 @@ def test_half_sum_is_rounded_once(dtype_name: str, big: float, small: float, wan
     assert decode(dtype, out).tolist() == [big]
 
 
-def test_half_average_does_not_overflow_before_the_division() -> None:
+def test_float16_average_does_not_overflow_before_the_division() -> None:
     dtype = by_name("float16")
     out = np.empty(20_000, np.float16)
     kernel(ReduceOp.AVG, dtype, 2).fold([np.full(20_000, 60000, np.float16)] * 2, out)
@@ -277,7 +277,7 @@ def test_half_average_does_not_overflow_before_the_division() -> None:
 
 
 @each("dtype_name", ["float16", "bfloat16"])
-def test_half_sum_is_the_float32_sum_in_rank_order(dtype_name: str) -> None:
+def test_float16_sum_equals_the_float32_sum_in_rank_order(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     rng = np.random.default_rng(3)
     inputs = [encode(dtype, rng.standard_normal(70_001)) for _ in range(5)]
@@ -290,7 +290,7 @@ def test_half_sum_is_the_float32_sum_in_rank_order(dtype_name: str) -> None:
 
 
 def subtract_from_twice(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Write 2a - b to `out`: not commutative, and wrong if `out` is also an input."""
+    """Write 2a - b to `out`: not commutative, and wrong if `out` is the same array as an input."""
     out[:] = a
     out += a
     out -= b
@@ -314,7 +314,7 @@ def test_custom_op_folds_in_rank_order_for_any_output(dtype_name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype_name", ["float32", "float16", "bool", "bfloat16", "float8_e5m2"])
-def test_custom_op_gets_the_users_dtype(dtype_name: str) -> None:
+def test_custom_op_receives_arrays_of_the_users_dtype(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     if dtype_name in ("bfloat16", "float8_e5m2"):
         pytest.importorskip("ml_dtypes")
@@ -354,7 +354,7 @@ def test_custom_op_on_bfloat16_requires_ml_dtypes(monkeypatch: pytest.MonkeyPatc
 
 
 @each(("name", "dtype_name"), [pair for pair in PAIRS if pair[1] in (*FLOATS, *COMPLEX)])
-def test_portable_kernels_give_the_same_bits_at_any_place(name: str, dtype_name: str) -> None:
+def test_result_bits_of_portable_kernels_do_not_depend_on_the_position_in_the_array(name: str, dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     made = kernel(getattr(ReduceOp, name), dtype, 3)
     if not made.portable:

@@ -1,4 +1,4 @@
-"""16-bit floats: every code against float32 arithmetic, and arrays at any address."""
+"""Reductions of 16-bit floats: every bit pattern compared with float32 arithmetic, at any address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..each import each
 BOTH = ["float16", "bfloat16"]
 CODES = np.arange(1 << 16, dtype=np.uint16)
 INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
-# Zeros, subnormals from the smallest on, numbers around 1, and the largest float16 numbers.
+# Float16 edge cases: zeros, the smallest subnormals, numbers around 1, and the largest numbers.
 FLOAT16 = [0.0, -0.0, 2**-24, -3 * 2**-24, 1023 * 2**-24, -(2**-14), 0.1, 1.0, -1.5, 1000.0, 65504.0, -65504.0]
 SPECIAL = [np.inf, -np.inf, np.nan]
 OPERANDS = {
@@ -34,14 +34,14 @@ CASES = [(name, operand) for name, operands in OPERANDS.items() for operand in o
 
 
 def expand(name: str, codes: np.ndarray) -> np.ndarray:
-    """Return the float32 values of codes."""
+    """Return the float32 values of 16-bit codes."""
     if name == "float16":
         return codes.view(np.float16).astype(np.float32)
     return (codes.astype(np.uint32) << 16).view(np.float32)
 
 
 def round_to(name: str, values: np.ndarray) -> np.ndarray:
-    """Return the codes of rounded float32 values, by another algorithm than that of the library."""
+    """Return the 16-bit codes of rounded float32 values, by another algorithm than the library's."""
     with np.errstate(all="ignore"):
         if name == "float16":
             return values.astype(np.float16).view(np.uint16)
@@ -57,7 +57,7 @@ def as_stored(name: str, codes: np.ndarray) -> np.ndarray:
 
 
 def check_codes(name: str, got: np.ndarray, want: np.ndarray) -> None:
-    """Check codes against rounded float32 values. Any NaN equals any other NaN."""
+    """Compare 16-bit codes with rounded float32 values; all NaNs count as equal."""
     codes, nan = got.view(np.uint16), np.isnan(want)
     assert np.isnan(expand(name, codes[nan])).all()
     assert np.array_equal(codes[~nan], round_to(name, want)[~nan])
@@ -77,7 +77,7 @@ def add(*terms: np.ndarray) -> np.ndarray:
 
 @each("codes", ["all", "finite"])
 @each(("name", "operand"), CASES)
-def test_half_sum_is_right_for_every_code(name: str, operand: float, codes: str) -> None:
+def test_float16_sum_is_correct_for_every_bit_pattern(name: str, operand: float, codes: str) -> None:
     dtype = by_name(name)
     left = CODES if codes == "all" else finite_codes(name)
     right = np.full(len(left), round_to(name, np.array([operand], np.float32))[0], np.uint16)
@@ -89,7 +89,7 @@ def test_half_sum_is_right_for_every_code(name: str, operand: float, codes: str)
         check_codes(name, out, want)
     made.fold([a, b, b], out)
     check_codes(name, out, add(want, expand(name, right)))
-    for offset in range(17):  # short arrays take other code paths
+    for offset in range(17):  # short arrays use other code paths
         some = slice(offset, None, 17)
         few = out[some].copy()
         made.combine(a[some].copy(), b[some].copy(), few)
@@ -99,7 +99,7 @@ def test_half_sum_is_right_for_every_code(name: str, operand: float, codes: str)
 
 
 @each(("name", "operand"), CASES)
-def test_half_product_is_right_for_every_code(name: str, operand: float) -> None:
+def test_float16_product_is_correct_for_every_bit_pattern(name: str, operand: float) -> None:
     dtype = by_name(name)
     right = np.full(len(CODES), round_to(name, np.array([operand], np.float32))[0], np.uint16)
     a, b, out = as_stored(name, CODES), as_stored(name, right), np.empty(len(CODES), dtype.storage)
@@ -116,7 +116,9 @@ def test_half_product_is_right_for_every_code(name: str, operand: float) -> None
 
 @each("operation", ["MIN", "MAX"])
 @each(("name", "operand"), CASES)
-def test_half_minimum_and_maximum_are_right_for_every_code(name: str, operand: float, operation: str) -> None:
+def test_float16_minimum_and_maximum_are_correct_for_every_bit_pattern(
+    name: str, operand: float, operation: str
+) -> None:
     dtype = by_name(name)
     select = np.minimum if operation == "MIN" else np.maximum
     for left in (CODES, finite_codes(name)):
@@ -127,7 +129,7 @@ def test_half_minimum_and_maximum_are_right_for_every_code(name: str, operand: f
 
 
 @each("name", BOTH)
-def test_half_fold_of_one_input_keeps_every_code(name: str) -> None:
+def test_float16_fold_of_one_input_keeps_every_bit_pattern(name: str) -> None:
     out = np.empty(len(CODES), by_name(name).storage)
     kernel(ReduceOp.SUM, by_name(name), 1).fold([as_stored(name, CODES)], out)
     check_codes(name, out, expand(name, CODES))
@@ -135,7 +137,7 @@ def test_half_fold_of_one_input_keeps_every_code(name: str) -> None:
 
 @each("world_size", [2, 3, 4, 5, 7, 8])
 @each("name", BOTH)
-def test_half_sums_of_any_codes_are_in_rank_order(name: str, world_size: int) -> None:
+def test_float16_sums_are_computed_in_rank_order(name: str, world_size: int) -> None:
     rng = np.random.default_rng(world_size)
     codes = rng.choice(finite_codes(name), (world_size, 200_001))
     # Half of the float16 pieces overflow, and half do not.
@@ -147,8 +149,8 @@ def test_half_sums_of_any_codes_are_in_rank_order(name: str, world_size: int) ->
 
 @each("divisor", [1, 2, 3, 5, 7, 8, 1000, 4095, 4096, 4097])
 @each("name", BOTH)
-def test_half_average_is_right_for_every_code(name: str, divisor: int) -> None:
-    """Sums are divided in float32 and rounded once, also if the quotient is subnormal."""
+def test_float16_average_is_correct_for_every_bit_pattern(name: str, divisor: int) -> None:
+    """Check that sums are divided in float32 and rounded once, even if the quotient is subnormal."""
     left, right = finite_codes(name), finite_codes(name)[::-1].copy() & 0x83FF
     out = np.empty(len(left), by_name(name).storage)
     made = kernel(ReduceOp.AVG, by_name(name), divisor)
@@ -160,7 +162,7 @@ def test_half_average_is_right_for_every_code(name: str, divisor: int) -> None:
 
 @each("factor", [0.5, -3.0, 0.1, 2.0**-20, 1e30, 1e300, -np.inf, np.nan, "NaN with all bits"])
 @each("name", BOTH)
-def test_half_premul_sum_is_right_for_every_code(name: str, factor: float | str) -> None:
+def test_float16_premul_sum_is_correct_for_every_bit_pattern(name: str, factor: float | str) -> None:
     value = struct.unpack("<d", b"\xff" * 7 + b"\x7f")[0] if isinstance(factor, str) else factor
     prescale = kernel(ReduceOp.PREMUL_SUM(value), by_name(name), 2).prescale
     assert prescale is not None
@@ -171,11 +173,13 @@ def test_half_premul_sum_is_right_for_every_code(name: str, factor: float | str)
 
 
 def no_conversions(_: DType) -> None:
-    """Return no conversion, so that its use fails."""
+    """Return None in place of a conversion, so that its use fails."""
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_finite_half_codes_are_reduced_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finite_float16_values_are_reduced_without_conversion_to_float32(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(halves, "to_float32", no_conversions)
     fold = half_fold(np.add, by_name(name), "sum")
     left = finite_codes(name)
@@ -188,8 +192,8 @@ def test_finite_half_codes_are_reduced_packed(name: str, monkeypatch: pytest.Mon
 @each("value", SPECIAL)
 @each("place", [0, 1, 70_000, 99_999])
 @each("name", BOTH)
-def test_half_infinity_and_nan_among_numbers_are_kept(name: str, place: int, value: float) -> None:
-    """In packed arithmetic, float16 infinities would cancel and NaNs would become numbers."""
+def test_float16_infinities_and_nans_among_numbers_are_kept(name: str, place: int, value: float) -> None:
+    """Check values that packed arithmetic would get wrong: infinities would cancel, and NaNs become numbers."""
     codes = np.full((3, 100_001), round_to(name, np.array([1.0], np.float32))[0], np.uint16)
     for row, special in ((1, value), (2, -value)):
         codes[row, place] = round_to(name, np.array([special], np.float32))[0]
@@ -219,7 +223,7 @@ def test_float16_rounds_to_infinity_from_65520_on() -> None:
 
 @each("count", [1, 5000, 70_001])
 @each("name", BOTH)
-def test_half_folds_emit_no_overflow_warning(name: str, count: int) -> None:
+def test_float16_folds_emit_no_overflow_warning(name: str, count: int) -> None:
     largest = np.full(count, INFINITY[name] - 1, np.uint16)
     out = np.empty(count, np.uint16)
     made = kernel(ReduceOp.SUM, by_name(name), 2)
@@ -233,8 +237,8 @@ def test_half_folds_emit_no_overflow_warning(name: str, count: int) -> None:
 
 @each("count", [1, 2, 3, 4095, 4096, 4097, 65_535, 65_536, 65_537, 131_073])
 @each("name", BOTH)
-def test_half_kernels_work_at_any_place_in_memory(name: str, count: int) -> None:
-    """Inputs and outputs start at a word, in the middle of a word, or in the middle of a code."""
+def test_float16_kernels_work_at_any_memory_alignment(name: str, count: int) -> None:
+    """Check inputs and outputs that start at a word, in the middle of a word, or in the middle of a code."""
     dtype = by_name(name)
     memory = np.zeros((4, 2 * count + 8), np.uint8)
     ones, twos = (round_to(name, np.array([value], np.float32))[0] for value in (1.0, 2.0))
@@ -254,7 +258,7 @@ def test_half_kernels_work_at_any_place_in_memory(name: str, count: int) -> None
 
 
 @each("name", BOTH)
-def test_half_kernels_share_no_scratch_between_threads(name: str) -> None:
+def test_float16_kernels_share_no_scratch_memory_between_threads(name: str) -> None:
     dtype = by_name(name)
     made = kernel(ReduceOp.SUM, dtype, 2)
 

@@ -72,7 +72,7 @@ def test_reduce_op_constants_are_distinct_and_picklable(name: str) -> None:
         (np.array([[1.5]]), 1.5),
     ],
 )
-def test_premul_sum_has_its_factor(factor: object, kept: complex) -> None:
+def test_premul_sum_stores_its_factor(factor: object, kept: complex) -> None:
     op = ReduceOp.PREMUL_SUM(factor)
     assert op.factor == kept
     assert op.wire_name == "PREMUL_SUM"
@@ -80,7 +80,7 @@ def test_premul_sum_has_its_factor(factor: object, kept: complex) -> None:
 
 
 @each("factor", ["2", None, [2.0], True, np.array("x"), np.True_])
-def test_premul_sum_refuses_a_factor_that_is_no_number(factor: object) -> None:
+def test_premul_sum_refuses_a_factor_that_is_not_a_number(factor: object) -> None:
     with pytest.raises(TypeError, match="factor must be a real or complex number, not"):
         ReduceOp.PREMUL_SUM(factor)
 
@@ -99,7 +99,7 @@ def test_custom_op_is_named_after_its_function() -> None:
     assert op != ReduceOp.custom(take_left)
 
 
-def test_custom_op_named_sum_differs_from_sum() -> None:
+def test_custom_op_with_the_name_sum_differs_from_reduce_op_sum() -> None:
     op = ReduceOp.custom(take_left, name="SUM")
     assert op != ReduceOp.SUM
     assert op.wire_name != ReduceOp.SUM.wire_name
@@ -113,7 +113,7 @@ def test_custom_op_requires_a_function() -> None:
 
 @each("name", list(ALLOWED))
 @each("dtype", ["bool", *INTEGERS, *FLOATS, *COMPLEX])
-def test_op_is_defined_on_the_documented_dtypes(name: str, dtype: str) -> None:
+def test_each_op_is_defined_on_the_documented_dtypes(name: str, dtype: str) -> None:
     if dtype in ALLOWED[name]:
         assert isinstance(kernel(op_named(name), by_name(dtype), 3), Kernel)
     else:
@@ -140,7 +140,7 @@ def test_op_of_another_type_is_refused() -> None:
         kernel("SUM", by_name("float32"), 2)
 
 
-def test_kernels_are_cached_except_custom_ones() -> None:
+def test_kernels_are_cached_except_those_of_custom_ops() -> None:
     dtype = by_name("int32")
     assert kernel(ReduceOp.AVG, dtype, 4) is kernel(ReduceOp.AVG, dtype, 4)
     assert kernel(ReduceOp.AVG, dtype, 4) is not kernel(ReduceOp.AVG, dtype, 5)
@@ -163,7 +163,9 @@ def test_kernels_are_cached_except_custom_ones() -> None:
         ("LXOR", "float16", False, True),
     ],
 )
-def test_kernel_is_ordered_and_portable_as_documented(name: str, dtype: str, ordered: bool, portable: bool) -> None:
+def test_kernel_properties_ordered_and_portable_match_the_documentation(
+    name: str, dtype: str, ordered: bool, portable: bool
+) -> None:
     made = kernel(op_named(name), by_name(dtype), 2)
     assert (made.ordered, made.portable) == (ordered, portable)
 

@@ -1,4 +1,4 @@
-"""Simulated processes, hosts and networks on a virtual clock, with the faults that tests inject."""
+"""Simulated processes, hosts and networks on a virtual clock, with faults that tests inject."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Hosts:
 
     @property
     def living(self) -> list[int]:
-        """The processes that were started and not killed."""
+        """The numbers of all processes that were started and not killed."""
         return [process for process in self.programs if process not in self.killed]
 
     def run(self, main: Callable[[], Awaitable[Any]]) -> Any:
@@ -73,7 +73,7 @@ class Hosts:
         def loop() -> VirtualLoop:
             return VirtualLoop(self.seed, LATENCY)
 
-        # In debug mode, thousands of jobs would take minutes.
+        # Without debug mode, in which thousands of jobs would take minutes.
         with self._simulated(), asyncio.Runner(debug=False, loop_factory=loop) as runner:
             return runner.run(bounded())
 
@@ -94,7 +94,7 @@ class Hosts:
     # -- faults
 
     def kill(self, process: int) -> None:
-        """End a process as SIGKILL does: its sent frames still arrive, then its connections break."""
+        """Kill a process as SIGKILL does: frames already sent still arrive, then its connections break."""
         if process in self.killed:
             return
         self.killed.add(process)
@@ -113,13 +113,13 @@ class Hosts:
             self.resume(process)
 
     def reset(self, one: int, other: int, kinds: Sequence[ConnKind] = tuple(ConnKind)) -> None:
-        """Break the connections of `kinds` between two living processes. Both notice it at once."""
+        """Break the connections of `kinds` between two living processes; both processes notice it at once."""
         for hub, a, b in self._shared_networks(one, other):
             for link in [link for link in hub.links if link.ends == (min(a, b), max(a, b)) and link.kind in kinds]:
                 link.break_off(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
 
     def cut(self, source: int, target: int) -> None:
-        """Hold back all frames from `source` to `target`. Both notice it after `SILENCE` seconds."""
+        """Hold back all frames from `source` to `target`; both processes notice it after `SILENCE` seconds."""
         self._cuts[source, target] = mark = object()
 
         def expire() -> None:
@@ -135,7 +135,7 @@ class Hosts:
         self._deliver_held()
 
     def stop(self, process: int) -> None:
-        """Stop a process (SIGSTOP): it neither sends nor receives, and its connections stay open."""
+        """Stop a process (SIGSTOP), which then neither sends nor receives while its connections stay open."""
         self.stopped.add(process)
         asyncio.get_running_loop().call_later(SILENCE, self._report_stopped, process)
 
@@ -176,7 +176,7 @@ class Hosts:
             hub.deliver_unblocked()
 
     def _report_stopped(self, process: int) -> None:
-        """Report a stopped process to the endpoints that watch it, as their watchdogs would."""
+        """Report a stopped process to the endpoints that watch this process, as their watchdogs would."""
         if process not in self.stopped:
             return
         for endpoint, other in list(self.endpoints.items()):
@@ -212,7 +212,7 @@ class Hosts:
                 self.process = _process.get()
 
             async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
-                """Connect to a living process. A connection attempt to a dead one never finishes."""
+                """Connect to a living process; a connection attempt to a dead process never finishes."""
                 await super().reachable(peer)
                 if self._hub.ranks[peer].process in hosts.killed:  # type: ignore[attr-defined]
                     await asyncio.get_running_loop().create_future()
@@ -248,7 +248,7 @@ class Hosts:
 
 
 class _StandInWatchdog:
-    """A stand-in for the watchdog thread. `Hosts` reports lost processes in its place."""
+    """A stand-in for the watchdog thread; `Hosts` reports lost processes instead."""
 
     def __init__(self, *args: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Programs of the ranks in the pressure tests, in a module that their processes can import."""
+"""Functions that ranks of the pressure tests run, in a module that their processes can import."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def resident() -> int:
 
 
 def unclaimed_bytes(pg: ProcessGroup) -> int:
-    """Return the received bytes that no call on this rank has claimed yet."""
+    """Return the number of received bytes that no call on this rank has requested yet."""
     member = comm_of(pg)
     unmade = unmade_groups(pg).values()
     strangers = sum(len(payload) for group in unmade for _, _, payload in group.frames)
@@ -44,7 +44,7 @@ def unclaimed_bytes(pg: ProcessGroup) -> int:
 
 
 async def flood(pg: ProcessGroup, seconds: float) -> Usage:
-    """Send on rank 0 as fast as the windows allow, in four ways at once; receive slowly on rank 1."""
+    """Let rank 0 send as fast as the windows allow, in four ways at once, and rank 1 receive slowly."""
     buffers = [np.full(size, 1, "uint8") for size in (SHORT, LONG, SHORT, LONG)]
     end = asyncio.get_running_loop().time() + seconds
     before = resident()
@@ -96,7 +96,7 @@ async def operate(pg: ProcessGroup, count: int) -> None:
 
 
 async def operate_long(pg: ProcessGroup, count: int, warm: int) -> tuple[int, int]:
-    """Return the growth in memory blocks and bytes by `count` operations, after `warm` others."""
+    """Return the growth in memory blocks and bytes over `count` operations, after `warm` operations."""
     await operate(pg, warm)
     before = memory_in_use()
     await operate(pg, count)

@@ -1,4 +1,4 @@
-"""The messages of one rank in the agreement about a failed group, as coordinator and as voter."""
+"""Messages of one rank in the agreement on a successor of a failed group, as coordinator and as voter."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.consensus.voter import PROMPT
 
 GROUP = 7
-#: The report of a rank that has completed no collective.
+#: The completion report of a rank that has completed no collective.
 NOTHING = Completed(0, frozenset(), frozenset()).as_data()
 Messages = list[tuple[int, dict[str, Any]]]
 
 
 class LoneEndpoint:
-    """A stand-in for a rank's endpoint. It records sent messages, and the test moves its clock."""
+    """A stand-in for a rank's endpoint, which records sent messages and has a clock that the test moves."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -49,13 +49,13 @@ class LoneEndpoint:
         self.sent.append((rank, note))
 
     def flood(self, note: dict[str, Any], ranks: Sequence[int]) -> None:
-        """Drop a message for several ranks."""
+        """Ignore a message for several ranks."""
 
     def probe(self, rank: int) -> None:
-        """Do nothing: no rank is unreachable."""
+        """Do nothing, since no rank is unreachable."""
 
     def look(self, rank: int) -> None:
-        """Do nothing: every process runs."""
+        """Do nothing, since every process runs."""
 
     def call_later(self, delay: float, callback: Any, *args: Any) -> asyncio.TimerHandle:
         handle = self.loop.call_later(1000, callback, *args)
@@ -93,14 +93,14 @@ class LoneEndpoint:
             handle.cancel()
 
 
-async def test_coordinator_requests_all_votes_after_the_first_vote() -> None:
+async def test_shrink_coordinator_requests_all_votes_after_the_first_vote() -> None:
     alone = LoneEndpoint(0, 4)
     assert alone.vote(2, 0, exclude=[]) == [(1, "ask", 0), (3, "ask", 0), (2, "ask", 0)]
     alone.close()
 
 
-async def test_coordinator_counts_its_own_promise_before_its_program_calls() -> None:
-    """The promises of ranks 0 and 1 are a quorum of three ranks, so rank 1 does not wait for rank 2."""
+async def test_coordinator_counts_its_own_promise_before_its_program_calls_shrink() -> None:
+    """Check that rank 1 does not wait for rank 2, since the promises of ranks 0 and 1 are a quorum of three ranks."""
     alone = LoneEndpoint(0, 3)
     sent = alone.vote(1, 0, exclude=[0, 2])
     assert [each for each in sent if each[1] == "propose"] == [(1, "propose", 0), (2, "propose", 0), (1, "propose", 0)]
@@ -108,7 +108,7 @@ async def test_coordinator_counts_its_own_promise_before_its_program_calls() -> 
     alone.close()
 
 
-async def test_voter_marked_dead_is_alive_after_its_vote() -> None:
+async def test_voter_that_was_taken_for_dead_counts_as_alive_after_its_vote() -> None:
     alone = LoneEndpoint(0, 3)
     alone.dead[2] = "stopped", "it was silent"
     alone.vote(2, 0, exclude=[])
@@ -117,7 +117,7 @@ async def test_voter_marked_dead_is_alive_after_its_vote() -> None:
 
 
 @pytest.mark.parametrize("ballot", [0, 3])
-async def test_voter_of_an_older_ballot_gets_the_promised_ballot(ballot: int) -> None:
+async def test_voter_of_an_older_ballot_receives_the_newer_promised_ballot(ballot: int) -> None:
     alone = LoneEndpoint(0, 3)
     alone.vote(2, 3, exclude=[])
     assert alone.receive(1, "ask", ballot=4) == [(1, "vote", 4)]
@@ -159,7 +159,7 @@ async def test_coordinator_that_has_sent_a_message_is_not_skipped(answer: str) -
     await asyncio.sleep(0)
     assert alone.sent_messages() == [(0, "vote", 0)]
     alone.receive(0, answer, ballot=0, outcome={"members": [0, 1], "excluded": [], "grown": ""})
-    for coordinator in (0, 1):  # rank 0 has sent nothing more by the second timeout
+    for coordinator in (0, 1):  # rank 0 has sent no further message by the second timeout
         alone.sent.clear()
         alone.wait(PROMPT)
         assert [each[0] for each in alone.sent_messages()] == [coordinator]

@@ -1,4 +1,4 @@
-"""The place of a blocked thread: its innermost frame, and the user's lines that led there."""
+"""The reported place of a blocked thread: its innermost frame, and the user's lines that led there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def line_of(text: str) -> int:
     return line
 
 
-def test_blocked_place_is_followed_by_the_users_lines() -> None:
+def test_report_of_a_blocked_thread_shows_the_users_lines() -> None:
     def outer(look: Any) -> None:
         inner(look)
 
@@ -48,8 +48,8 @@ def test_blocked_place_is_followed_by_the_users_lines() -> None:
     assert third.endswith(" in frame_in")
 
 
-def test_blocked_import_names_the_importing_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five frames of importlib lie between the module and the importing line, and are left out."""
+def test_report_of_a_blocked_import_names_the_importing_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that five importlib frames between the module and the importing line are omitted."""
     module = "import sys\nfrom aiocoll.engine.failure.blocked import place\nfound = place(sys._getframe(0))\n"
     (tmp_path / "slow_to_load.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
@@ -69,7 +69,7 @@ def test_blocked_import_names_the_importing_line(tmp_path: Path, monkeypatch: py
     assert second == f"{__file__}:{line_of('import slow_to_load')} in load"
 
 
-def test_blocked_installed_program_names_its_own_lines(tmp_path: Path) -> None:
+def test_report_of_a_blocked_installed_program_names_its_own_lines(tmp_path: Path) -> None:
     source = "def run(look):\n    look()\n"
     scope: dict[str, Any] = {}
     exec(compile(source, str(tmp_path / "site-packages" / "theirs.py"), "exec"), scope)
@@ -79,12 +79,12 @@ def test_blocked_installed_program_names_its_own_lines(tmp_path: Path) -> None:
     assert second.endswith(" in frame_in")
 
 
-def test_missing_frame_is_an_unknown_place() -> None:
+def test_blocked_thread_without_a_frame_is_reported_at_an_unknown_line() -> None:
     assert place(None) == "an unknown place"
 
 
 async def test_blocked_loop_warning_names_the_users_line(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    """The blocking call is three frames deep in the standard library."""
+    """Block in a call that is three frames deep in the standard library."""
     limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     watch.start()
@@ -101,7 +101,7 @@ async def test_blocked_loop_warning_names_the_users_line(limits: Limits, caplog:
     assert f"in wait, called from {where}" in text
 
 
-async def test_repeatedly_blocking_line_is_logged_once(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+async def test_line_that_blocks_repeatedly_is_logged_once(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     never: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -126,7 +126,7 @@ async def test_repeatedly_blocking_line_is_logged_once(limits: Limits, caplog: p
     )
 
 
-def test_blocked_line_is_the_innermost_one_of_the_user(tmp_path: Path) -> None:
+def test_reported_blocked_line_is_the_innermost_line_of_the_users_code(tmp_path: Path) -> None:
     installed: dict[str, Any] = {}
     exec(compile("def run(look):\n    look()\n", str(tmp_path / "site-packages" / "theirs.py"), "exec"), installed)
 

@@ -1,4 +1,4 @@
-"""Bounds of early messages: a flood is refused, and peers that obey the windows never reach the bounds."""
+"""Limits on early messages: a flood is refused, and peers that obey the windows never reach the limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIB = 1 << 20
 UNMADE = 77
 DATA, READY, GRANT, CONTROL = FrameKind.DATA, FrameKind.READY, FrameKind.GRANT, FrameKind.CONTROL
 
-#: Sends one item of a flood, given the link, the group and the number of the item.
+#: A function (link, group, number) that sends one item of a flood.
 Flood = Callable[[Link, ProcessGroup, int], None]
 
 
@@ -45,7 +45,7 @@ def send_device_message(link: Link, group: int) -> None:
     send_control_message(link, t="device", g=group, card=card)
 
 
-#: A narrow window, a payload that is large for it, and a low limit for items that are counted.
+#: A narrow window, a payload that is large for this window, and a low limit for the number of items.
 NARROW, SOME, FEW = LINK_WINDOW // 10, bytes(10_000), 300
 SEGMENT_OF_ONES = bytes([1]) * SEGMENT
 
@@ -119,7 +119,7 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
 
 @pytest.mark.parametrize("what", FLOODS)
 @pytest.mark.parametrize("transport", LINKS)
-async def test_flood_is_refused_beyond_the_bounds_of_honest_peers(transport: str, what: str, limits: Limits) -> None:
+async def test_flood_of_early_messages_is_refused_at_the_limits(transport: str, what: str, limits: Limits) -> None:
     flood, most, words = FLOODS[what]
     limits(link_window=NARROW, ask_window=NARROW, early_grants=FEW, unmade_groups=FEW)
 
@@ -151,7 +151,7 @@ async def test_flood_is_refused_beyond_the_bounds_of_honest_peers(transport: str
 
 @pytest.mark.ranks(2)
 @over(*LINKS[1:])
-async def test_flood_for_an_unknown_group_takes_little_memory(pg: ProcessGroup) -> None:
+async def test_flood_of_messages_for_an_unknown_group_takes_little_memory(pg: ProcessGroup) -> None:
     await pg.barrier()
     work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
     before = resident()
@@ -170,7 +170,7 @@ async def test_flood_for_an_unknown_group_takes_little_memory(pg: ProcessGroup) 
 
 @pytest.fixture
 def _narrow(limits: Limits) -> None:
-    """Narrow the windows to some tens of frames, so that they often fill and reopen."""
+    """Narrow the windows to a few dozen frames, so that they often fill and reopen."""
     limits(link_window=40 * LEAST, ask_window=60 * LEAST, window_lot=10 * LEAST)
 
 
@@ -178,8 +178,8 @@ def _narrow(limits: Limits) -> None:
 @pytest.mark.usefixtures("_narrow")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("transport", LINKS)
-async def test_honest_ranks_never_reach_the_bounds(transport: str, seed: int) -> None:
-    """Calls run far ahead of the windows in order, and as far as the windows allow in another order."""
+async def test_ranks_that_obey_the_windows_never_reach_the_limits_of_early_messages(transport: str, seed: int) -> None:
+    """Let calls run far ahead of the windows in order, and as far as the windows allow in another order."""
     chance = random.Random(seed)
     sizes = [chance.choice([0, 0, 1, 100, 1000, 9000]) for _ in range(300)]
     others = list(range(50))
@@ -214,7 +214,7 @@ async def test_honest_ranks_never_reach_the_bounds(transport: str, seed: int) ->
 
 
 @pytest.mark.ranks(2)
-async def test_ten_thousand_empty_messages_wait_until_received(pg: ProcessGroup) -> None:
+async def test_ten_thousand_empty_messages_are_kept_until_they_are_received(pg: ProcessGroup) -> None:
     count = 10_000
     if pg.rank() == 0:
         for work in [pg.send(np.zeros(0), 1) for _ in range(count)]:
@@ -230,7 +230,7 @@ async def test_ten_thousand_empty_messages_wait_until_received(pg: ProcessGroup)
 
 @pytest.mark.parametrize("room", [LEAST - 1, LEAST])
 @pytest.mark.parametrize("transport", LINKS)
-async def test_small_message_is_eager_if_its_counted_size_fits(transport: str, room: int) -> None:
+async def test_small_message_is_sent_eagerly_if_its_size_fits_the_window(transport: str, room: int) -> None:
     sent = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -257,10 +257,10 @@ async def test_small_message_is_eager_if_its_counted_size_fits(transport: str, r
     await run_ranks(2, rank, transport=transport)
 
 
-async def test_agreement_messages_for_unknown_groups_are_bounded_per_peer(
+async def test_number_of_agreement_messages_for_unknown_groups_is_limited_per_peer(
     limits: Limits,
 ) -> None:
-    """A message about the agreement of a group counts like a message about the group."""
+    """Check that a message about the agreement of a group counts like a message about the group."""
     limits(unmade_groups=FEW)
 
     def accept_message(identity: int) -> dict[str, Any]:
@@ -278,7 +278,7 @@ async def test_agreement_messages_for_unknown_groups_are_bounded_per_peer(
     await run_ranks(3, rank)
 
 
-def test_split_groups_are_bounded_per_peer(limits: Limits) -> None:
+def test_number_of_unknown_split_groups_is_limited_per_peer(limits: Limits) -> None:
     limits(unmade_groups=FEW)
     closed = ClosedGroups(lambda identity, ranks: None)
     kept = early.UnmadeGroups(closed)
@@ -286,7 +286,7 @@ def test_split_groups_are_bounded_per_peer(limits: Limits) -> None:
         for number in range(FEW):
             identity = peer * UNMADE * FEW + number
             kept.refuse_group(identity, peer, None, (0, peer), 0)
-            kept.refuse_group(identity, peer, None, (0, peer), 0)  # a known group does not count again
+            kept.refuse_group(identity, peer, None, (0, peer), 0)  # a group that is known already is not counted again
             assert closed.sends_frames(identity, peer)
             assert not closed.sends_frames(identity, 0)
         with pytest.raises(ProtocolError, match=f"rank {peer} has split off more than {FEW} groups"):

@@ -1,4 +1,4 @@
-"""Cancelled awaits at every step: collectives continue, receives are withdrawn, and no message is lost."""
+"""Awaits cancelled at every step: collectives continue, receives are withdrawn, and no message is lost."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..internals import comm_of
 from ..ranks import over, run_ranks
 
 SIZE = 3
-#: Elements of float64: a few bytes, and more than an eager message may have.
+#: Numbers of float64 elements: a few, and more than an eager message may have.
 COUNTS = (5, 70_001)
-#: Seconds that a frame takes. All events between two frames are then one step.
+#: The latency of a frame in seconds; all events between two frames then form one step.
 LATENCY = 0.001
-#: More steps than any call takes. A test that counts further hangs.
+#: More steps than any call takes; a test that needs more steps has hung.
 MOST = 400
 
 
@@ -46,7 +46,7 @@ def reduce_scatter(pg: ProcessGroup, n: int) -> tuple[Work[Any], Any]:
     return pg.reduce_scatter(np.zeros(n), inputs), total(n) + SIZE * pg.rank()
 
 
-#: Each function starts a call, and returns its work and the expected result.
+#: Functions that start a call and return its work and the expected result.
 CALLS: dict[str, Call] = {
     "allreduce": lambda pg, n: (pg.allreduce(block(pg.rank(), n)), total(n)),
     "allreduce-links": lambda pg, n: (pg.allreduce(block(pg.rank(), n), ReduceOp.custom(np.add)), total(n)),
@@ -92,7 +92,7 @@ async def cancel_after(waiting: asyncio.Task[Any], steps: int, seconds: float) -
 
 
 async def cancel_at_every_step(pg: ProcessGroup, call: Call, n: int, seconds: float) -> None:
-    """Repeat a call, and cancel its await one step later each time, on one rank or on all ranks."""
+    """Repeat a call, cancelling its await one step later each time, on one rank or on all ranks."""
     for steps in count():
         assert steps < MOST
         early = []
@@ -132,7 +132,7 @@ async def test_collective_over_sockets_continues_after_its_await_is_cancelled(pg
             await cancel_at_every_step(pg, CALLS[name], n, 0)
 
 
-#: Runs a test whose steps are loop iterations, or virtual time between frames. Sockets have loop iterations only.
+#: A function that runs a test; its steps are loop iterations, or (except over sockets) virtual time between frames.
 Runner = Callable[[Callable[[ProcessGroup, float], Any]], None]
 
 
@@ -149,7 +149,7 @@ def step_over_sockets(fn: Callable[[ProcessGroup, float], Any]) -> None:
 
 
 RUNNERS = pytest.mark.parametrize("run", [step_by_iteration, step_by_latency, step_over_sockets])
-#: Messages of a test. Most are sent before the call of their receive, some after it.
+#: The number of messages in a test. Most are sent before the call of their receive, some after it.
 MESSAGES = 60
 
 
@@ -167,7 +167,7 @@ async def send_all(pg: ProcessGroup, n: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("n", COUNTS)
 @RUNNERS
-def test_cancelled_receive_is_withdrawn_or_gets_its_message(run: Runner, n: int) -> None:
+def test_cancelled_receive_is_withdrawn_or_receives_its_message(run: Runner, n: int) -> None:
     async def rank(pg: ProcessGroup, seconds: float) -> None:
         if pg.rank() == 0:
             await send_all(pg, n, seconds)
@@ -236,8 +236,8 @@ def test_cancelled_object_and_batch_receives_are_withdrawn(run: Runner) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", range(8))
 @RUNNERS
-def test_cancelled_incoming_loses_no_message(run: Runner, steps: int) -> None:
-    """A task receives a thousand messages of two lengths, and is repeatedly cancelled and restarted."""
+def test_cancelled_incoming_iterator_loses_no_message(run: Runner, steps: int) -> None:
+    """Let a task that is repeatedly cancelled and restarted receive a thousand messages of two lengths."""
 
     async def rank(pg: ProcessGroup, seconds: float) -> None:
         if pg.rank() == 0:
@@ -258,14 +258,14 @@ def test_cancelled_incoming_loses_no_message(run: Runner, steps: int) -> None:
         for extra in count():
             if len(got) == 1000:
                 break
-            # If every attempt were cancelled at the same step, none might reach its message.
+            # Vary the step, since with cancellations always at the same step no receive might reach its message.
             await cancel_after(asyncio.ensure_future(take_messages()), steps + extra % 2, seconds)
         assert got == list(range(1000))
 
     run(rank)
 
 
-def test_incoming_messages_are_shared_by_several_tasks() -> None:
+def test_several_tasks_can_iterate_over_incoming_messages() -> None:
     size, messages = 4, 100
 
     async def rank(pg: ProcessGroup) -> None:

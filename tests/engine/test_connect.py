@@ -44,7 +44,7 @@ async def test_silent_rank_is_dialled_again_while_its_process_lives(
     assert dials == ([0] * 3 if lives else [0])
 
 
-async def test_dial_ends_at_the_shutdown_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dial_is_cancelled_at_the_shutdown_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     dialling = asyncio.Event()
 
     async def dial_without_answer(*args: Any) -> Any:

@@ -22,8 +22,8 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_mismatch_is_found_within_a_second_of_the_last_call() -> None:
-    """Each rank waits for the broadcast of the other rank, so no data reveals the mismatch."""
+def test_mismatch_is_reported_within_a_second_after_the_last_call() -> None:
+    """Let each rank wait for the broadcast of the other rank, so that no data reveals the mismatch."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(40 * pg.rank())
@@ -35,7 +35,7 @@ def test_mismatch_is_found_within_a_second_of_the_last_call() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0.01, 0.2, 3.0, 100.0])
-def test_timeout_is_accurate_to_the_report_period(timeout: float) -> None:
+def test_timeout_expires_within_one_report_period_of_its_deadline(timeout: float) -> None:
     async def rank(pg: ProcessGroup) -> None:
         started = now()
         if pg.rank() == 2:
@@ -44,7 +44,7 @@ def test_timeout_is_accurate_to_the_report_period(timeout: float) -> None:
             with pytest.raises(CollectiveTimeoutError, match=f"within {timeout:g} s") as raised:
                 await pg.allreduce(np.zeros(3), timeout=timeout)
             assert raised.value.ranks == ((2,) if timeout > 0.1 else ())
-        # The first timeout of the two expires in time, and its rank notifies the others.
+        # The first of the two timeouts expires in time, and the rank that timed out notifies the others.
         assert abs(now() - started - timeout) < 0.1
 
     run_virtual(3, rank, latency=LATENCY)
@@ -81,14 +81,14 @@ def test_missing_rank_is_logged_before_the_timeout(caplog: pytest.LogCaptureFixt
     for rank, warning in zip((0, 2), sorted(warnings), strict=True):
         assert f"rank {rank}: ALLREDUCE (sequence 2), called as ALLREDUCE(shape=[3], dtype=float64" in warning
         assert "has been waiting for 30." in warning
-        # The last operation of rank 1 is old, but the report about it is recent.
+        # The last operation of rank 1 is old, but rank 1 has reported it recently.
         assert re.search(r"it waits for rank 1 \(last in BARRIER\(.*SequenceNumber=1\), 30\.\d s ago\)$", warning)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-def test_results_are_the_same_for_any_latency(seed: int) -> None:
-    """Each seed makes the frames of different links overtake each other in another order."""
+def test_results_do_not_depend_on_the_latency(seed: int) -> None:
+    """Use seeds that each make the frames of different links overtake each other in another order."""
 
     async def rank(pg: ProcessGroup) -> list[bytes]:
         chance = random.Random(seed)
@@ -123,7 +123,7 @@ def test_results_are_the_same_for_any_latency(seed: int) -> None:
 
 @pytest.mark.ranks(2)
 async def test_timeout_below_a_millisecond_expires(pg: ProcessGroup) -> None:
-    """For such delays, uvloop returns a handle without the method `when`."""
+    """Check short delays, for which uvloop returns a handle without the method `when`."""
     works = [pg.recv(np.zeros(1), 1 - pg.rank(), timeout=1e-4) for _ in range(2)]
     for work in works:
         with pytest.raises(CollectiveTimeoutError):

@@ -18,7 +18,7 @@ from .test_shrink import Job, now
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None:
-    """In a group of two ranks, only ranks outside the group can report the death."""
+    """Include a group of two ranks, whose death only ranks outside the group can report."""
     for victim in range(world_size):
         job = Job()
 
@@ -29,7 +29,7 @@ def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None
                 if rank != victim
             ]
             if pg.rank() == victim:
-                # The victim dies early, because a receiver that waits for longer opens a link of its own.
+                # The victim dies early, since a receiver that waits for longer would open a link by itself.
                 await asyncio.sleep(0.1)
                 job.kill(victim)
                 await asyncio.get_running_loop().create_future()
@@ -49,8 +49,8 @@ def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None
         assert job.run(world_size, body, linked=False) == expected
 
 
-def test_handling_of_a_death_raises_no_exceptions() -> None:
-    """An exception in a callback would only be logged."""
+def test_death_handler_raises_no_exceptions() -> None:
+    """Check with a loop exception handler, since an exception in a callback would only be logged."""
     job = Job()
     contexts: list[dict[str, Any]] = []
 
@@ -67,8 +67,8 @@ def test_handling_of_a_death_raises_no_exceptions() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_process_check_does_nothing_after_shutdown(pg: ProcessGroup) -> None:
-    """A program may close a group that it is about to shrink."""
+async def test_process_check_does_nothing_after_the_shutdown_of_the_rank(pg: ProcessGroup) -> None:
+    """Close a group before the process check runs, as a program may before `shrink`."""
     failure_detector = comm_of(pg).endpoint.failure_detector
     failure_detector._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))
     failure_detector.check_process(1 - pg.rank())

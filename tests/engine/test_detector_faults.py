@@ -1,4 +1,4 @@
-"""Fault injection into the failure detector: failing system calls never make a living rank look dead.
+"""Fault injection into the failure detector: a failing system call never makes a living rank look dead.
 
 The watchdog thread does not run here. The test calls each round on its own clock, so that a seed repeats its run.
 """
@@ -52,7 +52,7 @@ SLEEP = ["sleep", "3600"]
 
 
 class Fault:
-    """A call that fails once, or at every use from its first failure on."""
+    """A function call that fails once, or at every use from its first failure on."""
 
     def __init__(self, chance: random.Random) -> None:
         self.call = chance.choice((*CALLS, *INSIDE))
@@ -62,7 +62,7 @@ class Fault:
         self._calls = 0
 
     def fail_if_due(self, call: str) -> None:
-        """Count a call, and raise an error if it must fail."""
+        """Count a call, and raise an error if this call must fail."""
         if call != self.call:
             return
         self._calls += 1
@@ -72,7 +72,7 @@ class Fault:
             raise OSError(self.number, os.strerror(self.number))
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls `original`, unless this fault is due."""
+        """Return a function that calls `original`, or raises the error if this fault is due."""
 
         def call(*args: Any, **named: Any) -> Any:
             self.fail_if_due(self.call)
@@ -110,14 +110,14 @@ class Clock:
         return False
 
     def advance(self, seconds: float) -> None:
-        """Move the clock forward. Timers and callbacks run unless the loop is blocked."""
+        """Move the clock forward; timers and callbacks run unless the loop is blocked."""
         end = self.now + seconds
         while not self.is_blocked and self._timers and self._timers[0][0] <= end:
             self.now, _, timer = heapq.heappop(self._timers)
             timer()
         self.now = end
         while not self.is_blocked and self._soon:
-            with suppress(OSError):  # from a failing log: a loop continues after an exception in a callback
+            with suppress(OSError):  # a failing log raises; a real loop continues after an exception in a callback
                 self._soon.pop(0)()
 
 
@@ -159,7 +159,7 @@ class Thread:
                 self._target()
 
     def join(self, timeout: float) -> None:
-        """Return at once: nothing runs."""
+        """Return at once, since no thread runs."""
 
 
 class DetectorSetup:
@@ -217,7 +217,7 @@ class DetectorSetup:
             assert self.heartbeat.sent[-1] == self.clock.now
 
     def step(self) -> None:
-        """Cause one random event that makes the detector check a process."""
+        """Cause a random event that makes the detector check a process."""
         rank = self.chance.choice((LIVING, KILLED))
         detector = self.detector
         what = self.chance.randrange(8)
@@ -324,13 +324,15 @@ def run(seed: int, living_pid: int) -> None:
         assert "killed" in setup.lost[KILLED]
 
 
-def test_fault_in_a_system_call_makes_no_living_rank_dead(living_pid: int) -> None:
+def test_failing_system_call_of_the_detector_never_makes_a_living_rank_dead(living_pid: int) -> None:
     for seed in range(100):
         run(seed, living_pid)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 5100, 500))
-def test_fault_in_a_system_call_makes_no_living_rank_dead_in_5000_seeds(living_pid: int, first: int) -> None:
+def test_failing_system_call_of_the_detector_never_makes_a_living_rank_dead_in_5000_seeds(
+    living_pid: int, first: int
+) -> None:
     for seed in range(first, first + 500):
         run(seed, living_pid)

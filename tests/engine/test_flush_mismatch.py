@@ -1,4 +1,4 @@
-"""Mismatched blocks: every rank reports them within a second and names the members, and no array changes."""
+"""Mismatched coalescing blocks: every rank reports the differing calls within a second, and no array changes."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ CASES: dict[str, tuple[Record, Record, str]] = {
 
 
 async def block_mismatch(pg: ProcessGroup, most: Record, one: Record, odd: int, text: str) -> str:
-    """Record other calls on rank `odd`; return the text of the mismatch error."""
+    """Let rank `odd` record other calls; return the text of the mismatch error."""
     loop = asyncio.get_running_loop()
     await pg.barrier()
     start = loop.time()
     with pytest.raises(CollectiveMismatchError) as caught:  # noqa: PT012
         async with pg.coalescing():
             (one if pg.rank() == odd else most)(pg)
-        # The block may complete on this rank: a sender does not notice a mismatch that only its reader sees.
+        # The block may complete on this rank, since a sender does not detect a mismatch that only its reader finds.
         await pg.wait_revoked()
         raise comm_of(pg).cause  # type: ignore[misc]
     assert loop.time() - start < 1.0
@@ -122,7 +122,7 @@ async def block_mismatch(pg: ProcessGroup, most: Record, one: Record, odd: int, 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("name", CASES)
-def test_blocks_with_different_calls_are_a_mismatch(name: str, transport: str) -> None:
+def test_coalescing_blocks_with_different_calls_are_reported_as_a_mismatch(name: str, transport: str) -> None:
     most, one, text = CASES[name]
     for world_size, odd in ((2, 1), (3, 0)):
         run_steadily(run_ranks(world_size, block_mismatch, most, one, odd, text, transport=transport))
@@ -131,7 +131,7 @@ def test_blocks_with_different_calls_are_a_mismatch(name: str, transport: str) -
 @pytest.mark.ranks(3)
 @over(*LINKS)
 @pytest.mark.parametrize("which", [0, 1])
-async def test_block_and_plain_calls_are_a_mismatch(pg: ProcessGroup, which: int) -> None:
+async def test_coalescing_block_against_plain_calls_is_reported_as_a_mismatch(pg: ProcessGroup, which: int) -> None:
     tensors = [x() for _ in range(3)]
     with pytest.raises(CollectiveMismatchError) as caught:  # noqa: PT012
         if pg.rank() == which:
@@ -150,7 +150,7 @@ async def test_block_and_plain_calls_are_a_mismatch(pg: ProcessGroup, which: int
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_mismatched_block_changes_no_array(transport: str) -> None:
+async def test_mismatched_coalescing_block_changes_no_array(transport: str) -> None:
     arrays: list[Any] = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -170,7 +170,7 @@ async def test_mismatched_block_changes_no_array(transport: str) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_block_flushed_at_different_calls_is_a_mismatch(pg: ProcessGroup) -> None:
+async def test_coalescing_blocks_flushed_after_different_calls_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     with pytest.raises(CollectiveMismatchError, match="member 1 is"):  # noqa: PT012
         async with pg.coalescing():
             first = pg.allreduce(x())
@@ -187,8 +187,8 @@ def member(count: int, op: str = "ALLREDUCE") -> Signature:
     return Signature(op, "float32", (count,), None, "SUM")
 
 
-def test_long_member_list_is_reported_up_to_its_limit() -> None:
-    """Beyond the limit, the report has only the fact that members differ."""
+def test_mismatch_error_of_a_long_block_lists_a_limited_number_of_calls() -> None:
+    """Check that a report beyond the limit states only that the calls of the blocks differ."""
     first = [member(number) for number in range(5000)]
     second = [*first[:-1], member(3)]
     one, two = coalesced_call(0, *first), coalesced_call(1, *second)
@@ -200,13 +200,13 @@ def test_long_member_list_is_reported_up_to_its_limit() -> None:
     assert "the messages they exchange" in str(mismatch_error("g", one, coalesced_call(1, *first)))
 
 
-def test_consecutive_equal_members_are_reported_as_one() -> None:
+def test_mismatch_error_lists_equal_consecutive_calls_of_a_block_once() -> None:
     one, two = coalesced_call(0, *[member(1)] * 100_000), coalesced_call(1, *[member(1)] * 99_999, member(2))
     assert len(repr(one)) < 500
     text = str(mismatch_error("g", one, two))
     assert "member 99999 is ALLREDUCE(dtype=float32, counts=[1], reduce op=SUM) on rank 0, ALLREDUCE(" in text
 
 
-def test_mismatch_names_at_most_three_members() -> None:
+def test_mismatch_error_names_at_most_three_calls_of_a_block() -> None:
     text = str(mismatch_error("g", coalesced_call(0, *[member(1)] * 9), coalesced_call(1, *[member(2)] * 9)))
     assert text.count("on rank 0, ") == 3

@@ -1,4 +1,4 @@
-"""Goodbyes of ranks that leave: data sent before a goodbye arrives, even if the goodbye arrives first."""
+"""Goodbyes of ranks that leave: data sent before a goodbye arrives, even if the goodbye arrives earlier."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def open_links(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
-def test_data_sent_before_the_goodbye_arrives(ends: bool, world_size: int, count: int) -> None:
+def test_data_sent_before_a_goodbye_arrives(ends: bool, world_size: int, count: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
         part: Any = pg if ends else await pg.split_group(range(world_size))
@@ -40,7 +40,7 @@ def test_data_sent_before_the_goodbye_arrives(ends: bool, world_size: int, count
             receives = [part.recv(np.zeros(count), source, 5) for source in range(me)]
             for source, work in enumerate(receives):
                 assert (await work == source).all()
-        # All messages are eager: the sends are done before any message has arrived.
+        # All messages are eager, so the sends complete before any message has arrived.
         sends = [part.send(np.full(count, float(me)), target, 5) for target in range(me + 1, world_size)]
         assert all(work.done() for work in sends)
         await part.shutdown()
@@ -49,8 +49,8 @@ def test_data_sent_before_the_goodbye_arrives(ends: bool, world_size: int, count
         run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 
-def test_group_made_after_its_peer_has_ended_gets_the_sent_data() -> None:
-    """The notice that a rank has ended may arrive on the control link long before its last data frames."""
+def test_group_created_after_the_end_of_its_peer_receives_the_data_sent_before() -> None:
+    """Let the notice that a rank has ended arrive on the control link long before its last data frames."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
@@ -69,8 +69,8 @@ def test_group_made_after_its_peer_has_ended_gets_the_sent_data() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-def test_rank_with_its_result_may_leave_at_once(world_size: int) -> None:
-    """A rank may finish a collective while its last messages are still on their way."""
+def test_rank_can_leave_the_group_as_soon_as_it_has_its_result(world_size: int) -> None:
+    """Let a rank finish a collective while its last messages are still on their way."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
@@ -92,7 +92,7 @@ def test_rank_with_its_result_may_leave_at_once(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
 def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, world_size: int) -> None:
-    """The last rank sends one message and leaves: the first receive gets it, the second one fails."""
+    """Let the last rank send one message and leave; the first receive gets the message, the second one fails."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
@@ -107,15 +107,15 @@ def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, worl
             with pytest.raises(PeerLostError, match=f"needs rank {last}, which has left"):
                 await works[1]
         if not ends:
-            await pg.barrier()  # keeps the ranks until the goodbye has reached all of them
+            await pg.barrier()  # keeps the remaining ranks until the goodbye has reached all of them
 
     for seed in range(6):
         run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notice that the rank ends replaces the goodbye."""
+def test_closing_the_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the notice of a rank's end replaces the goodbye."""
     sent: list[str] = []
     spied(monkeypatch, control_said=lambda _, message: sent.append(message["t"]))
 
@@ -137,8 +137,8 @@ def test_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pyt
 
 
 @pytest.mark.ranks(2)
-async def test_background_task_runs_until_its_context_stops(pg: ProcessGroup) -> None:
-    """The event loop keeps only weak references to tasks."""
+async def test_background_task_runs_until_its_endpoint_stops(pg: ProcessGroup) -> None:
+    """Check that a background task is referenced, since the event loop keeps only weak references to tasks."""
     context = Context(comm_of(pg).runtime, comm_of(pg).endpoint.context.transport, 0, 1)
     ended = []
 

@@ -19,14 +19,14 @@ from ..ranks import until
 from .jobs import memory_in_use
 
 SHM = GroupOptions(transport="shm")
-#: Groups open at the same time, splits before the memory is measured, and splits in total.
+#: The number of groups open at the same time, of splits before the measurement of memory, and of splits in total.
 BATCH, WARM, SPLITS = 20, 20_000, 1_000_000
 #: Virtual seconds until the last goodbyes have arrived.
 CALM = 10.0
 
 
 class Trial:
-    """A job whose ranks split off groups, use some of them at the same time, and close them in any order.
+    """A job whose ranks split off groups, use some of them concurrently, and close them in any order.
 
     Args:
         seed: seed of all random choices.
@@ -79,7 +79,7 @@ class Trial:
         ]
 
     async def _use(self, me: int, group: ProcessGroup, number: int, pause: float) -> None:
-        """Exchange values that no other group exchanges, and close the group after `pause` seconds."""
+        """Exchange values that are unique to this group, and close the group after `pause` seconds."""
         try:
             for times in range(2):
                 found = await group.allgather_object([number, times, me])
@@ -111,7 +111,7 @@ LATENCIES = [None, (0.0, 0.001), (0.001, 0.05)]
 
 @pytest.mark.parametrize("latency", LATENCIES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_colliding_group_ids_fail_on_all_their_ranks(
+def test_groups_with_colliding_ids_fail_on_all_their_ranks(
     world_size: int, latency: tuple[float, float] | None, limits: Limits
 ) -> None:
     limits(group_id_bits=8)
@@ -120,14 +120,14 @@ def test_colliding_group_ids_fail_on_all_their_ranks(
 
 
 @pytest.mark.soak
-def test_group_ids_of_16_bits_collide_on_all_ranks(limits: Limits) -> None:
+def test_collisions_of_16_bit_group_ids_are_detected_on_all_ranks(limits: Limits) -> None:
     limits(group_id_bits=16)
     collisions = sum(Trial(seed, 4, 5_000, LATENCIES[seed % 3]).check() for seed in range(12))
     assert collisions > 5
 
 
 async def _split(pg: ProcessGroup, count: int) -> None:
-    """Split off `count` groups, use some, and close all."""
+    """Split off `count` groups, use some of them, and close all."""
     everyone = list(range(pg.size()))
     for _ in range(0, count, BATCH):
         groups = [await pg.split_group(everyone) for _ in range(BATCH)]
@@ -136,8 +136,8 @@ async def _split(pg: ProcessGroup, count: int) -> None:
 
 
 @pytest.mark.soak
-async def test_many_splits_take_no_memory() -> None:
-    """A split takes 1.3 ms of CPU time on both ranks together."""
+async def test_a_million_splits_do_not_increase_memory_use() -> None:
+    """Split a million times: a split takes 1.3 ms of CPU time on both ranks together."""
 
     async def rank(pg: ProcessGroup) -> tuple[int, int]:
         await _split(pg, WARM)
@@ -154,11 +154,11 @@ async def test_many_splits_take_no_memory() -> None:
 
 
 @pytest.mark.parametrize("options", [None, SHM])
-async def test_closed_groups_leave_no_record(options: GroupOptions | None) -> None:
+async def test_closed_groups_leave_no_record_on_any_rank(options: GroupOptions | None) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await _split(pg, 5 * BATCH)
         for _ in range(3):
-            # The group is revoked, one rank may leave first, and goodbyes may cross.
+            # The group is revoked; one rank may close the group first, and the goodbyes may cross.
             group = await pg.split_group([0, 1])
             if pg.rank() == 0:
                 group.abort("a test")
@@ -196,7 +196,7 @@ async def test_agreements_of_closed_groups_leave_no_record() -> None:
     await run_ranks(3, rank)
 
 
-async def test_shrink_ends_when_its_group_is_closed() -> None:
+async def test_shrink_is_ended_by_the_close_of_its_group() -> None:
     async def rank(pg: ProcessGroup) -> None:
         group = await pg.split_group([0, 1])
         if pg.rank() == 0:
@@ -211,7 +211,7 @@ async def test_shrink_ends_when_its_group_is_closed() -> None:
     await run_ranks(2, rank)
 
 
-def test_closed_group_records_of_unreachable_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_closed_group_records_for_unreachable_peers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closed_groups, "RECORDS", 3)
     monkeypatch.setattr(closed_groups, "RECENT", 2)
     dropped: list[int] = []
@@ -226,7 +226,7 @@ def test_closed_group_records_of_unreachable_peers_are_bounded(monkeypatch: pyte
     assert not closed.sends_frames(1, 1)
 
 
-def test_closed_group_record_waits_for_both_goodbyes_of_each_rank() -> None:
+def test_closed_group_record_is_kept_until_both_goodbyes_of_each_rank() -> None:
     dropped: list[int] = []
     closed = ClosedGroups(lambda identity, ranks: dropped.append(identity))
     goodbyes = Goodbyes("a", (0, 1, 2, 3))
@@ -243,7 +243,7 @@ def test_closed_group_record_waits_for_both_goodbyes_of_each_rank() -> None:
     assert (len(closed), dropped) == (0, [7])
 
 
-def test_split_records_keep_only_the_last_splits() -> None:
+def test_only_the_latest_splits_are_recorded() -> None:
     splits, kept = Splits(), 4096
     for number in range(kept + 3):
         splits.append(None)

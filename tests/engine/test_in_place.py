@@ -1,4 +1,4 @@
-"""Collectives that read large messages in place: fallbacks, failures and mismatches."""
+"""Collectives whose ranks read large messages in place: fallbacks, failures and mismatches."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ CALLS: dict[str, Call] = {
 
 
 def prefer_reading_in_place(pg: ProcessGroup, way: str = "in place") -> None:
-    """Make this rank read large arrays in place; for `way="through queues"`, keep the accelerator."""
+    """Make this rank read large arrays in place, or through chunk queues with ``way="through queues"``."""
     comm = comm_of(pg)
     if way != "through queues":
         without_accelerator(pg)
@@ -112,7 +112,7 @@ def executors(pg: ProcessGroup) -> set[Any]:
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the payload size of each frame by reference, in bytes."""
+    """Return a list to which the payload size of each frame by reference is appended, in bytes."""
     seen: list[int] = []
 
     def record_reference(writer: ReferenceWriter, header: bytes, *_: Any) -> None:
@@ -160,7 +160,7 @@ async def _executors_in_a_process(pg: ProcessGroup) -> set[Any]:
 
 @pytest.mark.parametrize("shift", range(3))
 @pytest.mark.parametrize("world_size", SIZES)
-async def test_alltoall_with_small_and_large_blocks_gives_the_closed_form(world_size: int, shift: int) -> None:
+async def test_alltoall_with_small_and_large_blocks_gives_the_closed_form_results(world_size: int, shift: int) -> None:
     sizes = [0, 1, FITS, FITS + 1, LARGE, FITS - 1, 3 * FITS][:world_size]
     counts = [*sizes[shift % world_size :], *sizes[: shift % world_size]]
 
@@ -184,7 +184,7 @@ async def test_alltoall_with_small_and_large_blocks_gives_the_closed_form(world_
 
 @pytest.mark.parametrize("kept", ["always", "at times"])
 @pytest.mark.parametrize("kind", CALLS)
-async def test_payload_is_sent_in_frames_without_space_for_a_reference(
+async def test_payload_is_sent_in_frames_if_the_ring_has_no_space_for_a_reference(
     kind: str, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
@@ -205,7 +205,9 @@ async def test_payload_is_sent_in_frames_without_space_for_a_reference(
 
 
 @pytest.mark.parametrize("kind", CALLS)
-async def test_memory_that_peers_cannot_read_is_sent_in_frames(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_array_in_memory_that_peers_cannot_read_is_sent_in_frames(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         prefer_reading_in_place(pg)
         for _ in range(2):
@@ -217,8 +219,8 @@ async def test_memory_that_peers_cannot_read_is_sent_in_frames(kind: str, monkey
 
 @pytest.mark.ranks(3)
 @over("shm")
-async def test_elements_larger_than_the_rest_of_a_piece_stay_whole(pg: ProcessGroup) -> None:
-    """A segment is no multiple of 24 or 12 bytes, the sizes of these elements."""
+async def test_elements_that_do_not_divide_the_segment_size_are_not_split(pg: ProcessGroup) -> None:
+    """Use elements of 24 and 12 bytes, of which a segment is not a multiple."""
     three = np.dtype([("a", "f8"), ("b", "f8"), ("c", "i8")])
     pair = np.dtype([("value", "f8"), ("index", "i4")])
     prefer_reading_in_place(pg)
@@ -250,8 +252,8 @@ async def test_reading_in_place_supports_all_ops(pg: ProcessGroup, op: ReduceOp)
 
 
 @pytest.mark.parametrize("forbidding", [None, 0, 1])
-async def test_ranks_read_in_place_only_if_all_of_them_do(forbidding: int | None) -> None:
-    """If one rank forbids it, all ranks use an executor that does not depend on it."""
+async def test_ranks_read_arrays_in_place_only_if_all_ranks_of_the_group_can(forbidding: int | None) -> None:
+    """Check that all ranks use another executor if one rank forbids reading in place."""
 
     async def rank(number: int) -> None:
         given = GroupOptions(transport="shm", single_copy=number != forbidding)
@@ -280,12 +282,14 @@ async def test_ranks_read_in_place_only_if_all_of_them_do(forbidding: int | None
         ("reduce_scatter", True, 4, 3),
     ],
 )
-def test_reading_in_place_starts_at_the_limit_of_its_kind(kind: str, reduces: bool, size: int, limit: int) -> None:
+def test_arrays_at_or_above_the_size_limit_of_the_collective_are_read_in_place(
+    kind: str, reduces: bool, size: int, limit: int
+) -> None:
     assert SingleCopy(1, 2, 3).limit(kind, size, reduces=reduces) == limit
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "scatter", "alltoall"])
-async def test_message_below_the_limit_uses_no_reference(kind: str, references: list[int]) -> None:
+async def test_message_below_the_size_limit_is_not_read_in_place(kind: str, references: list[int]) -> None:
     async def rank(pg: ProcessGroup, limit: int) -> None:
         without_accelerator(pg)
         comm = comm_of(pg)
@@ -308,8 +312,8 @@ WAYS = ("in place", "through queues")
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CALLS)
-async def test_aborted_call_never_shows_later_contents_of_its_array(kind: str, way: str) -> None:
-    """Rank 0 aborts at various moments of a call, and overwrites its array. Other groups of the link continue."""
+async def test_aborted_call_never_delivers_data_written_after_the_abort(kind: str, way: str) -> None:
+    """Let rank 0 abort at various moments of a call and overwrite its array; other groups of the link continue."""
     count = 64 * SEGMENT // 8
     outcomes = set()
 
@@ -355,7 +359,7 @@ async def test_aborted_call_never_shows_later_contents_of_its_array(kind: str, w
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_timeout_names_the_rank_that_has_not_read(pg: ProcessGroup) -> None:
+async def test_timeout_error_names_the_rank_that_has_not_read_the_array(pg: ProcessGroup) -> None:
     prefer_reading_in_place(pg)
     await CALLS["allreduce"](pg, LARGE)
     if pg.rank() == 0:
@@ -410,8 +414,8 @@ MISMATCHES: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGrou
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MISMATCHES)
-async def test_mismatched_calls_are_found_within_a_second(name: str, way: str) -> None:
-    """A rank whose call has already finished detects the mismatch because the group is revoked."""
+async def test_mismatched_calls_are_reported_within_a_second(name: str, way: str) -> None:
+    """Check that a rank whose call has already finished detects the mismatch, since the group is revoked."""
 
     async def rank(pg: ProcessGroup, swapped: bool) -> None:
         prefer_reading_in_place(pg, way)
@@ -428,8 +432,8 @@ async def test_mismatched_calls_are_found_within_a_second(name: str, way: str) -
 
 
 @pytest.mark.parametrize("given", ["longer", "an address"])
-async def test_mismatched_message_is_not_read(given: str) -> None:
-    """The receiver writes no part of a longer message, and does not use the bytes of a small one as an address."""
+async def test_mismatched_message_is_not_read_in_place(given: str) -> None:
+    """Check that no part of a longer message is written, and bytes of a small message are not used as an address."""
 
     async def rank(pg: ProcessGroup) -> None:
         prefer_reading_in_place(pg)

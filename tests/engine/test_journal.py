@@ -1,4 +1,4 @@
-"""The journal: layout and bounds of its arrays, and reads of them by other threads."""
+"""The journal of operations: layout and limits of its arrays, and reads by other threads."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Group:
         self.journal.ended(each, error, now)
 
 
-def test_record_layout_matches_the_documentation() -> None:
+def test_journal_record_layout_matches_the_documentation() -> None:
     group = Group()
     failed = operation(KEYED | 77, 1.5, key="loss", seq=9, shape=(1, 3))
     failed.started = 1.75
@@ -111,7 +111,7 @@ def test_record_layout_matches_the_documentation() -> None:
     ]
 
 
-def test_pending_operation_equals_its_later_record() -> None:
+def test_journal_entry_of_a_pending_operation_equals_its_later_record() -> None:
     group = Group()
     for each in (operation(4, 3.0, key="k", seq=2), operation(P2P | 7 << 32, 2.0, RECEIVED, (2,), seq=None)):
         pending = Record.of(each)
@@ -121,7 +121,7 @@ def test_pending_operation_equals_its_later_record() -> None:
         assert record.ended == 4.0
 
 
-def test_counter_layout_matches_the_documentation() -> None:
+def test_journal_counter_layout_matches_the_documentation() -> None:
     group = Group()
     for number in range(5):
         group.end(operation(number, waited_for=1), 0.75)
@@ -138,7 +138,7 @@ def test_counter_layout_matches_the_documentation() -> None:
 
 
 @pytest.mark.parametrize(("first", "size"), [(0, HISTORY), (P2P, MESSAGES)])
-def test_ring_keeps_the_operations_that_ended_last(first: int, size: int) -> None:
+def test_journal_keeps_the_operations_that_ended_last(first: int, size: int) -> None:
     group = Group()
     for number in range(1, 3 * size + 5):
         group.end(operation(first | number, float(number), seq=number), number + 0.5)
@@ -153,7 +153,7 @@ def test_ring_keeps_the_operations_that_ended_last(first: int, size: int) -> Non
     assert (found.op ^ first, found.ended) == (2 * size + 5, 2 * size + 5.5)
 
 
-def test_messages_do_not_replace_collectives() -> None:
+def test_message_records_do_not_replace_collective_records() -> None:
     group = Group()
     group.end(operation(1, 0.5), 1.0)
     for number in range(5 * MESSAGES):
@@ -163,7 +163,7 @@ def test_messages_do_not_replace_collectives() -> None:
     assert group.journal.last() == records[0]
 
 
-def test_pending_operations_are_read_and_never_replaced() -> None:
+def test_pending_operations_are_listed_and_never_replaced_in_the_journal() -> None:
     group, pending = Group(), operation(1, 0.5)
     group.pending[pending] = None
     for number in range(2, 2 * HISTORY):
@@ -176,8 +176,8 @@ def test_pending_operations_are_read_and_never_replaced() -> None:
     assert last.op == 2 * HISTORY - 1
 
 
-def test_operation_that_ends_during_a_read_is_read_once() -> None:
-    """A signal handler may read between the write of the record and the end of `Communicator.ended`."""
+def test_operation_that_ends_during_a_journal_read_is_listed_once() -> None:
+    """Read in a signal handler between the write of the record and the end of `Communicator.ended`."""
     group, ending = Group(), operation(3, 1.0)
     group.pending[ending] = None
     ending.done = True
@@ -186,7 +186,7 @@ def test_operation_that_ends_during_a_read_is_read_once() -> None:
     assert [each.ended for each in group.journal.snapshot()] == [2.0]
 
 
-def test_equal_receives_have_separate_records() -> None:
+def test_equal_receives_have_separate_journal_records() -> None:
     group, tag = Group(), P2P | 5 << 32
     for number in range(2):
         pending = operation(tag, 1.0, RECEIVED, (2,), seq=None)
@@ -197,7 +197,7 @@ def test_equal_receives_have_separate_records() -> None:
     assert [each.ended for each in group.journal.snapshot()] == [1.0, None]
 
 
-def test_child_operation_is_part_of_its_parents_record() -> None:
+def test_child_operation_is_counted_in_the_record_of_its_parent() -> None:
     group, parent = Group(), operation(1, 1.0)
     child = operation(KEYED | 5, 1.25, parent=parent)
     group.pending |= {parent: None, child: None}
@@ -211,7 +211,7 @@ def test_child_operation_is_part_of_its_parents_record() -> None:
     assert (record.op, record.started, record.ended) == (1, 1.25, 3.0)
 
 
-def test_receive_from_any_rank_records_its_sender() -> None:
+def test_journal_record_of_a_receive_from_any_rank_contains_the_sender() -> None:
     group = Group()
     receive = operation(P2P | 9 << 32, 1.0, RECEIVED, (2,), seq=None)
     assert Record.of(receive).peer is None
@@ -228,7 +228,7 @@ def test_receive_from_any_rank_records_its_sender() -> None:
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_counters_equal_closed_forms(counts: bool) -> None:
+def test_journal_counters_equal_the_expected_numbers(counts: bool) -> None:
     group = Group(counts)
     signatures = [Signature("ALLREDUCE", "float64", (n,), None, "SUM") for n in range(1, 11)]
     for number in range(1000):
@@ -253,7 +253,7 @@ def test_counters_equal_closed_forms(counts: bool) -> None:
         assert (each.seconds, each.recent_times, each.recent_seconds) == (seconds, 333, seconds)
 
 
-def test_recent_waits_begin_at_a_whole_second() -> None:
+def test_recent_waits_are_counted_per_whole_second() -> None:
     group, seconds = Group(), 0.25
     for now in range(1000):
         for part in (0.25, 0.75):
@@ -282,7 +282,7 @@ def test_recent_waits_include_a_rank_first_waited_for_late_in_a_second() -> None
     assert {rank: each.recent_times for rank, each in found.items()} == {0: 1, 1: 0, 2: 1}
 
 
-def test_new_link_changes_the_carrier_of_later_calls() -> None:
+def test_journal_records_the_transport_of_a_new_link_for_later_calls() -> None:
     group = Group()
     for carrier in ("shm", "tcp"):
         each = operation()
@@ -293,8 +293,8 @@ def test_new_link_changes_the_carrier_of_later_calls() -> None:
     assert [(each.kind[2], sum(each.buckets)) for each in group.journal.counted()] == [("shm", 2), ("tcp", 2)]
 
 
-def test_records_read_by_another_thread_are_consistent() -> None:
-    """Another thread never reads a record with fields of different operations."""
+def test_journal_records_read_by_another_thread_are_consistent() -> None:
+    """Check that another thread never reads a record with fields of different operations."""
     group, failures, rounds = Group(), [], [0]
     ended = threading.Event()
 
@@ -332,7 +332,7 @@ def test_records_read_by_another_thread_are_consistent() -> None:
 
 
 def _operations(first: int) -> Iterator[Operation]:
-    """Yield operations that share no objects: their numbers are too large for the cache of small integers."""
+    """Yield operations that share no objects; their numbers are too large for the cache of small integers."""
     for number in range(first + 1000, 1 << 40):
         shape = (number, 1000 + number, 2000 + number, 3000 + number)
         signature = Signature("ALLREDUCE", None, (number * 7,), None, "SUM", debug="detail")
@@ -364,7 +364,7 @@ def test_journal_memory_is_bounded() -> None:
     assert bytes_after(use) <= 4096
 
 
-def test_unused_journal_takes_little_memory() -> None:
+def test_journal_of_an_unused_group_takes_little_memory() -> None:
     gc.collect()
     tracemalloc.start()
     try:

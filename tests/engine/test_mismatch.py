@@ -1,4 +1,4 @@
-"""Mismatched calls: every rank reports the same within a second of the last call, and no array changes."""
+"""Mismatched calls: every rank reports the same error within a second of the last call, and no array changes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ LATENCY = (0.0005, 0.02)
 GUARD = 64
 #: Fill byte of the odd rank's arrays: in every dtype larger than any sum of the other ranks.
 MARK = 0x7E
-#: The contract: every rank reports a mismatch within this number of seconds after the last call.
+#: Seconds after the last call within which every rank must report a mismatch (contract).
 SOON = 1.0
 
 Call = Callable[[ProcessGroup, "Memory"], Work[Any] | list[Work[Any]]]
-#: Returns the end of a period in which a rank handles no messages, given the rank and the time; None outside of one.
+#: A function (rank, time) that returns the end of a period in which the rank handles no messages, or None.
 Silent = Callable[[int, float], float | None]
 
 
@@ -58,7 +58,7 @@ class Memory:
         return whole[GUARD:-GUARD]
 
     def check(self, alone: bool) -> None:
-        """Check that arrays are unchanged. Ranks that agree may have reduced among themselves, unless `alone`."""
+        """Check that arrays are unchanged, unless ranks with equal calls may have reduced among themselves."""
         for whole, before in self._made:
             assert whole[:GUARD].tobytes() == before[:GUARD].tobytes()
             assert whole[-GUARD:].tobytes() == before[-GUARD:].tobytes()
@@ -95,7 +95,7 @@ KINDS: dict[str, Call] = {
 
 
 class Case(NamedTuple):
-    """The call of most ranks, the call of the odd rank, and the differing fields that the error names."""
+    """A mismatch case: the call of most ranks, the call of the odd rank, and the fields that the error names."""
 
     name: str
     fields: str
@@ -160,7 +160,7 @@ TABLE = [
     *(Case(f"more-{kind}", "counts, shape", counting(kind, 10), counting(kind, 11)) for kind in (*SIZED, *PRIVATE)),
     *(Case(f"empty-{kind}", "counts, shape", counting(kind, 10), counting(kind, 0)) for kind in (*SIZED, *PRIVATE)),
     *(Case(f"full-{kind}", "counts, shape", counting(kind, 0), counting(kind, 10)) for kind in (*SIZED, *PRIVATE)),
-    # Long enough to be received directly into the caller's array.
+    # Counts large enough for data to be received directly into the caller's array.
     *(Case(f"short-{kind}", "counts, shape", counting(kind, 100_000), counting(kind, 90_000)) for kind in PRIVATE),
     *(Case(f"long-{kind}", "counts, shape", counting(kind, 90_000), counting(kind, 100_000)) for kind in PRIVATE),
     *(Case(f"root-{kind}", "root", call(0), call(1)) for kind, call in ROOTED.items()),
@@ -196,7 +196,7 @@ TABLE = [
 
 
 class Told(NamedTuple):
-    """The report of one rank: text and ranks of the error, and the times of the call and of the error."""
+    """The mismatch report of one rank: text and ranks of the error, and the times of the call and of the error."""
 
     text: str
     ranks: tuple[int, ...]
@@ -215,7 +215,7 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
         made = (case.odd if is_odd else case.most)(pg, memory)
         works = made if isinstance(made, list) else [made]
     except GroupRevokedError:
-        pass  # other ranks found the mismatch before this call
+        pass  # another rank found the mismatch before this call
     called = clock()
     done = [work.done() for work in works]
     cause = await pg.wait_revoked()
@@ -230,7 +230,7 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
         pg.barrier()
     assert raised.value.__cause__ is cause
     assert pg.pending() == []
-    # Frames that are still on their way must not write to the arrays.
+    # Let frames that are still in flight arrive; they must not write to the arrays.
     await asyncio.sleep(0)
     memory.check(alone=pg.size() == 2)
     return Told(str(cause), cause.ranks, called, heard)
@@ -276,21 +276,21 @@ def run_with_terms(case: Case, place: tuple[int, int], terms: tuple[Any, str]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
-def test_mismatch_is_found_on_every_rank(number: int) -> None:
-    """Each place has one of the terms; `test_mismatch_is_found_on_every_rank_in_all_places_and_terms` has all."""
+def test_mismatch_error_is_raised_on_every_rank(number: int) -> None:
+    """Check one order and latency per odd rank; `..._in_all_orders_and_latencies` below checks all combinations."""
     for index, place in enumerate(PLACES):
         run_with_terms(TABLE[number], place, TERMS[(number + index) % len(TERMS)])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_mismatch_is_found_on_every_rank_in_all_places_and_terms(case: Case) -> None:
+def test_mismatch_error_is_raised_on_every_rank_in_all_orders_and_latencies(case: Case) -> None:
     for place, terms in product(PLACES, TERMS):
         run_with_terms(case, place, terms)
 
 
 def limits(kind: str, world_size: int) -> list[int]:
-    """Return the vector sizes in bytes up to which the rules of `kind` hold."""
+    """Return the array sizes in bytes at which the selection rules of `kind` change the algorithm."""
     found = set()
     for rule in RULES[kind]:
         limit = min(rule.max_nbytes, rule.max_chunk * world_size, rule.max_volume / (world_size - 1))
@@ -300,7 +300,7 @@ def limits(kind: str, world_size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", SIZED)
-def test_sizes_with_different_schedules_are_a_mismatch(kind: str) -> None:
+def test_sizes_on_both_sides_of_an_algorithm_limit_are_reported_as_a_mismatch(kind: str) -> None:
     for world_size, odd in ((2, 0), (3, 1), (4, 3)):
         share = world_size if kind in ("allgather", "reduce_scatter") else 1
         for limit in limits(kind, world_size):
@@ -310,7 +310,7 @@ def test_sizes_with_different_schedules_are_a_mismatch(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "odd"), [("allreduce", 0), ("barrier", 7), ("alltoall_object", 15)])
-def test_mismatch_of_one_rank_fails_all_sixteen(kind: str, odd: int) -> None:
+def test_mismatched_call_of_one_rank_fails_all_sixteen_ranks(kind: str, odd: int) -> None:
     case = Case(kind, "op", KINDS[kind], KINDS["broadcast"])
     for latency in (None, LATENCY):
         run(case, 16, odd, DELAYS["odd-late"], latency)
@@ -318,11 +318,11 @@ def test_mismatch_of_one_rank_fails_all_sixteen(kind: str, odd: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_mismatch_report_is_the_same_on_all_ranks(seed: int) -> None:
-    """Ranks make three different calls, so several pairs find a mismatch at the same time."""
+    """Let ranks make three different calls, so that several pairs find a mismatch at the same time."""
 
     async def rank(pg: ProcessGroup) -> str:
         kinds = [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN]
-        # GroupRevokedError: other ranks found the mismatch before this call.
+        # GroupRevokedError: another rank found the mismatch before this call.
         with pytest.raises((CollectiveMismatchError, GroupRevokedError)):
             await pg.allreduce(np.zeros(1000), kinds[pg.rank() % 3])
         return str(await pg.wait_revoked())
@@ -375,7 +375,7 @@ async def misfit(pg: ProcessGroup, send: Call, receive: Call, fields: str, delay
 @pytest.mark.parametrize("delay", [0.0, 10.0], ids=["together", "sender-late"])
 @pytest.mark.parametrize("latency", [None, LATENCY], ids=["next-turn", "links"])
 @pytest.mark.parametrize(("send", "receive", "fields"), P2P_TABLE)
-def test_message_of_another_size_is_a_mismatch_on_both_ends(
+def test_message_of_another_size_is_reported_as_a_mismatch_at_both_ends(
     send: Call, receive: Call, fields: str, latency: Any, delay: float
 ) -> None:
     assert len(set(run_virtual(3, misfit, send, receive, fields, delay, latency=latency))) == 1
@@ -391,7 +391,7 @@ def test_message_of_another_size_is_a_mismatch_on_both_ends(
     ids=["recv", "recv_anysource", "send"],
 )
 def test_timeout_names_a_rank_that_sends_or_receives_instead(call: Any, named: str) -> None:
-    """There is no earlier error, because another task of either rank may still make the matching call."""
+    """Check that no earlier error is raised, since another task of either rank may still make the matching call."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -408,7 +408,7 @@ def test_timeout_names_a_rank_that_sends_or_receives_instead(call: Any, named: s
 # -- conditions that must not hide a mismatch
 
 
-def test_silent_coordinator_does_not_delay_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_coordinator_does_not_delay_a_mismatch_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def handle(original: Any, stalls: StallInspector, *message: Any) -> None:
         if group_of(stalls).rank != 0:
             original(stalls, *message)
@@ -430,7 +430,7 @@ def test_silent_coordinator_does_not_delay_a_mismatch(monkeypatch: pytest.Monkey
 def test_late_stall_report_does_not_mark_an_answering_rank_slow(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 0 answers rank 2 after three seconds of silence. Rank 1 then sends rank 2 an older report of the silence."""
+    """Let rank 0 answer rank 2 after three silent seconds, before rank 1 sends rank 2 an older stall report."""
 
     def handle(original: Any, stalls: StallInspector, peer: int, message: Any) -> None:
         here = (group_of(stalls).rank, peer)
@@ -456,7 +456,7 @@ def test_late_stall_report_does_not_mark_an_answering_rank_slow(
 
 
 def slow_warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silent: Silent) -> list[str]:
-    """Let ranks 0 and 3 wait for ranks 1 and 2, which are `silent` at times; return the log messages of rank 3."""
+    """Let ranks 0 and 3 wait for ranks 1 and 2, which are `silent` at times; return rank 3's log messages."""
 
     def handle(original: Any, stalls: StallInspector, peer: int, message: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -476,13 +476,15 @@ def slow_warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     return [each.getMessage().partition("rank 3: ")[2] for each in caplog.records if "rank 3: " in each.getMessage()]
 
 
-def test_slow_ranks_share_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_several_slow_ranks_are_reported_in_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     slow, *more = slow_warnings(monkeypatch, caplog, lambda rank, now: 7.0 if rank in (1, 2) and now < 7.0 else None)
     assert re.fullmatch(r"(rank [12] is slow: it has not answered for 1.0 s; ){2}BARRIER.* waits for it", slow), slow
     assert more == ["rank 1 answers again", "rank 2 answers again"]
 
 
-def test_rank_that_is_slow_again_soon_is_not_logged_again(
+def test_rank_that_is_soon_slow_again_is_not_logged_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def silent(rank: int, now: float) -> float | None:
@@ -492,7 +494,7 @@ def test_rank_that_is_slow_again_soon_is_not_logged_again(
     assert [re.sub(r": it .*", "", text) for text in texts] == ["rank 1 is slow", "rank 1 answers again"]
 
 
-def test_next_rank_coordinates_after_the_lowest_has_left() -> None:
+def test_next_rank_becomes_coordinator_after_the_lowest_rank_has_left() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             await asyncio.sleep(10)
@@ -520,7 +522,7 @@ def test_long_receives_do_not_hide_a_mismatched_collective() -> None:
     run_virtual(2, rank, latency=LATENCY)
 
 
-def test_call_older_than_the_history_is_still_a_mismatch() -> None:
+def test_mismatch_with_a_call_older_than_the_history_is_still_reported() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             works = [pg.broadcast(np.zeros(1), 0) for _ in range(1500)]
@@ -534,8 +536,8 @@ def test_call_older_than_the_history_is_still_a_mismatch() -> None:
     run_virtual(2, rank, latency=LATENCY)
 
 
-def test_late_message_for_a_finished_keyed_call_is_a_mismatch() -> None:
-    """The root of a gather that expects no elements finishes at once."""
+def test_late_message_for_a_finished_keyed_call_is_reported_as_a_mismatch() -> None:
+    """Use a gather root that expects no elements and so finishes at once."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(5 * pg.rank())
@@ -549,7 +551,7 @@ def test_late_message_for_a_finished_keyed_call_is_a_mismatch() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_block_for_the_own_rank_of_another_size_is_refused(pg: ProcessGroup) -> None:
+async def test_block_of_wrong_size_that_a_rank_sends_to_itself_is_refused(pg: ProcessGroup) -> None:
     outputs = [np.zeros(3), np.zeros(3)]
     outputs[pg.rank()] = np.zeros(2)
     with pytest.raises(ValueError, match=rf"output part of rank {pg.rank()} has 2 elements, the input part has 3"):
@@ -559,7 +561,7 @@ async def test_block_for_the_own_rank_of_another_size_is_refused(pg: ProcessGrou
     await pg.barrier()
 
 
-def test_premul_factors_may_differ_between_ranks() -> None:
+def test_premul_sum_factors_can_differ_between_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         assert await pg.allreduce(1.0, ReduceOp.PREMUL_SUM(pg.rank() + 1.0)) == 6
 

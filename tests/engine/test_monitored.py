@@ -55,30 +55,30 @@ def failures(
 @pytest.mark.parametrize(
     ("timeout", "words"), [(2.0, "2000 ms"), (timedelta(seconds=2), "2000 ms"), (0.1, "100 ms"), (0.0004, "0.4 ms")]
 )
-def test_monitored_barrier_names_all_missing_ranks(timeout: Any, words: str) -> None:
+def test_monitored_barrier_error_names_all_missing_ranks(timeout: Any, words: str) -> None:
     for error in failures({1, 3}, {0: timeout}, True).values():
         assert f"Ranks 1, 3 failed to pass monitoredBarrier in {words}" in str(error)
         assert (error.ranks, error.op, error.seq) == ((1, 3), "MONITORED_BARRIER", 2)
 
 
-def test_monitored_barrier_names_the_first_missing_rank() -> None:
+def test_monitored_barrier_error_names_the_first_missing_rank() -> None:
     for error in failures({1, 3}, {}, False).values():
         assert "Ranks 1 failed to pass monitoredBarrier in 2000 ms" in str(error)
         assert error.ranks == (1,)
 
 
-def test_rank_with_a_shorter_timeout_names_the_missing_ranks() -> None:
+def test_monitored_barrier_error_of_a_rank_with_a_shorter_timeout_names_the_missing_ranks() -> None:
     for error in failures({1, 3}, {2: 1.0}, True).values():
         assert "[rank 2 of group" in str(error)
         assert "Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms; check the log of rank 0" in str(error)
 
 
-def test_missing_rank_0_is_named() -> None:
+def test_monitored_barrier_error_names_missing_rank_0() -> None:
     for error in failures({0}, {}, True).values():
         assert "Ranks 0 failed to pass monitoredBarrier in 2000 ms" in str(error)
 
 
-def test_rank_without_a_report_refers_to_rank_0() -> None:
+def test_monitored_barrier_error_without_a_report_refers_to_rank_0() -> None:
     # No answer can reach rank 2 within its timeout.
     for error in failures({3}, {2: 0.01}, True, (0.02, 0.02)).values():
         assert "check its log, which names the missing ranks" in str(error)
@@ -87,8 +87,8 @@ def test_rank_without_a_report_refers_to_rank_0() -> None:
 
 @pytest.mark.ranks(5)
 @over(*LINKS)
-async def test_monitored_barrier_of_a_subgroup_names_its_own_ranks(pg: ProcessGroup) -> None:
-    """Ranks 2 and 4 of the world do not call. In the subgroup they are ranks 1 and 2."""
+async def test_monitored_barrier_error_uses_the_rank_numbers_of_its_subgroup(pg: ProcessGroup) -> None:
+    """Let ranks 2 and 4 of the world make no call; in the subgroup they are ranks 1 and 2."""
     part = await pg.split_group([1, 2, 4])
     if part is None:
         return

@@ -20,8 +20,8 @@ LATENCY = (0.0005, 0.002)
 
 @pytest.mark.parametrize("timeout", [0.05, 0.2, 0.6, 3.0, 100.0])
 @pytest.mark.parametrize("missing", [{0}, {2}, {0, 1}, {3, 1}])
-def test_waiting_ranks_name_the_same_missing_ranks(missing: set[int], timeout: float) -> None:
-    """The lowest rank, which would be the coordinator, may be one of the missing ranks."""
+def test_timeout_errors_of_all_waiting_ranks_name_the_same_missing_ranks(missing: set[int], timeout: float) -> None:
+    """Include the lowest rank, which would be the coordinator, among the missing ranks."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -41,7 +41,7 @@ def test_waiting_ranks_name_the_same_missing_ranks(missing: set[int], timeout: f
     run_virtual(4, rank, latency=LATENCY)
 
 
-def test_keyed_operation_is_named_by_its_key() -> None:
+def test_timeout_error_of_a_keyed_operation_contains_the_key() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             await asyncio.sleep(0.5)
@@ -60,7 +60,7 @@ def test_keyed_operation_is_named_by_its_key() -> None:
     run_virtual(3, rank, latency=LATENCY)
 
 
-def test_rank_without_operations_is_named_as_missing() -> None:
+def test_timeout_error_names_a_missing_rank_that_has_made_no_calls() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             await pg.wait_revoked()
@@ -71,8 +71,8 @@ def test_rank_without_operations_is_named_as_missing() -> None:
     run_virtual(3, rank)
 
 
-def test_reported_operation_of_a_rank_is_no_older_than_its_last_report() -> None:
-    """Rank 1 makes other calls after the first query about its operations."""
+def test_timeout_error_shows_the_last_reported_operation_of_a_missing_rank() -> None:
+    """Let rank 1 make other calls after the first query about its operations."""
 
     async def rank(pg: ProcessGroup) -> None:
         works: list[Work[Any]] = []
@@ -93,8 +93,8 @@ def test_reported_operation_of_a_rank_is_no_older_than_its_last_report() -> None
     run_virtual(3, rank)
 
 
-def test_stall_reports_take_messages_in_proportion_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of messages must not grow with the square of the number of ranks."""
+def test_number_of_stall_report_messages_grows_linearly_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the number of messages does not grow with the square of the number of ranks."""
     messages_sent = 0
 
     def count(*_: Any) -> None:
@@ -109,11 +109,11 @@ def test_stall_reports_take_messages_in_proportion_to_the_ranks(monkeypatch: pyt
         await pg.barrier()
 
     run_virtual(32, rank, latency=LATENCY)
-    # Per rank and second: a report, its answer, a query, its answer, and a summary of the gathered answers.
+    # Messages per rank and second: a report, its answer, a query, its answer, and a summary of the answers.
     assert 32 * 10 <= messages_sent <= 32 * 11 * 6
 
 
-def test_late_rank_is_named_once_per_waiting_rank_and_operation(caplog: pytest.LogCaptureFixture) -> None:
+def test_late_rank_is_logged_once_per_waiting_rank_and_operation(caplog: pytest.LogCaptureFixture) -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         for late in range(2):
@@ -130,8 +130,8 @@ def test_late_rank_is_named_once_per_waiting_rank_and_operation(caplog: pytest.L
         assert all(f"it waits for rank {late} (" in text for text in found)
 
 
-def test_waiting_message_names_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
-    """Ranks send no queries about a message, because only its two ends know of it."""
+def test_timeout_error_of_a_message_names_its_peer(caplog: pytest.LogCaptureFixture) -> None:
+    """Check a pending message, about which ranks send no queries because only its two ends know of it."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

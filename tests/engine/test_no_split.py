@@ -1,4 +1,4 @@
-"""Random faults at every step, on a virtual clock: two parts of a job must never both continue."""
+"""Random faults at every step, on a virtual clock: two partitions of a job must never both continue."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Trial:
         self.faults: list[str] = []
 
     def run(self) -> None:
-        """Run the job, and check that no two of its parts continued."""
+        """Run the job, and check that no two of its partitions continued."""
         self.hosts.run(self._main)
         self._check()
 
@@ -57,7 +57,7 @@ class Trial:
         storm = chance.choice([None, chance.uniform(0, CALM / 2)])
         for _ in range(chance.randrange(1, 6)):
             fault = self._fault()
-            if storm is not None:  # all faults in one agreement, near the timeouts of its steps
+            if storm is not None:  # place all faults in one agreement, near the timeouts of its steps
                 loop.call_later(storm + chance.choice([0, 0.02, 0.5, 2.5, 5.0, 7.5]) + chance.uniform(0, 0.1), fault)
             elif chance.random() < 0.7:
                 self.hosts.at_frame[int(10 ** chance.uniform(0, 3.3))] = fault
@@ -131,7 +131,7 @@ class Trial:
         await self._reduce_and_recover(process, pg, store)
 
     async def _reduce_and_recover(self, process: int, pg: ProcessGroup, store: HashStore) -> None:
-        """Reduce, and recover from failures, until the end."""
+        """Repeat allreduces and recover from failures until the end of the trial."""
         loop = asyncio.get_running_loop()
         chance = random.Random(self.seed * 1000 + process)
         self.groups[process] = pg
@@ -144,7 +144,7 @@ class Trial:
                     assert (tensor == 2.0 ** pg.size() - 1).all()
                     if flags[0]:
                         self.continued[process] = tuple(await pg.allgather_object(process))
-                        await asyncio.sleep(END)  # departures are not tested here
+                        await asyncio.sleep(END)  # ranks stay, since departures are not tested here
                         return
                     if pg.size() < self.size and flags[1]:
                         pg = self.groups[process] = await self._grow(pg, store)
@@ -198,7 +198,7 @@ FAILED = [17391, 19108]
     [range(FEW), FAILED, pytest.param(range(FEW, MANY), marks=pytest.mark.soak)],
     ids=["few", "failed once", "many"],
 )
-def test_two_parts_of_a_job_never_both_continue(seeds: Sequence[int]) -> None:
+def test_two_partitions_of_a_job_never_both_continue(seeds: Sequence[int]) -> None:
     jobs_continued = 0
     for seed in seeds:
         trial = Trial(seed)
@@ -207,8 +207,8 @@ def test_two_parts_of_a_job_never_both_continue(seeds: Sequence[int]) -> None:
     assert jobs_continued >= 0.8 * len(seeds)  # jobs that never continue would pass the other checks
 
 
-def test_dead_ranks_count_in_the_quorum_while_a_living_rank_is_missing() -> None:
-    """Ranks 3 and 4 are cut off. After the deaths of ranks 0 and 1 they are the majority of the living ranks."""
+def test_dead_ranks_count_toward_the_quorum_while_a_living_rank_is_missing() -> None:
+    """Cut off ranks 3 and 4, which are the majority of the living ranks after the deaths of ranks 0 and 1."""
     hosts = Hosts([0, 0, 1, 0, 0])
     here, there = (0, 1, 2), (3, 4)
     continued: dict[int, tuple[int, ...]] = {}

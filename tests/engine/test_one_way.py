@@ -1,4 +1,4 @@
-"""Pairs of ranks in which only one can connect to the other, as behind a one-way firewall."""
+"""Pairs of ranks in which only one rank can connect to the other, as behind a one-way firewall."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unanswering_address() -> Iterator[tuple[str, int]]:
 
 
 class DisguisingStore(Store):
-    """A store that shows one rank the cards of `hidden` ranks with another address."""
+    """A store that shows one rank the cards of the `hidden` ranks with a wrong address."""
 
     def __init__(self, store: Store, where: tuple[str, int], hidden: list[int]) -> None:
         super().__init__(store.timeout)
@@ -86,7 +86,7 @@ BARRED = [(2, {(0, 1)}), (3, {(0, 1)}), (3, {(1, 2)}), (3, {(2, 1)}), (4, {(0, 1
 
 
 @pytest.mark.parametrize(("world_size", "barred"), BARRED)
-async def test_both_ends_can_send_over_a_one_way_connection(world_size: int, barred: set[tuple[int, int]]) -> None:
+async def test_both_ranks_can_send_if_only_one_rank_can_connect(world_size: int, barred: set[tuple[int, int]]) -> None:
     async def work(pg: ProcessGroup) -> None:
         for count in (1, 100_000):
             got = await pg.allreduce(np.full(count, 1.0 + pg.rank()))
@@ -101,10 +101,10 @@ async def test_both_ends_can_send_over_a_one_way_connection(world_size: int, bar
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "barred"), BARRED)
-async def test_blocked_end_can_send_over_a_link_opened_by_its_peer(
+async def test_rank_that_cannot_connect_can_send_over_a_link_opened_by_its_peer(
     world_size: int, barred: set[tuple[int, int]]
 ) -> None:
-    """A waiting rank opens a link to its peer, because the peer may be unable to open one."""
+    """Check that a waiting rank opens a link to its peer, since the peer may be unable to open one."""
 
     async def broadcasts(pg: ProcessGroup) -> None:
         for root in range(world_size):

@@ -1,4 +1,4 @@
-"""Contributions posted once for several readers: a late reader makes others use frames, but never wait."""
+"""Contributions posted once for several readers; a late reader makes groups use frames instead of waiting."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def common_posts(pg: ProcessGroup) -> int:
 
 
 @pytest.mark.parametrize(("world_size", "uses"), [(2, 0), (3, 1), (4, 1)])
-async def test_contribution_for_several_readers_is_posted_once(world_size: int, uses: int) -> None:
-    """A contribution for a single reader goes to the lane of that reader."""
+async def test_contribution_for_several_readers_is_written_to_shared_memory_once(world_size: int, uses: int) -> None:
+    """Check that only a contribution for a single reader goes to the lane of that reader."""
     async with jobs(world_size) as (pgs,):
         before = [common_posts(pg) for pg in pgs]
         await check([call(pg) for pg in pgs], world_size)
@@ -41,7 +41,7 @@ async def test_contribution_for_several_readers_is_posted_once(world_size: int, 
 
 
 @pytest.mark.parametrize(("nbytes", "uses"), [(1 << 16, 1), ((1 << 16) + 8, 0)])
-async def test_largest_contribution_is_the_same_for_any_number_of_readers(nbytes: int, uses: int) -> None:
+async def test_largest_contribution_size_does_not_depend_on_the_number_of_readers(nbytes: int, uses: int) -> None:
     async with jobs(8) as (pgs,):
         before = [common_posts(pg) for pg in pgs]
         works = [pg.broadcast(np.full(nbytes // 8, float(pg.rank())), 3) for pg in pgs]
@@ -50,7 +50,7 @@ async def test_largest_contribution_is_the_same_for_any_number_of_readers(nbytes
         assert sum(common_posts(pg) for pg in pgs) - sum(before) == uses
 
 
-async def test_rank_0_reads_alone_and_posts_the_result_once() -> None:
+async def test_rank_0_reads_all_contributions_and_posts_the_result_once() -> None:
     async with jobs(6) as (pgs,):
         before = [common_posts(pg) for pg in pgs]
         await check([call(pg) for pg in pgs], 6)
@@ -79,7 +79,7 @@ async def test_blocks_for_single_ranks_do_not_use_the_common_lane(kind: str) -> 
 
 
 @pytest.mark.parametrize("count", [1, 512])
-async def test_late_reader_makes_other_groups_use_frames_without_waiting(count: int) -> None:
+async def test_late_reader_makes_other_groups_use_frames_instead_of_waiting(count: int) -> None:
     async with jobs(3, "ab") as (a, b):
         late = [call(pg, count) for pg in a[:2] for _ in range(SMALL_SLOTS)]
         before = common_posts(a[0])
@@ -102,8 +102,8 @@ async def test_two_jobs_of_one_process_have_separate_outboxes() -> None:
         await check([*late, *(call(a[2]) for _ in range(SMALL_SLOTS))], 3)
 
 
-async def test_readers_without_a_link_get_a_frame_and_others_a_slot() -> None:
-    """A channel has no shared memory while its link is being opened."""
+async def test_readers_without_a_link_receive_a_frame_and_other_readers_use_a_slot() -> None:
+    """Call while some links are being opened, whose channels have no shared memory yet."""
     async with jobs(3) as (pgs,):
         channel = comm_of(pgs[0]).channels[2]
         shared, channel.shared = channel.shared, None
@@ -151,7 +151,7 @@ async def test_failed_group_blocks_no_slot() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1 << 15, 1 << 40, (1 << 64) - 1])
-async def test_impossible_slot_length_is_refused_and_names_the_rank(nbytes: int) -> None:
+async def test_impossible_slot_length_is_refused_with_an_error_that_names_the_rank(nbytes: int) -> None:
     async with jobs(2) as (pgs,):
         posted = pgs[1].gather(None, np.ones(3), 0)
         lines = comm_of(pgs[1]).channels[0].shared.lane_writer._lines  # type: ignore[union-attr]
@@ -163,7 +163,7 @@ async def test_impossible_slot_length_is_refused_and_names_the_rank(nbytes: int)
         await posted
 
 
-async def test_partial_element_in_a_slot_is_refused_and_names_the_rank() -> None:
+async def test_partial_element_in_a_slot_is_refused_with_an_error_that_names_the_rank() -> None:
     async with jobs(2) as (pgs,):
         await pgs[1].gather(None, np.ones(3), 0)
         lines = comm_of(pgs[1]).channels[0].shared.lane_writer._lines  # type: ignore[union-attr]
@@ -175,7 +175,7 @@ async def test_partial_element_in_a_slot_is_refused_and_names_the_rank() -> None
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_overlapping_groups_may_call_in_any_order(seed: int) -> None:
-    """Each rank shuffles its calls. Their arrays fit small slots, middle slots or frames."""
+    """Let each rank shuffle its calls, whose arrays fit small slots, middle slots or frames."""
     chance = random.Random(seed)
     members = [(0, 1, 2, 3), (0, 1, 2), (1, 2, 3), (0, 3), (0, 2, 3), (1, 2, 3)]
     sizes = [chance.choice([1, 5, 100, 513, 2000]) for _ in range(12)]
@@ -206,8 +206,8 @@ async def test_overlapping_groups_may_call_in_any_order(seed: int) -> None:
         await asyncio.gather(*(rank(pg) for pg in pgs))
 
 
-async def test_alternating_groups_use_different_slots() -> None:
-    """Calls of both groups have the same numbers, and ranks post for the second group before the first is read."""
+async def test_groups_that_call_alternately_use_different_slots() -> None:
+    """Let ranks post for the second group, whose calls have the same numbers, before the first is read."""
     async with jobs(3, "abcd") as groups:
         shifts = {comm_of(group[0]).id % SMALL_SLOTS: group for group in groups}
         assert len(shifts) > 1, "all four group ids select the same slots, by a chance of one in two million"

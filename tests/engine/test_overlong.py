@@ -42,7 +42,7 @@ class StretchingLink:
 
 
 def gather(pg: ProcessGroup, array: Any) -> Work[Any]:
-    """Start an allgather in which surplus bytes of rank 0 would overwrite the part of rank 1."""
+    """Start an allgather in which surplus bytes of rank 0 would overwrite the array part of rank 1."""
     half = len(array) // 2
     return pg.allgather_into_tensor(array, array[pg.rank() * half : (pg.rank() + 1) * half].copy())
 
@@ -60,13 +60,13 @@ CALLS: dict[str, tuple[int, Callable[[ProcessGroup, Any], Work[Any]]]] = {
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("transport", LINKS)
-async def test_overlong_message_fails_the_group(transport: str, name: str, count: int) -> None:
+async def test_message_longer_than_announced_fails_the_group(transport: str, name: str, count: int) -> None:
     times, call = CALLS[name]
     ready = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
         without_accelerator(pg)  # the accelerator sends no frames
-        # After this call, links exist and no frames are on their way.
+        # Open all links; after this call, no frames are in flight.
         await pg.alltoall_object([None] * 2)
         whole = np.full(times * count + 4, MARK)
         array = whole[2:-2]
@@ -80,7 +80,7 @@ async def test_overlong_message_fails_the_group(transport: str, name: str, count
             ready.set()
             with pytest.raises(GroupError, match=r"rank 0 sent more than the \d+ bytes of its message"):
                 await work
-            # The part of the message may have been overwritten, but nothing beyond it.
+            # The message may have been written to its array part, but no byte beyond this part.
             assert (array[count:] == MARK).all()
         await pg.wait_revoked()
         assert (whole[:2] == MARK).all()

@@ -1,4 +1,4 @@
-"""The agreement on one shrunk group when messages are lost or late: voters keep promises and acceptances.
+"""The agreement on one shrunk group when messages are lost or late: promises and acceptances of voters hold.
 
 Ranks run on a virtual clock, and their links never break. Only messages of the agreement are lost or late.
 """
@@ -35,7 +35,7 @@ def shrunk_groups(
     late: Callable[[], float] = float,
     tries: int = 1,
 ) -> list[Ranks | None]:
-    """Shrink a group without deaths; return the members of each rank's new group, None for a rank without one.
+    """Shrink a group without deaths; return the members of each rank's new group, or None for an excluded rank.
 
     Args:
         world_size: number of ranks.
@@ -73,10 +73,10 @@ def shrunk_groups(
 
 
 @pytest.mark.parametrize(("world_size", "reached"), [(3, [1]), (3, [2]), (4, [2, 3]), (5, [1, 2]), (5, [3, 4])])
-def test_value_that_may_be_decided_is_proposed_again(
+def test_value_that_may_already_be_decided_is_proposed_again(
     world_size: int, reached: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 decides with the acceptances of a bare quorum and falls silent. Another coordinator takes over."""
+    """Let rank 0 decide with the acceptances of a minimal quorum and fall silent; another coordinator takes over."""
     silent = False
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ def test_value_that_may_be_decided_is_proposed_again(
 
 @pytest.mark.parametrize("world_size", [3, 5])
 def test_voter_accepts_no_ballot_below_its_promise(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proposals of rank 0 arrive after all other ranks have skipped it and sent their votes to rank 1."""
+    """Let the proposals of rank 0 arrive after all other ranks have skipped rank 0 and sent votes to rank 1."""
     kept: list[tuple[Voter, int, dict[str, Any]]] = []
     voted: set[int] = set()
 
@@ -107,7 +107,7 @@ def test_voter_accepts_no_ballot_below_its_promise(world_size: int, monkeypatch:
         if rank == 1 and note["what"] == "vote" and note["ballot"] % world_size == 1:
             voted.add(me)
             if len(voted) == world_size - 1:
-                # After the arrival of these votes, but before rank 1 stops waiting for the vote of rank 0.
+                # Resend after these votes have arrived, but before rank 1 stops waiting for the vote of rank 0.
                 self.parts.context.runtime.call_later(1, lambda: [send_message(*each) for each in kept])
         send_message(self, rank, note)
 
@@ -119,7 +119,7 @@ def test_voter_accepts_no_ballot_below_its_promise(world_size: int, monkeypatch:
 
 
 def test_latest_accepted_value_is_proposed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only rank 4 accepts the proposal of rank 0. Then ranks 1 to 3 decide another one, and rank 1 falls silent."""
+    """Let only rank 4 accept rank 0's proposal; then ranks 1 to 3 decide another one, and rank 1 falls silent."""
     silent = False
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def test_latest_accepted_value_is_proposed_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_voter_keeps_its_latest_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 alone accepts its own proposal, and later accepts the one that ranks 1 and 2 decide."""
+    """Let rank 0 alone accept its own proposal, and later accept the proposal that ranks 1 and 2 decide."""
     decided = False
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ def test_voter_keeps_its_latest_acceptance(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_new_coordinator_requests_votes_of_ranks_that_voted_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only rank 2 gets messages of rank 0. It must not stay with rank 0 and be excluded by the others."""
+    """Let only rank 2 receive rank 0's messages; rank 2 must not stay with rank 0 and be excluded by the others."""
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         if self.rank != 0 or rank in (0, 2):
@@ -174,7 +174,7 @@ def test_new_coordinator_requests_votes_of_ranks_that_voted_elsewhere(monkeypatc
 
 
 def test_coordinator_learns_dead_ranks_from_a_vote() -> None:
-    """Only rank 2 knows that rank 3 is dead. With its vote, the other ranks do not wait for rank 3."""
+    """Let only rank 2 know that rank 3 is dead; after its vote, the other ranks do not wait for rank 3."""
 
     async def rank(pg: ProcessGroup) -> Ranks | None:
         if pg.rank() == 3:

@@ -1,4 +1,4 @@
-"""Polling by one rank on a clock that the test moves: its duration, its frequency and its pauses."""
+"""Polling by one rank, on a clock that the test moves: how long and how often the rank polls and yields."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Bench:
-    """A rank with one link, whose polls return `results` and then False."""
+    """A stand-in for a rank with one link, whose polls return `results` and then False."""
 
     def __init__(self, results: list[bool], *, crowded: bool = False, spin: float = SPIN) -> None:
         self.clock = Clock()
@@ -47,7 +47,7 @@ class Bench:
         self.pending: list[Any] = []
         self.completion: Any = SimpleNamespace(done=False)
         self.ends_at = 0
-        # Whether the peer is on the same core; None: it shares no memory.
+        # Whether the peer runs on the same core; None if the peer shares no memory.
         self.same_core: bool | None = None
         self.context: Any = SimpleNamespace(runtime=self.clock, quiet=contextvars.copy_context())
         self.polling = Polling(self.context, {1: self}, spin, crowded)  # type: ignore[dict-item]
@@ -72,7 +72,7 @@ class Bench:
         return self.polls <= len(self.results) and self.results[self.polls - 1]
 
 
-def test_await_polls_until_its_work_is_done() -> None:
+def test_await_polls_links_until_its_work_is_done() -> None:
     bench = Bench([])
     bench.ends_at = 3
     bench.polling.spin(bench.completion)
@@ -81,7 +81,7 @@ def test_await_polls_until_its_work_is_done() -> None:
     assert bench.polls == 4, "an await whose work is done may poll again in the same iteration"
 
 
-def test_await_without_result_polls_briefly_once_per_iteration() -> None:
+def test_unsuccessful_await_polls_briefly_once_per_loop_iteration() -> None:
     bench = Bench([])
     bench.polling.spin(bench.completion)
     first = bench.polls
@@ -93,7 +93,7 @@ def test_await_without_result_polls_briefly_once_per_iteration() -> None:
     assert bench.polls == 2 * first
 
 
-def test_arriving_data_extends_polling_up_to_the_callback_budget() -> None:
+def test_arriving_data_extends_polling_up_to_the_callback_time_limit() -> None:
     bench = Bench([True] * 20)
     bench.polling.spin(bench.completion)
     assert bench.polls == pytest.approx(20 + SPIN / LOOK, abs=1)
@@ -102,7 +102,7 @@ def test_arriving_data_extends_polling_up_to_the_callback_budget() -> None:
     assert bench.polls == pytest.approx(BUDGET / LOOK, abs=1)
 
 
-def test_yielded_core_time_does_not_count_as_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_while_the_core_is_yielded_does_not_count_as_polling_time(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Bench] = []
 
     def yield_core() -> None:
@@ -116,7 +116,7 @@ def test_yielded_core_time_does_not_count_as_polling(monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_sharing_cores_yield_before_each_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first yield precedes the first poll, because the caller has polled just before the await."""
+    """Check that the first yield precedes the first poll, since the caller has polled just before the await."""
     given: list[int] = []
     monkeypatch.setattr("os.sched_yield", lambda: given.append(bench.polls), raising=False)
     bench = Bench([], crowded=True)
@@ -126,7 +126,7 @@ def test_ranks_sharing_cores_yield_before_each_poll(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("same_core", [None, False, True])
-def test_peer_on_the_same_core_gets_the_core_after_a_moment(
+def test_await_yields_the_core_soon_to_a_peer_on_the_same_core(
     same_core: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench([])
@@ -168,7 +168,7 @@ def test_polling_does_nothing_without_links_or_time(spin: float, links: bool) ->
     assert bench.polls == 0
 
 
-def test_iteration_with_progress_polls_until_an_operation_ends() -> None:
+def test_loop_iteration_with_progress_polls_until_an_operation_ends() -> None:
     bench = Bench([True] * 1000)
     bench.pending += ["one"]
     bench.ends_at = 5
@@ -179,7 +179,7 @@ def test_iteration_with_progress_polls_until_an_operation_ends() -> None:
     assert bench.polls == 5
 
 
-def test_iteration_without_progress_is_the_last_to_poll() -> None:
+def test_polling_stops_after_a_loop_iteration_without_progress() -> None:
     bench = Bench([True] * 3)
     bench.pending += ["one"]
     assert bench.polling.keep_polling(True)
@@ -187,7 +187,7 @@ def test_iteration_without_progress_is_the_last_to_poll() -> None:
     assert not bench.polling.keep_polling(False)
 
 
-def test_iteration_that_uses_up_its_budget_is_followed_by_another() -> None:
+def test_polling_continues_in_the_next_iteration_after_the_time_limit() -> None:
     bench = Bench([True] * 100_000)
     bench.pending += ["one"]
     assert bench.polling.keep_polling(True)
@@ -197,7 +197,7 @@ def test_iteration_that_uses_up_its_budget_is_followed_by_another() -> None:
     assert bench.polls > first
 
 
-def test_await_yields_long_after_the_last_iteration() -> None:
+def test_await_yields_to_the_loop_if_the_last_iteration_was_long_ago() -> None:
     bench = Bench([])
     bench.clock.now = TURN
     assert bench.polling.turn_is_due()

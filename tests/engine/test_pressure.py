@@ -24,7 +24,7 @@ linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 
 async def fill_the_window(pg: ProcessGroup) -> None:
-    """Send eager messages with tag 9 from rank 0 to rank 1 until the window is full; rank 1 does not receive."""
+    """Send eager messages with tag 9 from rank 0 to rank 1, which does not receive, until the window is full."""
     if pg.rank() == 0:
         for _ in range(LINK_WINDOW // EAGER_WINDOW):
             pg.send(np.zeros(EAGER_WINDOW, "uint8"), 1, tag=9)
@@ -34,8 +34,8 @@ async def fill_the_window(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("nbytes", [1, EAGER_WINDOW, EAGER_WINDOW + 1, 3_000_000])
 @pytest.mark.ranks(2, timeout=5)
 @over(*LINKS)
-async def test_message_behind_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
-    """Without an announcement, its receive would hang or get a later message with the same tag."""
+async def test_message_that_exceeds_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
+    """Check the receive of a message that, unannounced, would hang or get a later message with the same tag."""
     await fill_the_window(pg)
     if pg.rank() == 0:
         work = pg.send(np.full(nbytes, 1, "uint8"), 1)
@@ -50,7 +50,7 @@ async def test_message_behind_a_full_window_is_announced(pg: ProcessGroup, nbyte
 
 @pytest.mark.ranks(2, timeout=5)
 @over(*LINKS)
-async def test_object_behind_a_full_window_is_announced(pg: ProcessGroup) -> None:
+async def test_object_that_exceeds_a_full_window_is_announced(pg: ProcessGroup) -> None:
     await fill_the_window(pg)
     got = await pg.broadcast_object(bytes(EAGER_WINDOW + 1) if pg.rank() == 0 else None, 0)
     assert len(got) == EAGER_WINDOW + 1
@@ -75,7 +75,7 @@ async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> Non
 @pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
 @pytest.mark.parametrize("transport", LINKS)
 async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transport: str, tasks: bool) -> None:
-    """Each rank calls two groups in its own order, and small calls need not wait for the large messages."""
+    """Let each rank call two groups in its own order, with small calls that must not wait for large messages."""
     store = HashStore()
     over = options(transport)
 
@@ -92,7 +92,7 @@ async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transp
             running = [asyncio.create_task(exchange(*giant, tasks)) for giant in giants]
             for number in range(50):
                 assert await one.allreduce(number) == 2 * number
-            # The receive comes last: the message waits for it, and no other call waits for the message.
+            # Post the receive last: the message waits for the receive, and no other call waits for the message.
             await two.recv(room, 1 - rank)
             await sending
             await asyncio.gather(*running)
@@ -135,7 +135,7 @@ async def test_ten_thousand_concurrent_collectives_complete(transport: str, keye
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_data_for_groups_not_made_yet_counts_in_the_window(transport: str) -> None:
+async def test_data_for_groups_that_do_not_exist_yet_counts_toward_the_window(transport: str) -> None:
     store = HashStore()
     over = options(transport)
     count, nbytes = 100, 100_000
@@ -172,11 +172,11 @@ async def test_data_for_groups_not_made_yet_counts_in_the_window(transport: str)
 @pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.soak)])
-async def test_fast_sender_fills_only_the_windows_of_a_slow_receiver(seconds: float) -> None:
+async def test_fast_sender_buffers_no_more_than_the_windows_at_a_slow_receiver(seconds: float) -> None:
     fast, slow = await run_processes(2, jobs.flood, seconds)
     assert LINK_WINDOW / 2 < slow.early <= LINK_WINDOW
     assert fast.early <= LINK_WINDOW
-    # The waiting bytes, a copy of them during delivery, and memory that the allocator keeps.
+    # The limit covers the waiting bytes, their copy during delivery, and memory that the allocator keeps.
     assert max(fast.resident, slow.resident) <= 4 * LINK_WINDOW
     assert slow.received > 8 * LINK_WINDOW, "rank 1 received too little to show that the window is reused"
 
@@ -184,7 +184,7 @@ async def test_fast_sender_fills_only_the_windows_of_a_slow_receiver(seconds: fl
 @pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize(("count", "warm"), [(25_000, 5_000), pytest.param(1_000_000, 10_000, marks=pytest.mark.soak)])
-async def test_memory_is_flat_over_many_operations(count: int, warm: int) -> None:
+async def test_memory_use_does_not_grow_over_many_operations(count: int, warm: int) -> None:
     for blocks, nbytes in await run_processes(2, jobs.operate_long, count, warm, timeout=1200):
         # Numbers above 256 are separate objects, so each record of an operation may grow by one object.
         # Beyond that, the bound reveals a leak of one object in a hundred operations.
@@ -193,8 +193,8 @@ async def test_memory_is_flat_over_many_operations(count: int, warm: int) -> Non
 
 
 @pytest.mark.ranks(2)
-async def test_key_takes_only_the_memory_of_its_name_and_a_count(pg: ProcessGroup) -> None:
-    """The count of a key must be kept, because other ranks may not have called the key yet."""
+async def test_used_key_takes_only_the_memory_of_its_name_and_a_counter(pg: ProcessGroup) -> None:
+    """Check that the count of a key is kept, since other ranks may not have used the key yet."""
     count = 2000
     names = [f"step {number}" for number in range(count)]
     for name in names:

@@ -27,7 +27,7 @@ def recorder(pg: ProcessGroup) -> Journal:
 
 @pytest.mark.ranks(1, 2, 3)
 @over(*LINKS)
-async def test_recorder_entry_has_call_place_and_times(pg: ProcessGroup) -> None:
+async def test_recorder_entry_contains_the_source_line_and_times_of_the_call(pg: ProcessGroup) -> None:
     before = dispatcher_of(pg).runtime.stamp()
     await pg.allreduce(np.zeros((2, 3), np.float32))
     line = sys._getframe().f_lineno - 1
@@ -38,7 +38,7 @@ async def test_recorder_entry_has_call_place_and_times(pg: ProcessGroup) -> None
     assert first.ended is not None
     assert second.ended is not None
     assert before <= first.entered <= first.ended <= second.entered <= second.ended <= dispatcher_of(pg).runtime.stamp()
-    assert first.code is test_recorder_entry_has_call_place_and_times.__code__
+    assert first.code is test_recorder_entry_contains_the_source_line_and_times_of_the_call.__code__
     assert line_of(first.code, first.instruction) == line
     assert (first.error, second.error, second.peer) == (None, None, None)
     assert recorder(pg).find(1) == first
@@ -47,7 +47,7 @@ async def test_recorder_entry_has_call_place_and_times(pg: ProcessGroup) -> None
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_messages_are_recorded_in_a_separate_ring(pg: ProcessGroup) -> None:
+async def test_recorder_keeps_messages_separate_from_collectives(pg: ProcessGroup) -> None:
     await pg.barrier()
     other = 1 - pg.rank()
     for number in range(MESSAGES + 9):
@@ -70,7 +70,7 @@ async def test_messages_are_recorded_in_a_separate_ring(pg: ProcessGroup) -> Non
 
 @pytest.mark.ranks(2)
 @over("unix")
-async def test_message_of_many_frames_starts_with_its_first_frame(pg: ProcessGroup) -> None:
+async def test_recorded_start_of_a_message_is_its_first_frame(pg: ProcessGroup) -> None:
     x = np.zeros(3 * SEGMENT, np.uint8)
     await (pg.recv(x, 0) if pg.rank() else pg.send(x, 1))
     await (pg.recv(x[:8], 0) if pg.rank() else pg.send(x[:8], 1))
@@ -82,7 +82,7 @@ async def test_message_of_many_frames_starts_with_its_first_frame(pg: ProcessGro
 
 
 @pytest.mark.ranks(2)
-async def test_call_of_several_parts_ends_with_its_last_part(pg: ProcessGroup) -> None:
+async def test_recorded_end_of_a_call_is_the_end_of_its_last_operation(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         pg.allreduce(np.ones(2))
         pg.allreduce(np.ones(2, np.float32))
@@ -164,8 +164,8 @@ async def test_recorder_entry_keeps_no_objects_of_the_caller_alive(pg: ProcessGr
 
 
 @pytest.mark.ranks(1, 2)
-async def test_recorder_rings_are_bounded(pg: ProcessGroup) -> None:
-    """A single rank makes collectives only, and two ranks also exchange messages."""
+async def test_recorder_keeps_a_limited_number_of_entries(pg: ProcessGroup) -> None:
+    """Let a single rank make only collectives, and two ranks also exchange messages."""
     world_size = pg.size()
     x = np.zeros(3)
     for _ in range(HISTORY + 9):

@@ -25,7 +25,7 @@ from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 from ..internals import comm_of, failing, group_of, spied, unmade_groups
 from ..ranks import LINKS, options, over, run_ranks, until
 
-#: Sends a malformed message, given the group of all ranks and the group of ranks 0 and 1.
+#: A function that sends a malformed message, given the group of all ranks and the group of ranks 0 and 1.
 Misuse = Callable[[ProcessGroup, ProcessGroup], Any]
 
 CAUSE = {"kind": "GroupError", "text": "x", "op": None, "seq": None, "group": None, "ranks": [], "how": None}
@@ -54,7 +54,7 @@ def send_control_message(link: Link, what: Any) -> None:
 
 
 def control_message(**what: Any) -> Misuse:
-    """Return a function that sends the hub a control message about the group of all ranks."""
+    """Return a function that sends the hub a control message about the group that contains all ranks."""
     return lambda pg, _: send_control_message(control_link(pg, 0), {"g": comm_of(pg).id, **what})
 
 
@@ -149,7 +149,7 @@ async def open_links(pg: ProcessGroup) -> None:
 
 
 async def check_failure(pg: ProcessGroup, work: Any, words: str) -> None:
-    """Check that `work` fails with an error about rank 2, and that nothing stays pending."""
+    """Check that `work` fails with an error that names rank 2, and that no operation stays pending."""
     with pytest.raises(PeerProtocolError) as failure:
         async with asyncio.timeout(SOON):
             await work
@@ -164,8 +164,8 @@ async def check_failure(pg: ProcessGroup, work: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_group_ignores_frames_of_ranks_outside_it(transport: str) -> None:
-    """The frames may belong to another group with the same id."""
+async def test_group_ignores_frames_of_ranks_outside_the_group(transport: str) -> None:
+    """Send frames that may belong to another group with the same id."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
@@ -188,7 +188,7 @@ async def test_group_ignores_frames_of_ranks_outside_it(transport: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", MISUSES)
 @pytest.mark.parametrize("transport", LINKS)
-async def test_malformed_message_fails_its_groups_and_names_the_rank(transport: str, what: str) -> None:
+async def test_malformed_message_fails_its_groups_with_an_error_that_names_the_rank(transport: str, what: str) -> None:
     waiting: list[int] = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -220,7 +220,7 @@ class _GroupId:
 
 @pytest.mark.parametrize("error", [MemoryError, KeyError, RecursionError, OSError])
 @pytest.mark.parametrize("transport", LINKS)
-async def test_exception_in_a_frame_handler_fails_its_groups_and_names_the_rank(
+async def test_exception_in_a_frame_handler_fails_its_groups_with_an_error_that_names_the_rank(
     transport: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: list[int] = []
@@ -246,10 +246,10 @@ async def test_exception_in_a_frame_handler_fails_its_groups_and_names_the_rank(
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_exception_in_a_control_message_handler_fails_its_groups_and_names_the_rank(
+async def test_exception_in_a_control_message_handler_fails_its_groups_and_names_the_sender(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the author of a relayed message, not the rank that relayed it."""
+    """Check that the error names the author of a relayed message, not the rank that relayed the message."""
 
     def refuse(stalls: StallInspector, peer: int, _: dict[str, Any]) -> None:
         if group_of(stalls).rank == 1 and peer == 2:
@@ -275,8 +275,8 @@ async def test_exception_in_a_control_message_handler_fails_its_groups_and_names
 @pytest.mark.slow
 @pytest.mark.ranks(2, 4, 7)
 @over(*LINKS)
-async def test_refused_rank_gets_the_reason(pg: ProcessGroup) -> None:
-    """The refused rank may be the hub, and large transfers to it may be in flight."""
+async def test_refused_rank_receives_the_reason_of_the_refusal(pg: ProcessGroup) -> None:
+    """Refuse the hub and other ranks, with large transfers to the refused rank in flight."""
     await open_links(pg)
     last = pg.size() - 1
     big = np.ones(500_000)
@@ -295,7 +295,7 @@ async def test_refused_rank_gets_the_reason(pg: ProcessGroup) -> None:
 
 
 async def error_of_failing_handler(pg: ProcessGroup) -> str:
-    """Let rank 0 fail while it handles a frame of rank 1; return the error text of this rank."""
+    """Let rank 0 fail while it handles a frame of rank 1; return rank 0's error text."""
     await open_links(pg)
     work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
     if pg.rank() == 0:
@@ -318,20 +318,20 @@ async def error_of_failing_handler(pg: ProcessGroup) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKS[1:])
-async def test_exception_in_a_frame_handler_is_reported_to_processes(transport: str) -> None:
+async def test_exception_in_a_frame_handler_is_reported_to_ranks_in_other_processes(transport: str) -> None:
     errors = await run_processes(2, error_of_failing_handler, options=options(transport))
     assert all("could not handle a frame of rank 1, a DATA frame" in each and "MemoryError" in each for each in errors)
 
 
 # -- errors in timers and operations
 
-#: Calls made by timers: when an operation has waited for long, and when the answers about it are complete.
+#: Functions that timers call: after a long wait of an operation, and when the answers about it are complete.
 CALLBACKS = {"a report": "stall_reported", "an answer": "stall_gathered"}
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("where", CALLBACKS)
-async def test_exception_in_a_timer_fails_the_group_and_names_the_rank(
+async def test_exception_in_a_timer_fails_the_group_with_an_error_that_names_the_rank(
     pg: ProcessGroup, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await pg.barrier()
@@ -354,7 +354,7 @@ STEPS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
     ("transport", "step"),
     [(transport, step) for transport in LINKS for step in STEPS if transport == "shm" or "shared" not in step],
 )
-async def test_exception_in_an_operation_fails_the_group_and_names_the_rank(
+async def test_exception_in_an_operation_fails_the_group_with_an_error_that_names_the_rank(
     transport: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, start = STEPS[step]

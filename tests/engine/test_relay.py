@@ -35,7 +35,7 @@ def _no_stall_reports(limits: Limits) -> None:
 
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("steps", range(2, 9))
-def test_relay_schedule_has_each_chunk_once_after_its_dependencies(steps: int, pieces: int) -> None:
+def test_relay_schedule_contains_each_chunk_once_after_its_dependencies(steps: int, pieces: int) -> None:
     found = order(steps, pieces)
     assert sorted(each[:2] for each in found) == [(step, piece) for step in range(steps) for piece in range(pieces)]
     for number, (step, piece, before) in enumerate(found):
@@ -47,14 +47,14 @@ def test_relay_schedule_has_each_chunk_once_after_its_dependencies(steps: int, p
     for step in range(steps):
         order_of_step = [piece for each, piece, _ in found if each == step]
         assert all(one < other for one, other in pairwise(order_of_step))
-    # Without an argument for the rank, all ranks have the same order. Without its cache, the function returns the same.
+    # `order` has no rank argument, so all ranks get the same order; the uncached function must return it again.
     assert order.__wrapped__(steps, pieces) == found
 
 
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 def test_relay_schedule_does_not_deadlock_with_the_chunks_of_a_queue(world_size: int, pieces: int) -> None:
-    """In the worst case, each rank does all it can before the next rank has its turn."""
+    """Check the worst case, in which each rank does all it can before the next rank has its turn."""
     found = order(2 * (world_size - 1), pieces)
     put, taken = [0] * world_size, [0] * world_size
     moved = True
@@ -86,14 +86,14 @@ def holds_queue(pg: ProcessGroup) -> list[bool]:
 
 
 def look(pg: ProcessGroup) -> None:
-    """Let this rank do all that it can without the other ranks."""
+    """Let this rank make all progress that is possible without the other ranks."""
     while any(operation.look() for operation in list(comm_of(pg).in_flight.pending) if isinstance(operation, ShmRing)):
         pass
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", [PIECE + 1, 4 * PIECE - 1, 4 * PIECE, 4 * PIECE + 1, 500_000])
-async def test_large_arrays_go_through_the_chunk_queue(world_size: int, count: int) -> None:
+async def test_large_arrays_are_sent_through_the_chunk_queue(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
         calls = [call(pg, count) for pg in pgs]
         longest = -(-count // world_size)
@@ -113,8 +113,8 @@ async def test_large_arrays_are_sent_in_frames_until_a_link_exists(pg: ProcessGr
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_pieces_larger_than_a_chunk_are_sent_in_frames(world_size: int) -> None:
-    """The chunk size of a link may be smaller than the one that the peers' cards promise."""
+async def test_array_pieces_larger_than_a_chunk_are_sent_in_frames(world_size: int) -> None:
+    """Use a link whose chunk size is smaller than the one that the peers' cards announce."""
     async with jobs(world_size) as (pgs,):
         for pg in pgs:
             make_pure(pg)
@@ -127,12 +127,12 @@ async def test_pieces_larger_than_a_chunk_are_sent_in_frames(world_size: int) ->
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-async def test_chunk_queue_serves_one_operation_and_others_use_frames(world_size: int) -> None:
+async def test_chunk_queue_is_used_by_one_operation_while_other_operations_use_frames(world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         calls = [call(pg, 300_000) for pg in pgs for _ in range(3)]
         assert all(holds.count(True) <= 1 for holds in map(holds_queue, pgs))
         await check(calls, world_size)
-        # The queue is free again.
+        # These calls complete only if the chunk queue is free again.
         calls = [call(pg, 300_000) for pg in pgs]
         assert all(holds == [True] for holds in map(holds_queue, pgs))
         await check(calls, world_size)
@@ -140,7 +140,7 @@ async def test_chunk_queue_serves_one_operation_and_others_use_frames(world_size
 
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_chunks_of_a_rank_that_has_left_are_still_read(world_size: int, limits: Limits) -> None:
-    """Rank 0 leaves while its peers have read a part. The budget allows one chunk per look."""
+    """Let rank 0 leave while its peers have read a part of the data; a time limit allows one chunk per look."""
     async with jobs(world_size) as (pgs,):
         limits(ring_budget=-1.0)
         calls = [call(pg, 300_000) for pg in pgs]
@@ -161,7 +161,7 @@ async def test_chunks_of_a_rank_that_has_left_are_still_read(world_size: int, li
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_chunk_queue_is_shared_by_groups(world_size: int) -> None:
+async def test_chunk_queue_is_used_by_several_groups_in_turn(world_size: int) -> None:
     async with jobs(world_size, "abc") as groups:
         calls = []
         for rank in range(world_size):
@@ -191,7 +191,7 @@ async def test_large_keyed_calls_finish_in_opposite_orders(tasks: bool) -> None:
 
 
 class GatedLink:
-    """A link that accepts one frame, and further frames only when it is open."""
+    """A link that accepts one frame, and more frames only while its gate is open."""
 
     def __init__(self, link: Any) -> None:
         self._link = link
@@ -210,7 +210,7 @@ class GatedLink:
         return self._link.write(header, payload)
 
 
-async def test_relay_ends_with_its_last_frame() -> None:
+async def test_relay_completes_when_its_last_frame_arrives() -> None:
     async with jobs(2) as ((zero, one),):
         channel = comm_of(zero).channels[1]
         gate = channel.link = GatedLink(channel.link)  # type: ignore[assignment]
@@ -224,7 +224,7 @@ async def test_relay_ends_with_its_last_frame() -> None:
         await check(calls, 2)
 
 
-async def test_waiting_relay_has_no_step_to_do() -> None:
+async def test_waiting_relay_has_no_runnable_step() -> None:
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, 10 * PIECE)]
         (waiting,) = comm_of(zero).in_flight.pending
@@ -233,7 +233,7 @@ async def test_waiting_relay_has_no_step_to_do() -> None:
         await check([*calls, call(one, 10 * PIECE)], 2)
 
 
-async def test_operation_unknown_to_its_reader_delays_no_other() -> None:
+async def test_chunks_of_an_operation_that_the_reader_has_not_called_delay_no_other_operation() -> None:
     async with jobs(2) as ((zero, one),):
         held = [call(zero, 300_000, "later")]
         assert holds_queue(zero) == [True]
@@ -246,14 +246,14 @@ async def test_operation_unknown_to_its_reader_delays_no_other() -> None:
 
 
 async def check_free_queue(pgs: list[ProcessGroup]) -> None:
-    """Check that large reductions get the chunk queue and complete."""
+    """Check that large reductions can use the chunk queue and complete."""
     for _ in range(2):
         calls = [call(pg, 300_000) for pg in pgs]
         assert [holds_queue(pg) for pg in pgs] == [[True]] * len(pgs)
         await check(calls, len(pgs))
 
 
-async def test_next_ordered_call_puts_its_chunks_behind_unread_ones() -> None:
+async def test_next_ordered_call_queues_its_chunks_behind_unread_chunks() -> None:
     async with jobs(2) as (pgs,):
         for pg in pgs:
             make_pure(pg)
@@ -274,12 +274,12 @@ async def test_chunks_of_a_failed_group_are_freed() -> None:
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
-async def test_chunks_put_after_the_peer_gave_up_block_no_other() -> None:
+async def test_chunks_queued_after_the_peer_has_failed_block_no_other_group() -> None:
     async with jobs(2) as (pgs,):
         count = PIECE + 1
         lost = [call(pgs[1], count)[1]]
         pgs[1].abort("a test")
-        # Rank 0 finds the chunk of rank 1 and puts all its own chunks, so it no longer needs the queue.
+        # Rank 0 finds the chunk of rank 1 and queues all its own chunks, so rank 0 no longer needs the chunk queue.
         lost.append(call(pgs[0], count)[1])
         assert pieces_put(pgs[0], 1) == 2
         for work in lost:
@@ -298,8 +298,8 @@ def _short_queues(limits: Limits) -> None:
 
 
 @pytest.mark.usefixtures("_short_queues")
-async def test_writer_waiting_for_a_chunk_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of one loop would find a free chunk by themselves, but ranks of other processes may sleep."""
+async def test_writer_that_waits_for_a_free_chunk_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the wake-up of ranks in other processes, which may sleep; ranks of one loop would find a chunk anyway."""
     async with jobs(2) as (pgs,):
         for pg in pgs:
             make_pure(pg)
@@ -313,17 +313,17 @@ async def test_writer_waiting_for_a_chunk_is_woken_once(monkeypatch: pytest.Monk
         look(pgs[1])
         await check(calls, 2)
         assert full
-        # One announcement brings no new chunk: it reports the first freed one.
+        # One announcement adds no new chunk, since it reports the first freed chunk.
         assert [one == other for one, other in pairwise(put)].count(True) == 1
 
 
 @pytest.mark.usefixtures("_short_queues")
-async def test_writer_waiting_behind_a_failed_group_is_woken() -> None:
+async def test_writer_that_waits_behind_chunks_of_a_failed_group_is_woken() -> None:
     async with jobs(2, "ab") as (a, b):
         for pg in (*a, *b):
             make_pure(pg)
         count = 2 * PIECE + 1
-        # Rank 0 no longer needs the queue, but it holds unread chunks, with a chunk of another group behind them.
+        # Rank 0 no longer needs the chunk queue, which holds unread chunks and behind them a chunk of another group.
         calls = [call(a[1], count), call(a[0], count)]
         (reader,) = comm_of(a[1]).in_flight.pending
         assert isinstance(reader, ShmRing)
@@ -338,7 +338,7 @@ async def test_writer_waiting_behind_a_failed_group_is_woken() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(world_size: int) -> None:
+async def test_chunk_queue_stays_usable_after_a_reduce_function_raises(world_size: int) -> None:
     def bad(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         raise ZeroDivisionError("bad")
 
@@ -358,8 +358,8 @@ async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(world_siz
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_mismatch_in_the_chunk_queue_names_both_calls(world_size: int) -> None:
-    """The error must not wait until all ranks have reported their operations."""
+async def test_mismatch_error_from_the_chunk_queue_names_both_calls(world_size: int) -> None:
+    """Check that the error is raised before all ranks have reported their operations."""
     async with jobs(world_size) as (pgs,):
         works = [pg.allreduce(rank_array(pg, 300_000), ReduceOp.MAX if pg.rank() else ReduceOp.SUM) for pg in pgs]
         assert holds_queue(pgs[0]) == [True]

@@ -20,7 +20,7 @@ REASON = "the operator has pulled the plug"
 @pytest.mark.parametrize("when", ["before", "within", "after"])
 @pytest.mark.parametrize("lost", [[0, 1], [0, 2, 3], [1, 2, 3]])
 def test_remaining_ranks_continue_after_a_reported_death(lost: list[int], when: str) -> None:
-    """Each rank has its own host: lost ranks are unreachable, and without the report no quorum is left."""
+    """Put each rank on a separate host: lost ranks are unreachable, and only the report leaves a quorum."""
     job = Job(Hosts(range(4)))
     left = [rank for rank in range(4) if rank not in lost]
 
@@ -45,10 +45,10 @@ def test_remaining_ranks_continue_after_a_reported_death(lost: list[int], when: 
                 await pg.shrink()
             if reporter:
                 report()
-            await asyncio.sleep(1)  # virtual second
+            await asyncio.sleep(1)  # one virtual second
         group = await pg.shrink()
         if when == "within":
-            assert now() - start < 2.5  # lost ranks are not retried
+            assert now() - start < 2.5  # lost ranks are not dialled again
         return await check_group(group)
 
     found = job.run(4, body)
@@ -71,7 +71,7 @@ async def test_reported_death_reaches_all_ranks_with_its_reason(pg: ProcessGroup
 
 @pytest.mark.parametrize("reporter", [0, 1, 3])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_living_rank_reported_dead_is_excluded(victim: int, reporter: int) -> None:
+def test_living_rank_that_is_reported_dead_is_excluded(victim: int, reporter: int) -> None:
     job = Job(Hosts([0, 0, 1, 1]))
     others = [rank for rank in range(4) if rank != victim]
     reporter = reporter or others[0]
@@ -102,7 +102,7 @@ def test_living_rank_reported_dead_is_excluded(victim: int, reporter: int) -> No
 
 
 def test_living_rank_with_a_late_report_learns_of_its_exclusion() -> None:
-    """Rank 2 is cut off, and still waits for votes when the others continue without it."""
+    """Cut off rank 2, which still waits for votes when the other ranks continue without it."""
     job = Job(Hosts(range(3)))
 
     async def body(pg: ProcessGroup) -> Any:
@@ -166,7 +166,7 @@ async def test_death_report_does_nothing_after_the_shutdown(pg: ProcessGroup) ->
 
 
 @pytest.mark.ranks(3)
-async def test_group_with_a_reported_rank_is_revoked(pg: ProcessGroup) -> None:
+async def test_group_with_a_rank_that_is_reported_dead_is_revoked(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         pg.report_death(1, REASON)
     await pg.wait_revoked()

@@ -1,4 +1,4 @@
-"""Schedules of one round, sorted into contributions, takes and folds."""
+"""Schedules of one round, converted into contributions, reads and folds for slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORLD = 4
 SIZES = {"barrier": (), "allgather": ((3,) * WORLD,), "reduce_scatter": ((3,) * WORLD,)}
 
 
-#: Bytes of a small slot.
+#: The size of a small slot in bytes.
 SMALL = 64
 
 
@@ -26,10 +26,10 @@ def rounds(kind: str, algorithm: str, world: int = WORLD, small: int = SMALL) ->
 @pytest.mark.parametrize("small", [0, SMALL])
 @pytest.mark.parametrize("world", [2, 3, WORLD])
 @pytest.mark.parametrize(("kind", "algorithm"), IN_SLOTS)
-def test_round_of_every_slot_program_pairs_each_contribution_with_a_take(
+def test_every_posted_contribution_of_a_slot_program_is_read_once(
     kind: str, algorithm: str, world: int, small: int
 ) -> None:
-    """The writer and the reader of a contribution use the same lane and slots."""
+    """Check that the writer and the reader of each contribution use the same lane and slots."""
     made = rounds(kind, algorithm, world, small)
     posted = sorted(
         (rank, reader, contribution.nbytes, *contribution[3:])
@@ -46,31 +46,31 @@ def test_round_of_every_slot_program_pairs_each_contribution_with_a_take(
 
 @pytest.mark.parametrize(("kind", "algorithm"), IN_SLOTS)
 def test_group_of_two_ranks_does_not_use_the_common_lane(kind: str, algorithm: str) -> None:
-    """Two groups of two ranks that share a rank thus never wait for each other's slots."""
+    """Check that two groups of two ranks that share a rank never wait for each other's slots."""
     for each in rounds(kind, algorithm, 2):
         assert not any(part.is_common for part in (*each.first, *each.last, *each.takes))
 
 
 @pytest.mark.parametrize("kind", ["reduce", "reduce_scatter"])
-def test_blocks_for_one_reader_use_its_lane(kind: str) -> None:
+def test_blocks_for_one_reader_use_the_lane_of_the_reader(kind: str) -> None:
     for each in rounds(kind, "oneshot"):
         assert not any(part.is_common for part in (*each.first, *each.takes))
 
 
-def test_contribution_longer_than_a_small_slot_uses_a_middle_one() -> None:
+def test_contribution_longer_than_a_small_slot_uses_a_middle_slot() -> None:
     for small, slots in ((24, (0, SMALL_SLOTS)), (23, (SMALL_SLOTS, MIDDLE_SLOTS))):
         for each in rounds("allreduce", "oneshot", small=small):
             assert {(part.first_slot, part.slots) for part in (*each.first, *each.takes)} == {slots}
 
 
-def test_round_of_allreduce_posts_once_and_folds_in_rank_order() -> None:
+def test_allreduce_through_slots_posts_once_and_folds_in_rank_order() -> None:
     each = rounds("allreduce", "oneshot")[2]
     assert each.first == (Contribution(0, 24, (3, 0, 1), True, 0, SMALL_SLOTS),)
     assert [take.peer for take in each.takes] == [0, 1, 3]
     assert (each.fold, each.own, each.moves, each.last) == (0, ((2, 0),), (), ())
 
 
-def test_round_of_central_posts_the_result_at_the_end() -> None:
+def test_central_allreduce_through_slots_posts_the_result_at_the_end() -> None:
     centre, other = rounds("allreduce", "central")[:2]
     assert (centre.first, centre.last) == ((), (Contribution(0, 24, (1, 2, 3), True, 0, SMALL_SLOTS),))
     assert other.first == (Contribution(0, 24, (0,), False, 0, SMALL_SLOTS),)
@@ -82,7 +82,7 @@ def test_round_of_central_posts_the_result_at_the_end() -> None:
     ("kind", "algorithm"),
     [("allreduce", "ring"), ("allreduce", "circulant"), ("allreduce", "pairwise")],
 )
-def test_round_of_a_program_of_several_rounds_is_refused(kind: str, algorithm: str) -> None:
+def test_slot_execution_of_a_program_with_several_rounds_is_refused(kind: str, algorithm: str) -> None:
     assert (kind, algorithm) in ALGORITHMS
     with pytest.raises(ValueError, match=f"algorithm='{algorithm}' has more than one round|a round uses whole arrays"):
         rounds(kind, algorithm)
@@ -97,6 +97,6 @@ def test_round_of_a_program_of_several_rounds_is_refused(kind: str, algorithm: s
         Action(ActionKind.FOLD, Region(0, 1, 3), sources=(Region(1, 0, 2),)),
     ],
 )
-def test_round_of_a_program_on_a_part_of_an_array_is_refused(action: Action) -> None:
+def test_slot_execution_of_a_program_on_a_part_of_an_array_is_refused(action: Action) -> None:
     with pytest.raises(ValueError, match="a round uses whole arrays"):
         Round.of(Program((action,)), 8, Lanes(first=False, last=False), SMALL)

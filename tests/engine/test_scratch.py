@@ -26,7 +26,7 @@ def test_returned_scratch_block_is_reused() -> None:
 
 
 @pytest.mark.parametrize(("given", "wanted", "same"), [(2, 1, True), (3, 1, False), (1, 2, False)])
-def test_scratch_block_is_reused_for_similar_sizes(given: int, wanted: int, same: bool) -> None:
+def test_returned_scratch_block_is_reused_for_similar_sizes(given: int, wanted: int, same: bool) -> None:
     scratch = Scratch()
     block = scratch.take(given * LARGE, BYTE)
     scratch.give(block)

@@ -24,8 +24,8 @@ class Broken(Exception):
 
 
 @pytest.mark.parametrize("count", [8, LARGE])
-async def test_raising_reduce_function_frees_the_lane(count: int) -> None:
-    """A chunk is freed once: by its operation, or with all chunks of the failed group."""
+async def test_exception_in_a_reduce_function_frees_the_lane(count: int) -> None:
+    """Check that each chunk is freed once, by its operation or with all chunks of the failed group."""
 
     async def rank(number: int, store: Any) -> None:
         def function(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
@@ -48,8 +48,8 @@ async def test_raising_reduce_function_frees_the_lane(count: int) -> None:
     await store.aclose()
 
 
-async def test_operation_failing_during_a_scan_fails_the_others_of_its_group() -> None:
-    """The scan reaches an operation that has already failed. It must not write to the caller's array."""
+async def test_operation_that_fails_during_a_scan_fails_the_other_operations_of_its_group() -> None:
+    """Let a scan reach an operation that has already failed and must not write to the caller's array."""
     tensors = [np.ones(4), np.ones(4)]
     entered = asyncio.Event()
 
@@ -87,8 +87,8 @@ def no_callback_errors() -> Iterator[None]:
     loop.set_exception_handler(None)
 
 
-async def test_shared_memory_is_freed_with_the_group_without_garbage_collection() -> None:
-    """Mapped memory is large, but the garbage collector does not see its size and may run hours later."""
+async def test_shared_memory_of_a_group_is_freed_without_garbage_collection() -> None:
+    """Check without a collection: mapped memory is large, and the garbage collector may run hours later."""
 
     async def rank(pg: ProcessGroup) -> bool:
         for count in (1, 1000, LARGE):

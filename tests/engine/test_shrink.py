@@ -70,7 +70,7 @@ class Job:
         self.hosts.kill(rank)
 
     async def die(self, rank: int) -> None:
-        """Kill `rank`, the caller, once all other ranks wait for it."""
+        """Kill `rank`, which calls this, once all other ranks wait for this rank."""
         await asyncio.sleep(1)
         self.kill(rank)
         await asyncio.get_running_loop().create_future()
@@ -106,7 +106,7 @@ async def wait_for_loss(pg: ProcessGroup) -> PeerLostError:
 
 
 async def recover(pg: ProcessGroup) -> tuple[int, ...]:
-    """Shrink until a group works, as a program would; return its ranks."""
+    """Repeat `shrink` until a group works, as a program would; return its ranks."""
     while True:
         pg = await pg.shrink()
         try:
@@ -139,15 +139,15 @@ async def recover(pg: ProcessGroup) -> tuple[int, ...]:
         ([], [], [], False),
     ],
 )
-def test_quorum_is_a_majority_half_with_the_lowest_rank_or_all_living_ranks(
+def test_quorum_is_a_majority_or_half_with_the_lowest_rank_or_all_living_ranks(
     ranks: list[int], group: list[int], away: list[int], decide: bool
 ) -> None:
     assert can_decide(ranks, group, away) is decide
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_two_parts_of_a_group_never_both_have_a_quorum(size: int) -> None:
-    """A dead rank may have belonged to the other part before."""
+def test_two_partitions_of_a_group_never_both_have_a_quorum(size: int) -> None:
+    """Check all partitions; a dead rank may have belonged to the other partition before its death."""
     group = range(size)
     for parts in itertools.product(("here", "there", "dead, was there"), repeat=size):
         here, there, dead = ([rank for rank in group if parts[rank] == part] for part in ("here", "there", parts[-1]))
@@ -199,7 +199,7 @@ def test_living_ranks_continue_after_any_death(world_size: int) -> None:
 
 @pytest.mark.parametrize("also", ["sender", "receiver"])
 @pytest.mark.parametrize("first", [0, 3])
-def test_agreement_survives_another_death_at_any_message(
+def test_agreement_succeeds_despite_another_death_at_any_message(
     first: int, also: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Voter.send
@@ -234,10 +234,10 @@ def test_agreement_survives_another_death_at_any_message(
 
     while run(steps + 1, seed=steps):
         steps += 1
-    assert steps >= 3 * 4  # a vote, an acceptance and two replies for each rank except the coordinator
+    assert steps >= 3 * 4  # each rank except the coordinator has a vote, an acceptance and two replies
 
 
-def test_agreement_survives_the_death_of_hub_and_next_hub() -> None:
+def test_agreement_succeeds_after_the_deaths_of_the_hub_and_the_next_hub() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -272,7 +272,7 @@ def test_shrinking_continues_until_one_rank_is_left() -> None:
 # -- cut-off, late and absent ranks
 
 
-def test_half_with_the_lowest_rank_continues() -> None:
+def test_half_of_the_ranks_with_the_lowest_rank_continues() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -356,7 +356,7 @@ def test_silent_coordinator_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Job().run(4, body) == [None, None, (2, 3), (2, 3)]
 
 
-def test_shrink_after_a_cancelled_one_returns_the_group() -> None:
+def test_shrink_after_a_cancelled_shrink_returns_the_new_group() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -373,7 +373,7 @@ def test_shrink_after_a_cancelled_one_returns_the_group() -> None:
     assert job.run(3, body) == [(0, 1, 2)] * 3
 
 
-def test_rank_that_leaves_before_taking_the_group_is_not_waited_for() -> None:
+def test_new_group_does_not_wait_for_a_rank_that_left_during_the_agreement() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -390,7 +390,7 @@ def test_rank_that_leaves_before_taking_the_group_is_not_waited_for() -> None:
     assert job.run(3, body) == [(0, 1), (0, 1), None]
 
 
-def test_rank_that_has_left_the_group_has_no_vote() -> None:
+def test_rank_that_has_left_the_group_has_no_vote_in_the_agreement() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -408,8 +408,8 @@ def test_rank_that_has_left_the_group_has_no_vote() -> None:
 
 
 @pytest.mark.parametrize("lost", [{2, 3}, {0, 1}])
-def test_unreachable_ranks_are_retried_and_count_in_the_quorum(lost: set[int]) -> None:
-    """Half of the ranks are lost without proof of death: the others need a quorum of all ranks, or `assume_dead`."""
+def test_unreachable_ranks_are_dialled_again_and_count_toward_the_quorum(lost: set[int]) -> None:
+    """Lose half of the ranks without proof of death: the others need a quorum of all ranks, or `assume_dead`."""
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -433,8 +433,8 @@ def test_unreachable_ranks_are_retried_and_count_in_the_quorum(lost: set[int]) -
     assert job.run(4, body) == [living if rank in living else None for rank in range(4)]
 
 
-def test_death_is_proven_by_a_process_of_the_same_host() -> None:
-    """Ranks 2 and 3 see that rank 1 has died, and report it to rank 0 on another host."""
+def test_death_of_a_rank_is_proven_by_a_process_on_the_same_host() -> None:
+    """Let ranks 2 and 3 see the death of rank 1 and report it to rank 0 on another host."""
     hosts = Hosts([0, 1, 1, 1])
 
     async def body(pg: ProcessGroup) -> Any:
@@ -447,14 +447,14 @@ def test_death_is_proven_by_a_process_of_the_same_host() -> None:
         assert cause.ranks == (1,)
         assert now() - start < 2
         small = await pg.shrink()
-        assert now() - start < 2.5  # at once, because no rank is retried
+        assert now() - start < 2.5  # at once, because no rank is dialled again
         assert [comm_of(pg).endpoint.roster.dead[1][0]] == ["killed"]
         return await check_group(small)
 
     assert Job(hosts).run(4, body) == [(0, 2, 3), None, (0, 2, 3), (0, 2, 3)]
 
 
-def test_broken_connection_between_living_ranks_excludes_none() -> None:
+def test_broken_connection_between_living_ranks_excludes_no_rank() -> None:
     for one, other in itertools.combinations(range(3), 2):
         for where in ([0, 0, 0], [0, 1, 2]):
             hosts = Hosts(where)
@@ -477,7 +477,7 @@ def test_broken_connection_between_living_ranks_excludes_none() -> None:
             assert Job(hosts).run(3, body) == [(0, 1, 2)] * 3, (one, other, where)
 
 
-def test_partition_of_two_ranks_excludes_one() -> None:
+def test_network_partition_between_two_ranks_excludes_one_rank() -> None:
     hosts = Hosts([0, 1, 2, 3])
 
     async def body(pg: ProcessGroup) -> Any:
@@ -500,7 +500,7 @@ def test_partition_of_two_ranks_excludes_one() -> None:
 @pytest.mark.parametrize(
     "seeds", [range(25), pytest.param(range(25, 3000), marks=pytest.mark.soak)], ids=["few", "many"]
 )
-def test_agreement_survives_any_deaths_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreement_succeeds_despite_any_deaths_at_any_messages(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     send = Voter.send
     for seed in seeds:
         chance = random.Random(seed)
@@ -540,7 +540,7 @@ def test_agreement_survives_any_deaths_at_any_messages(seeds: range, monkeypatch
 # -- growing
 
 
-def test_death_while_the_group_meets_newcomers_is_survived() -> None:
+def test_group_survives_a_death_while_it_meets_newcomers() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -567,7 +567,7 @@ def test_death_while_the_group_meets_newcomers_is_survived() -> None:
         lost, other = newcomers
         found, ranks = await asyncio.gather(check_group(await other), check_group(grown))
         await asyncio.gather((await other).shutdown(), grown.shutdown())
-        # In this simulation a death cancels the task of the rank, and a cancelled rank notifies the newcomers.
+        # A simulated death cancels the task of the rank, and a cancelled rank notifies the newcomers.
         with pytest.raises(RendezvousError, match="group that was to meet them does not: a rank was cancelled"):
             await lost
         assert found == ranks

@@ -1,4 +1,4 @@
-"""Small reductions in shared memory: slots, frames in their place, and slots that failed groups leave behind."""
+"""Small reductions in shared memory: slots, frames used instead, and slots of failed groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..ranks import options, over, until
 #: Elements of float64 that fit into the line of a slot, into a small slot, and into a middle slot.
 COUNTS = [1, 5, 6, 512, 513, 8192]
 
-#: A started call: its work, and a check of its results.
+#: A started call: its work, and a function that checks the results.
 Started = tuple[Work[Any], Callable[[], None]]
 
 
@@ -35,7 +35,7 @@ async def open_links(pgs: list[ProcessGroup]) -> None:
 
 @asynccontextmanager
 async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[ProcessGroup]]]:
-    """Yield the linked ranks of a group for each of `names`. Calls of all groups use the same numbers and slots."""
+    """Yield the linked ranks of one group for each of `names`; calls of all groups use the same numbers and slots."""
     store = HashStore()
     pgs = [
         await asyncio.gather(
@@ -115,7 +115,7 @@ def overwrite_freed_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_contributions_that_fit_use_slots(world_size: int, count: int) -> None:
+async def test_contributions_that_fit_are_sent_through_slots(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, count) for pg in pgs]
@@ -129,7 +129,7 @@ async def test_contributions_that_fit_use_slots(world_size: int, count: int) -> 
 @pytest.mark.ranks(2)
 @over("shm")
 @pytest.mark.parametrize("count", COUNTS)
-async def test_frames_are_used_until_a_link_exists(pg: ProcessGroup, count: int) -> None:
+async def test_calls_before_a_shared_memory_link_exists_use_frames(pg: ProcessGroup, count: int) -> None:
     calls = [call(pg, count) for _ in range(20)]
     assert comm_of(pg).channels[1 - pg.rank()].link is None
     await check(calls, 2)
@@ -149,7 +149,7 @@ async def test_full_slots_do_not_delay_calls(count: int, slots: int) -> None:
         assert zero.pending() == one.pending() == []
 
 
-async def test_contribution_of_a_frame_outlives_the_frame() -> None:
+async def test_contribution_received_in_a_frame_outlives_the_frame() -> None:
     async with jobs(3) as (pgs,):
         array, work = call(pgs[0])
         (operation,) = comm_of(pgs[0]).in_flight.pending
@@ -162,7 +162,7 @@ async def test_contribution_of_a_frame_outlives_the_frame() -> None:
         await check_failure(other)
 
 
-async def test_peer_that_has_posted_is_not_awaited() -> None:
+async def test_peer_whose_contribution_has_arrived_is_not_reported_as_awaited() -> None:
     async with jobs(2) as ((zero, one),):
         first = call(zero)
         (operation,) = comm_of(zero).in_flight.pending
@@ -173,7 +173,7 @@ async def test_peer_that_has_posted_is_not_awaited() -> None:
         await check([first, second], 2)
 
 
-async def test_frame_frees_the_slot_of_a_finished_group() -> None:
+async def test_slot_of_a_finished_group_is_freed_by_a_later_frame() -> None:
     async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
         shared, far = comm_of(b_zero).channels[1].shared, comm_of(b_one).channels[0].shared
         assert shared is not None
@@ -187,8 +187,8 @@ async def test_frame_frees_the_slot_of_a_finished_group() -> None:
         await check_failure(late)
 
 
-async def test_frame_sent_at_once_may_complete_the_call() -> None:
-    """The send of the frame is then the last step of the call."""
+async def test_frame_that_is_sent_at_once_can_complete_the_call() -> None:
+    """Check a call whose last step is the send of a frame."""
     async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
         calls = [call(a_one), call(b_zero)]
         before = posts(b_one, 0)
@@ -200,8 +200,8 @@ async def test_frame_sent_at_once_may_complete_the_call() -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_slots_are_shared_by_groups(count: int) -> None:
-    """Each rank calls the groups in another order, so slots stay in use for groups that a reader calls last."""
+async def test_slots_are_used_by_several_groups(count: int) -> None:
+    """Let each rank call the groups in a different order, so that slots stay in use for late readers."""
     world_size, names = 3, "abcd"
     async with jobs(world_size, names) as groups:
         calls = []
@@ -211,7 +211,7 @@ async def test_slots_are_shared_by_groups(count: int) -> None:
         await check(calls, world_size)
 
 
-async def test_slot_is_not_read_after_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freed_slot_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_freed_slots(monkeypatch)
     async with jobs(3) as (pgs,):
         for count in COUNTS:
@@ -219,7 +219,7 @@ async def test_slot_is_not_read_after_it_is_freed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("count", [1, 600])
-async def test_keyed_calls_finish_in_opposite_orders(count: int) -> None:
+async def test_keyed_calls_finish_although_ranks_start_in_opposite_orders(count: int) -> None:
     keys = [str(number) for number in range(200)]
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, count, key) for key in keys]
@@ -231,7 +231,7 @@ async def test_keyed_calls_finish_in_opposite_orders(count: int) -> None:
 @over("shm")
 @pytest.mark.parametrize("count", [*COUNTS, 100_000])
 @pytest.mark.parametrize("linked", [False, True])
-async def test_rank_may_leave_as_soon_as_it_has_its_result(pg: ProcessGroup, count: int, linked: bool) -> None:
+async def test_rank_can_leave_as_soon_as_it_has_its_result(pg: ProcessGroup, count: int, linked: bool) -> None:
     array = rank_array(pg, count)
     if linked:
         await pg.allreduce(np.zeros(1))
@@ -253,7 +253,7 @@ async def check_failure(work: Work[object]) -> None:
 
 
 async def check_free_slots(pgs: list[ProcessGroup]) -> None:
-    """Check that all slots are free: as many calls find a slot each, before the peer has read any."""
+    """Check that all slots are free: calls that fill all slots complete before the peer has read any."""
     zero, one = pgs
     for count, slots in ((1, SMALL_SLOTS), (8192, MIDDLE_SLOTS)):
         before = posts(zero, 1)
@@ -262,7 +262,7 @@ async def check_free_slots(pgs: list[ProcessGroup]) -> None:
         await check(calls + [call(one, count) for _ in range(slots)], 2)
 
 
-async def test_posts_for_a_failed_group_are_freed() -> None:
+async def test_slots_posted_for_a_failed_group_are_freed() -> None:
     async with jobs(2) as (pgs,):
         works = [call(pgs[0], count)[1] for count in (1, 8192) for _ in range(SMALL_SLOTS)]
         pgs[0].abort("a test")
@@ -286,7 +286,7 @@ async def test_barrier_waits_for_all_ranks(world_size: int) -> None:
 
 
 async def test_barrier_received_in_frames_frees_no_slot() -> None:
-    """The slot of its number is in use by a gather, which the root reads later."""
+    """Use a barrier whose slot is in use by a gather that the root reads later."""
     async with jobs(2) as (pgs,):
         root, peer = pgs
         number = comm_of(root).entered + 1

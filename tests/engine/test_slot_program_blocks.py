@@ -1,4 +1,4 @@
-"""Small allgathers and reduce_scatters in shared memory: slots, frames in their place, and failed groups."""
+"""Small allgathers and reduce_scatters in shared memory: slots, frames used instead, and failed groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..internals import comm_of
 from ..ranks import over
 from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts
 
-#: Starts a call; returns its work and a check of its results.
+#: A function that starts a call; it returns the work and a function that checks the results.
 Call = Callable[..., Started]
 
 
@@ -53,7 +53,7 @@ CALLS = pytest.mark.parametrize("call", [start_allgather, start_reduce_scatter])
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_contributions_that_fit_use_slots(call: Call, world_size: int, count: int) -> None:
+async def test_contributions_that_fit_are_sent_through_slots(call: Call, world_size: int, count: int) -> None:
     counts = [count] * world_size
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
@@ -67,8 +67,8 @@ async def test_contributions_that_fit_use_slots(call: Call, world_size: int, cou
 
 @CALLS
 @pytest.mark.parametrize("counts", [[0, 1, 600], [600, 0, 0], [5, 6, 7], [0, 0, 8192], [0, 0, 0]])
-async def test_blocks_of_different_lengths_get_the_closed_form_results(call: Call, counts: list[int]) -> None:
-    """The longest block decides which slots all blocks use."""
+async def test_blocks_of_different_lengths_give_the_closed_form_results(call: Call, counts: list[int]) -> None:
+    """Use blocks of different lengths; the longest block determines which slots all blocks use."""
     async with jobs(3) as (pgs,):
         for _ in range(3):
             await finish([call(pg, counts) for pg in pgs])
@@ -78,7 +78,9 @@ async def test_blocks_of_different_lengths_get_the_closed_form_results(call: Cal
 @pytest.mark.ranks(3)
 @over("shm")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [0, 513, 2]])
-async def test_frames_are_used_until_a_link_exists(call: Call, counts: list[int], pg: ProcessGroup) -> None:
+async def test_calls_before_a_shared_memory_link_exists_use_frames(
+    call: Call, counts: list[int], pg: ProcessGroup
+) -> None:
     calls = [call(pg, counts) for _ in range(20)]
     assert all(comm_of(pg).channels[peer].link is None for peer in comm_of(pg).others)
     await finish(calls)
@@ -97,7 +99,7 @@ async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int)
 
 
 @CALLS
-async def test_keyed_calls_finish_in_opposite_orders(call: Call) -> None:
+async def test_keyed_calls_finish_although_ranks_start_in_opposite_orders(call: Call) -> None:
     keys = [str(number) for number in range(200)]
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, [3, 2], key) for key in keys]
@@ -106,7 +108,7 @@ async def test_keyed_calls_finish_in_opposite_orders(call: Call) -> None:
 
 
 @CALLS
-async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freed_slot_is_not_read_again(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_freed_slots(monkeypatch)
     async with jobs(3) as (pgs,):
         for counts in ([1, 1, 1], [5, 600, 7]):
@@ -114,7 +116,7 @@ async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytes
 
 
 @CALLS
-async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
+async def test_calls_of_subgroups_give_the_closed_form_results(call: Call) -> None:
     async with jobs(4) as (pgs,):
         groups = [await pg.split_group([[0, 2], [1, 3]]) for pg in pgs]
         for _ in range(5):
@@ -122,8 +124,8 @@ async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
 
 
 @pytest.mark.parametrize("op", ["AVG", "affine"])
-async def test_reduction_is_in_rank_order(op: str) -> None:
-    """The rank order also holds for an op that is not commutative, and AVG divides once."""
+async def test_reduction_through_slots_is_computed_in_rank_order(op: str) -> None:
+    """Check the rank order also for an op that is not commutative, and that AVG divides once."""
     size = 3
 
     def subtract(a: Any, b: Any, out: Any) -> None:
@@ -153,7 +155,7 @@ async def test_raising_reduce_function_fails_the_group() -> None:
 
 
 @pytest.mark.parametrize("other", ["counts", "kind", "dtype", "op"])
-async def test_different_calls_are_a_mismatch(other: str) -> None:
+async def test_different_calls_through_slots_are_reported_as_a_mismatch(other: str) -> None:
     async with jobs(2) as ((zero, one),):
         first = start_reduce_scatter(zero, [2, 2])[0]
         if other == "counts":

@@ -41,7 +41,7 @@ async def test_ranks_post_to_rank_0_which_posts_to_all(world_size: int) -> None:
 @pytest.mark.ranks(5, 7)
 @over("shm")
 @pytest.mark.parametrize("count", COUNTS)
-async def test_frames_are_used_until_a_link_exists(pg: ProcessGroup, count: int) -> None:
+async def test_calls_before_a_shared_memory_link_exists_use_frames(pg: ProcessGroup, count: int) -> None:
     calls = [call(pg, count) for _ in range(20)]
     await check(calls, pg.size())
 
@@ -49,7 +49,7 @@ async def test_frames_are_used_until_a_link_exists(pg: ProcessGroup, count: int)
 @pytest.mark.parametrize("late", [0, 1, 4])
 @pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
 async def test_full_slots_do_not_delay_calls(late: int, count: int, slots: int) -> None:
-    """If rank 0 is late, it reads contributions in frames. If another rank is late, it reads results in frames."""
+    """Let rank 0 be late, which then reads contributions in frames, or another rank, which reads results in frames."""
     async with jobs(5) as (pgs,):
         others = [pg for pg in pgs if pg.rank() != late]
         calls = [call(pg, count) for pg in others for _ in range(3 * slots)]
@@ -59,7 +59,7 @@ async def test_full_slots_do_not_delay_calls(late: int, count: int, slots: int) 
 
 
 async def test_contributions_are_sent_in_frames_when_slots_are_in_use() -> None:
-    """Another group occupies the same slots: its rank 0 waits for rank 1, which has not called."""
+    """Let another group occupy the same slots: its rank 0 waits for rank 1, which has not called."""
     async with jobs(5, "ab") as (a, b):
         held = [call(a[0])]
         held += [call(pg) for pg in a[2:]]
@@ -72,14 +72,14 @@ async def test_contributions_are_sent_in_frames_when_slots_are_in_use() -> None:
 
 
 async def test_result_without_a_free_slot_is_not_reduced_twice() -> None:
-    """Another group has filled all slots and rings of rank 0, so the result waits until its readers free them."""
+    """Let another group fill all slots and rings of rank 0, so that the result waits until its readers free them."""
     count = 8192
     async with jobs(5, "ab") as (a, b):
         fill = [np.full(count, float(number)) for number in range(MIDDLE_SLOTS + 64)]
         sent = [b[0].broadcast(each, 0) for each in fill]
         arrays = [rank_array(pg, count) for pg in a]
         works = [pg.allreduce(array, ReduceOp.AVG) for pg, array in reversed([*zip(a, arrays, strict=True)])]
-        # Slots that the result has freed get other contributions.
+        # Fill the slots that the result has freed with other contributions.
         keys = [str(number) for number in range(16 * MIDDLE_SLOTS)]
         later = [call(pg, count, key) for pg in b[1:] for key in keys]
         (operation,) = comm_of(a[0]).in_flight.pending
@@ -94,7 +94,7 @@ async def test_result_without_a_free_slot_is_not_reduced_twice() -> None:
         await check(later + [call(b[0], count, key) for key in keys], 5)
 
 
-async def test_slot_is_not_read_after_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freed_slot_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_freed_slots(monkeypatch)
     async with jobs(5) as (pgs,):
         for count in COUNTS:
@@ -102,7 +102,7 @@ async def test_slot_is_not_read_after_it_is_freed(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_results_are_bitwise_equal_on_all_ranks() -> None:
-    """Float sums depend on the order of the additions, which is the rank order."""
+    """Check float sums, which depend on the order of the additions; the order is the rank order."""
     tenths = [np.array([0.1 * (rank + 1), 1e16, -1e16 if rank else 1.0]) for rank in range(7)]
     expected = tenths[0].copy()
     for each in tenths[1:]:
@@ -112,7 +112,7 @@ async def test_results_are_bitwise_equal_on_all_ranks() -> None:
     assert {each.tobytes() for each in tenths} == {expected.tobytes()}
 
 
-async def test_awaited_ranks_are_those_whose_posts_are_missing() -> None:
+async def test_ranks_without_a_posted_contribution_are_reported_as_awaited() -> None:
     async with jobs(5) as (pgs,):
         works = [call(pg) for pg in pgs if pg.rank() != 3]
         awaited = [[operation.awaited_ranks() for operation in comm_of(pg).in_flight.pending] for pg in pgs]
@@ -121,7 +121,7 @@ async def test_awaited_ranks_are_those_whose_posts_are_missing() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 4])
-async def test_mismatched_call_is_found(wrong: int) -> None:
+async def test_mismatched_call_is_reported_on_all_ranks(wrong: int) -> None:
     async with jobs(5) as (pgs,):
         works = [pg.allreduce(np.ones(4 if pg.rank() == wrong else 3)) for pg in pgs]
         for work in works:
@@ -140,7 +140,7 @@ async def test_abort_of_one_rank_fails_the_call_on_all(gone: int) -> None:
 
 @pytest.mark.ranks(5, 7)
 @over("shm")
-async def test_rank_may_leave_as_soon_as_it_has_its_result(pg: ProcessGroup) -> None:
+async def test_rank_can_leave_as_soon_as_it_has_its_result(pg: ProcessGroup) -> None:
     array, work = call(pg)
     await work
     assert (array == 2.0 ** pg.size() - 1).all()

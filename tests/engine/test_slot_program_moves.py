@@ -26,9 +26,9 @@ LARGE = 8193
 #: Elements of a block: none, in the line of a slot, in a small slot, in a middle slot, in frames.
 COUNTS = [0, 1, 5, 6, 512, 513, 8192, LARGE]
 
-#: Starts a call with counts and a root, which alltoall ignores.
+#: A function that starts a call with counts and a root, which alltoall ignores.
 Call = Callable[..., Started]
-#: Returns the number of elements that the first rank has for the second.
+#: A function that returns the number of elements that the first rank sends to the second.
 Counts = Callable[[int, int], int]
 
 
@@ -86,7 +86,7 @@ def executor_of_large(world_size: int) -> type:
 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_small_blocks_go_through_slots(call: Call, world_size: int) -> None:
+async def test_small_blocks_are_sent_through_slots(call: Call, world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         for count in COUNTS:
             for root in range(world_size):
@@ -102,8 +102,8 @@ async def test_small_blocks_go_through_slots(call: Call, world_size: int) -> Non
 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_small_blocks_use_slots_next_to_large_ones(call: Call, world_size: int) -> None:
-    """A rank with large blocks runs a schedule, and finds its small blocks in slots and in frames."""
+async def test_small_blocks_use_slots_even_if_other_blocks_are_large(call: Call, world_size: int) -> None:
+    """Check ranks with large blocks, which run a schedule and find their small blocks in slots and in frames."""
     seen = set()
     async with jobs(world_size) as (pgs,):
         for large in range(world_size):
@@ -124,8 +124,8 @@ async def test_small_blocks_use_slots_next_to_large_ones(call: Call, world_size:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("late", [False, True])
-async def test_gather_root_without_counts_gets_all_blocks(world_size: int, late: bool) -> None:
-    """The root finds blocks in small slots, in middle slots and in frames, whether it calls first or last."""
+async def test_gather_root_without_counts_receives_all_blocks(world_size: int, late: bool) -> None:
+    """Let the root call first or last, and find blocks in small slots, in middle slots and in frames."""
     async with jobs(world_size) as (pgs,):
         for root in range(world_size):
             for first in range(len(COUNTS)):
@@ -150,7 +150,7 @@ async def test_gather_root_without_counts_does_not_read_a_freed_slot(monkeypatch
                 _check_equal((await work)[1], block(count, 1, 0))
 
 
-async def test_peer_that_has_posted_is_not_awaited() -> None:
+async def test_peer_whose_contribution_has_arrived_is_not_reported_as_awaited() -> None:
     """Check a schedule with larger blocks, and a gather without known lengths."""
     async with jobs(3) as (pgs,):
         for start in (
@@ -179,7 +179,9 @@ async def test_gather_root_without_counts_reports_a_mismatched_post() -> None:
 @pytest.mark.ranks(3)
 @over("shm")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [0, 513, 2], [LARGE, 1, 600]])
-async def test_frames_are_used_until_a_link_exists(call: Call, counts: list[int], pg: ProcessGroup) -> None:
+async def test_calls_before_a_shared_memory_link_exists_use_frames(
+    call: Call, counts: list[int], pg: ProcessGroup
+) -> None:
     calls = [call(pg, lambda a, b: counts[(a + b) % 3], number % 3) for number in range(20)]
     await finish(calls)
 
@@ -200,8 +202,8 @@ async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int,
 
 
 @pytest.mark.parametrize("unsized", [False, True])
-async def test_slot_is_reused_after_it_was_read(unsized: bool) -> None:
-    """The reader runs a schedule with larger blocks, or a gather without known lengths."""
+async def test_slot_is_reused_after_its_contribution_was_read(unsized: bool) -> None:
+    """Check a reader that runs a schedule with larger blocks, or a gather without known lengths."""
     async with jobs(3) as (pgs,):
         before = posts(pgs[1], 0)
         for _ in range(SMALL_SLOTS + 3):
@@ -215,7 +217,7 @@ async def test_slot_is_reused_after_it_was_read(unsized: bool) -> None:
 
 @CALLS
 @pytest.mark.parametrize("root", [0, 1])
-async def test_keyed_calls_finish_in_opposite_orders(call: Call, root: int) -> None:
+async def test_keyed_calls_finish_although_ranks_start_in_opposite_orders(call: Call, root: int) -> None:
     keys = [str(number) for number in range(100)]
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, lambda a, b: 3, root, key) for key in keys]
@@ -224,7 +226,7 @@ async def test_keyed_calls_finish_in_opposite_orders(call: Call, root: int) -> N
 
 
 @CALLS
-async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freed_slot_is_not_read_again(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_freed_slots(monkeypatch)
     async with jobs(3) as (pgs,):
         for counts in ([1, 1, 1], [5, 600, 7], [1, 600, LARGE]):
@@ -233,20 +235,20 @@ async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytes
 
 
 @CALLS
-async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
+async def test_calls_of_subgroups_give_the_closed_form_results(call: Call) -> None:
     async with jobs(4) as (pgs,):
         groups = [await pg.split_group([[0, 2], [1, 3]]) for pg in pgs]
         for root in (0, 1):
             await finish([call(group, lambda a, b: 4 + a + b, root) for group in groups])
 
 
-#: Lengths of the block between ranks 0 and 1, as rank 0 and as rank 1 assume them.
+#: Lengths of the block between ranks 0 and 1, as rank 0 and rank 1 pass them.
 DIFFERENT = [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)]
 
 
 @CALLS
-async def test_mismatch_of_counts_is_reported(call: Call) -> None:
-    """The blocks of rank 2 are once small and once large."""
+async def test_mismatched_counts_are_reported(call: Call) -> None:
+    """Check small and large blocks of rank 2."""
 
     async def differ(counts: tuple[int, int], large: bool) -> None:
         async with jobs(3) as (pgs,):

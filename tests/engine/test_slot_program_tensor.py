@@ -1,4 +1,4 @@
-"""Small broadcasts, reduces and scans in shared memory: slots, frames in their place, and mismatched calls."""
+"""Small broadcasts, reduces and scans in shared memory: slots, frames used instead, and mismatched calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Call = Callable[..., Started]
 
 
 def array_of(pg: ProcessGroup, count: int) -> np.ndarray:
-    """Return an array of 2^rank: a sum of them shows which ranks contributed."""
+    """Return an array filled with 2^rank, so that a sum shows which ranks contributed."""
     return np.full(count, 2.0 ** pg.rank())
 
 
@@ -68,7 +68,7 @@ def is_posted(call: Call, size: int, root: int, rank: int, peer: int) -> bool:
 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_rank_posts_to_the_ranks_that_need_its_tensor(call: Call, world_size: int) -> None:
+async def test_rank_posts_its_tensor_only_to_the_ranks_that_need_the_tensor(call: Call, world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         for count in COUNTS:
             fits = count * 8 <= comm_of(pgs[0]).slots.largest
@@ -89,7 +89,7 @@ async def test_rank_posts_to_the_ranks_that_need_its_tensor(call: Call, world_si
 @pytest.mark.ranks(3)
 @over("shm")
 @pytest.mark.parametrize("count", [0, 1, 513])
-async def test_frames_are_used_until_a_link_exists(call: Call, count: int, pg: ProcessGroup) -> None:
+async def test_calls_before_a_shared_memory_link_exists_use_frames(call: Call, count: int, pg: ProcessGroup) -> None:
     calls = [call(pg, count, root % 3) for root in range(20)]
     await finish(calls)
 
@@ -110,7 +110,7 @@ async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int,
 
 @CALLS
 @pytest.mark.parametrize("root", [0, 1])
-async def test_keyed_calls_finish_in_opposite_orders(call: Call, root: int) -> None:
+async def test_keyed_calls_finish_although_ranks_start_in_opposite_orders(call: Call, root: int) -> None:
     keys = [str(number) for number in range(200)]
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, 3, root, key) for key in keys]
@@ -119,7 +119,7 @@ async def test_keyed_calls_finish_in_opposite_orders(call: Call, root: int) -> N
 
 
 @CALLS
-async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_freed_slot_is_not_read_again(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_freed_slots(monkeypatch)
     async with jobs(3) as (pgs,):
         for count in COUNTS:
@@ -128,7 +128,7 @@ async def test_slot_is_not_read_after_it_is_freed(call: Call, monkeypatch: pytes
 
 
 @CALLS
-async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
+async def test_calls_of_subgroups_give_the_closed_form_results(call: Call) -> None:
     async with jobs(4) as (pgs,):
         groups = [await pg.split_group([[0, 2], [1, 3]]) for pg in pgs]
         for root in (0, 1):
@@ -136,8 +136,8 @@ async def test_subgroups_get_the_closed_form_results(call: Call) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_reduction_is_in_rank_order(world_size: int) -> None:
-    """The rank order also holds for an op that is not commutative, and AVG divides once, at the root."""
+async def test_reduction_through_slots_is_computed_in_rank_order(world_size: int) -> None:
+    """Check the rank order also for an op that is not commutative, and that AVG divides once, at the root."""
 
     def first(a: Any, b: Any, out: Any) -> None:
         np.subtract(2 * a, b, out=out)
@@ -162,7 +162,7 @@ async def test_reduction_is_in_rank_order(world_size: int) -> None:
         assert [array[0] for array in arrays] == [1.0, *folded[:-1]]
 
 
-async def test_raising_reduce_function_at_the_root_fails_the_group() -> None:
+async def test_exception_in_a_reduce_function_at_the_root_fails_the_group() -> None:
     def raise_error(a: Any, b: Any, out: Any) -> None:
         raise ArithmeticError("no")
 
@@ -192,8 +192,8 @@ PAIRS: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], A
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("late", [0, 1])
-def test_mismatch_is_found_within_a_second(pair: str, late: int) -> None:
-    """Either rank may call first, and both calls may have finished before."""
+def test_mismatch_through_slots_is_reported_within_a_second(pair: str, late: int) -> None:
+    """Let either rank call first, and let both calls finish before the mismatch is found."""
     run_steadily(check_mismatch(pair, late))
 
 
@@ -218,7 +218,7 @@ async def check_mismatch(pair: str, late: int) -> None:
 
 @pytest.mark.parametrize("late", [1, 2])
 async def test_early_post_is_not_reported_as_stray(late: int) -> None:
-    """A post stays in its slot until the reader calls, and is compared only then."""
+    """Check a post that stays in its slot until the reader calls, and is compared only then."""
     async with jobs(3) as (pgs,):
         works = [pg.broadcast(np.full(2, 7.0), 0) for pg in pgs if pg.rank() != late]
         await works[0]
@@ -249,7 +249,7 @@ async def test_failed_group_frees_its_slots_for_other_groups(call: Call) -> None
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 async def test_coalesced_calls_use_slots(world_size: int) -> None:
-    """The calls of a block form one operation. A logical op also maps the rank's own values to 0 or 1."""
+    """Check calls of a block, which form one operation; a logical op also maps the rank's own values to 0 or 1."""
     async with jobs(world_size) as (pgs,):
         root = world_size - 1
 

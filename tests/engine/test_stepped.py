@@ -46,7 +46,7 @@ def add(d: Dispatcher, name: str, values: np.ndarray) -> StepGenerator[None]:
 
 @pytest.mark.ranks(1, 2, 3)
 @over(*LINKS)
-async def test_step_gets_the_results_of_earlier_steps(pg: ProcessGroup) -> None:
+async def test_step_of_a_call_receives_the_results_of_earlier_steps(pg: ProcessGroup) -> None:
     def steps(d: Dispatcher) -> StepGenerator[list[int]]:
         first = yield from calculate_in_thread(lambda: d.rank + 1)
         numbers = yield from exchange(first)
@@ -64,7 +64,7 @@ async def test_step_gets_the_results_of_earlier_steps(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("place", ["before the exchange", "after it", "in a thread", "after a collective"])
-async def test_step_error_on_one_rank_fails_the_call_on_all(place: str) -> None:
+async def test_step_error_on_one_rank_fails_the_call_on_all_ranks(place: str) -> None:
     ended: list[int] = []
 
     async def one(pg: ProcessGroup) -> None:
@@ -96,8 +96,8 @@ async def test_step_error_on_one_rank_fails_the_call_on_all(place: str) -> None:
     assert sorted(ended) == [0, 1, 2]
 
 
-async def test_failed_call_closes_its_generator() -> None:
-    """The call may still run a thread, whose result is then dropped."""
+async def test_failed_call_closes_the_generator_of_its_steps() -> None:
+    """Fail a call while its thread runs; the result of the thread is dropped."""
     held, begun, closed, continued = threading.Event(), [], [], []
 
     async def one(pg: ProcessGroup) -> None:
@@ -132,7 +132,7 @@ async def test_failed_call_closes_its_generator() -> None:
 
 
 async def test_long_calculation_is_not_blamed_on_other_ranks() -> None:
-    """The other ranks have finished their parts, so the timeout names no ranks."""
+    """Check that the timeout names no ranks, since the other ranks have finished their parts."""
     held = threading.Event()
 
     async def one(pg: ProcessGroup) -> None:
@@ -154,7 +154,7 @@ async def test_long_calculation_is_not_blamed_on_other_ranks() -> None:
     await run_ranks(2, one)
 
 
-async def test_later_step_that_waits_for_long_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_later_step_that_waits_for_a_long_time_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     held = threading.Event()
 
     def is_logged() -> bool:

@@ -43,7 +43,7 @@ class Job:
         timer()
 
 
-def test_stray_check_runs_once_for_many_posts_and_again_for_later_ones() -> None:
+def test_stray_post_check_runs_once_for_many_posts_and_again_for_later_posts() -> None:
     job = Job()
     for _ in range(2):
         job.strays.watch()
@@ -52,7 +52,7 @@ def test_stray_check_runs_once_for_many_posts_and_again_for_later_ones() -> None
         assert job.timers == [], "a check is scheduled although no posts are unread"
 
 
-def test_early_post_is_checked_until_this_rank_has_called() -> None:
+def test_early_post_is_checked_until_this_rank_makes_the_call() -> None:
     job = Job()
     job.posts = [(OP, GROUP, 1)]
     job.strays.watch()
@@ -75,7 +75,7 @@ def test_post_for_an_unknown_group_is_not_reported() -> None:
     assert job.mismatches == []
 
 
-def test_chunk_is_compared_after_it_stays_next_for_two_checks() -> None:
+def test_unread_chunk_is_compared_after_two_checks() -> None:
     job = Job()
     heads: list[tuple[int, tuple[int, int, int]] | None] = [(1, (OP, GROUP, 1)), (5, (OP, GROUP, 1)), None]
     link: Any = SimpleNamespace(chunks=SimpleNamespace(head=lambda: heads[0]))

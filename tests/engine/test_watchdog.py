@@ -57,7 +57,7 @@ async def running_watchdog(states: Callable[[int], str] = {}.__getitem__) -> Asy
 
 @pytest.fixture
 def quick(limits: Limits) -> None:
-    """Divide the times of the watchdog by twenty."""
+    """Divide the time constants of the watchdog by twenty."""
     limits(
         watchdog_round=watchdog.ROUND / 20,
         unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
@@ -79,7 +79,7 @@ def plain_stream(sock: socket.socket) -> PlainStream:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_silent_heartbeat_is_reported_once_as_a_lost_rank(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_missing_heartbeats_are_reported_once_as_a_lost_rank(pair: tuple[socket.socket, socket.socket]) -> None:
     async with running_watchdog() as (watch, reports):
         watch.add_heartbeat(7, plain_stream(pair[0]))
         started_at = time.perf_counter()
@@ -96,7 +96,7 @@ async def test_silent_heartbeat_is_reported_once_as_a_lost_rank(pair: tuple[sock
 
 
 @pytest.mark.usefixtures("quick")
-async def test_heartbeats_keep_each_other_alive_while_the_loop_is_blocked(
+async def test_watchdogs_exchange_heartbeats_while_the_event_loop_is_blocked(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     async with running_watchdog() as (one, reports), running_watchdog() as (two, other_reports):
@@ -110,7 +110,7 @@ async def test_heartbeats_keep_each_other_alive_while_the_loop_is_blocked(
 
 
 @pytest.mark.usefixtures("quick")
-async def test_closed_heartbeat_is_not_a_death(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_closed_heartbeat_stream_is_not_reported_as_a_death(pair: tuple[socket.socket, socket.socket]) -> None:
     async with running_watchdog() as (watch, reports):
         watch.add_heartbeat(7, plain_stream(pair[0]))
         pair[1].close()
@@ -118,7 +118,7 @@ async def test_closed_heartbeat_is_not_a_death(pair: tuple[socket.socket, socket
     assert (reports.ended, reports.lost) == ([7], [])
 
 
-async def test_heartbeat_added_after_the_stop_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
+async def test_heartbeat_stream_added_after_the_stop_is_closed(pair: tuple[socket.socket, socket.socket]) -> None:
     async with running_watchdog() as (watch, _):
         watch.stop()
         watch.add_heartbeat(7, plain_stream(pair[0]))
@@ -126,15 +126,15 @@ async def test_heartbeat_added_after_the_stop_is_closed(pair: tuple[socket.socke
 
 
 @pytest.mark.usefixtures("quick")
-async def test_ended_process_is_reported() -> None:
+async def test_watchdog_reports_an_ended_process() -> None:
     async with running_watchdog({1: "running", 2: GONE, 4: UNKNOWN}.__getitem__) as (watch, reports):
         watch.observe([1, 2, 4])
         await reports.anything.wait()
     assert {(rank, how) for rank, how, _ in reports.lost} == {(2, "killed")}
 
 
-async def test_stopped_process_is_reported_despite_missing_observations() -> None:
-    """Rounds without an observation neither count nor restart the count."""
+async def test_watchdog_reports_a_stopped_process_despite_missing_observations() -> None:
+    """Check that rounds without an observation neither count nor restart the count."""
     reports = Reports()
     seen = iter([STOPPED, UNKNOWN] * 11)
     watch = make_watchdog(reports, lambda rank: next(seen))
@@ -150,7 +150,7 @@ async def test_stopped_process_is_reported_despite_missing_observations() -> Non
 async def test_watchdog_thread_continues_without_optional_features(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog can start no log thread, read no process state and find no place of the blocked loop."""
+    """Run a watchdog that can start no log thread, read no process state and find no blocked line."""
     async with running_watchdog() as (watch, reports):  # each query of a process state raises KeyError
         monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         monkeypatch.setattr(watchdog, "place", mock.Mock(side_effect=MemoryError))
@@ -165,7 +165,7 @@ async def test_watchdog_thread_continues_without_optional_features(
     assert (reports.ended, reports.lost) == ([7], [])
 
 
-async def test_warning_without_a_thread_is_logged_by_the_loop(
+async def test_warning_is_logged_by_the_event_loop_if_no_thread_can_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = make_watchdog(Reports())
@@ -177,7 +177,7 @@ async def test_warning_without_a_thread_is_logged_by_the_loop(
 
 
 async def test_watchdog_can_stop_while_a_warning_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a crowded host, `stop` does not wait long enough for the start of that thread."""
+    """Simulate a crowded host, on which `stop` does not wait long enough for the start of the warning thread."""
     begun, go_on, start = threading.Event(), threading.Event(), threading.Thread.start
 
     def start_late(thread: threading.Thread) -> None:
@@ -200,7 +200,7 @@ async def test_watchdog_can_stop_while_a_warning_thread_starts(monkeypatch: pyte
 
 @pytest.mark.usefixtures("quick")
 def test_loop_that_does_not_run_is_not_reported_as_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    """A closed loop also ends the thread."""
+    """Check that a closed event loop also ends the watchdog thread."""
     loop = asyncio.new_event_loop()
 
     async def start() -> Watchdog:

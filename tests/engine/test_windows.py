@@ -1,4 +1,4 @@
-"""Windows of eager data, per message and per link: a message that waits blocks no other message."""
+"""Windows of eager data, per message and per link: a waiting message blocks no other message."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FrameRecorder:
         return sum(peer == sender and header[0] == kind for peer, header in self.frames)
 
     def eager(self, sender: int) -> Counter[int]:
-        """Return the eager bytes from `sender` for each operation."""
+        """Return the number of eager bytes from `sender` for each operation."""
         sums: Counter[int] = Counter()
         for peer, header in self.frames:
             if peer == sender and header[0] == FrameKind.DATA and header[1] & EAGER:
@@ -52,7 +52,7 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> FrameRecorder:
 
 
 def waiting_early_bytes(pg: ProcessGroup) -> int:
-    """Return the bytes that wait on this rank for calls not made yet."""
+    """Return the number of bytes that this rank has received for calls not made yet."""
     return early_bytes(pg)
 
 
@@ -68,10 +68,10 @@ async def settle(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_unexpected_large_message_sends_one_window_and_blocks_no_other(
+async def test_unexpected_large_message_fills_one_window_and_blocks_no_other_message(
     transport: str, tap: FrameRecorder
 ) -> None:
-    # A message read in place is only announced: the receiver would have to copy eager data.
+    # A message that is read in place is only announced, since the receiver would have to copy eager data.
     is_announced = transport == "shm" and can_read() is None
     window = 0 if is_announced else EAGER_WINDOW
 
@@ -112,7 +112,7 @@ async def test_large_messages_in_opposite_orders_complete(pg: ProcessGroup, op: 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKS)
 async def test_ten_thousand_early_operations_stay_within_the_window(transport: str, tap: FrameRecorder) -> None:
-    """Together they have about three times as many bytes as the window."""
+    """Start operations with about three times as many bytes as the window."""
     count, nbytes = 10_000, 1200
 
     async def rank(pg: ProcessGroup) -> None:
@@ -134,7 +134,7 @@ async def test_ten_thousand_early_operations_stay_within_the_window(transport: s
     assert tap.count(FrameKind.WINDOW, sender=1) > 0
 
 
-async def test_frames_of_several_messages_alternate(tap: FrameRecorder) -> None:
+async def test_frames_of_several_messages_are_interleaved(tap: FrameRecorder) -> None:
     async def rank(pg: ProcessGroup) -> None:
         tensors = [np.full(4 * MIB, pg.rank(), "uint8") for _ in range(3)]
         for work in [pg.broadcast(tensor, 0) for tensor in tensors]:
@@ -145,13 +145,13 @@ async def test_frames_of_several_messages_alternate(tap: FrameRecorder) -> None:
     order = [header[4] for peer, header in tap.frames if peer == 0 and header[0] == FrameKind.DATA and header[7]]
     last = {op: max(place for place, each in enumerate(order) if each == op) for op in set(order)}
     assert len(last) == 3
-    # Sent one after the other, the first message would have ended before the last one began.
+    # Without interleaving, the first message would have ended before the last one began.
     assert min(last.values()) > order.index(3)
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_failed_group_returns_its_window(transport: str) -> None:
-    """Two groups share a link. Early bytes of the failed group must not fill the window of the other for ever."""
+async def test_failed_group_returns_its_eager_bytes_to_the_window(transport: str) -> None:
+    """Let two groups share a link; early bytes of the failed group must not fill the other group's window forever."""
     store = HashStore()
     over = options(transport)
 
@@ -178,7 +178,7 @@ async def test_failed_group_returns_its_window(transport: str) -> None:
 
 
 async def check_window(pg: ProcessGroup) -> None:
-    """Check that rank 0 can use the whole window to rank 1, except one lot that is not returned yet."""
+    """Check that rank 0 can use the whole window to rank 1, except one batch of bytes that is not returned yet."""
     nbytes = LINK_WINDOW // 16
     works = []
 
@@ -199,7 +199,7 @@ async def check_window(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @over(*LINKS)
 async def test_all_consumed_bytes_are_returned_to_the_window(pg: ProcessGroup) -> None:
-    """The messages have several times the bytes of the window, and never fill a lot exactly."""
+    """Send messages with several times the bytes of the window, which never fill a returned batch exactly."""
     without_accelerator(pg)  # the accelerator sends no frames
     nbytes = 200_003
     for number in range(5 * LINK_WINDOW // nbytes):
@@ -215,7 +215,7 @@ async def test_all_consumed_bytes_are_returned_to_the_window(pg: ProcessGroup) -
 @pytest.mark.parametrize("fate", ["received", "aborted", "never made"])
 @pytest.mark.parametrize("sort", ["collectives", "messages"])
 async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: ProcessGroup, sort: str, fate: str) -> None:
-    """Twice, rank 0 sends three quarters of the window for a group that rank 1 makes later or never."""
+    """Let rank 0 send 75 % of the window, twice, for a group that rank 1 makes later or never."""
     count, nbytes = 12, LINK_WINDOW // 16
 
     def call(group: ProcessGroup) -> Work[Any]:
@@ -226,7 +226,7 @@ async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: Proces
 
     for number in range(2):
         if pg.rank() == 1:
-            await settle(pg)  # the data from rank 0 for the group has arrived
+            await settle(pg)  # wait until rank 0's data for the group has arrived
         ranks = [1] if pg.rank() and fate == "never made" else [0, 1]
         part = await pg.split_group(ranks, group_name=f"part{number}")
         assert part is not None
@@ -249,7 +249,7 @@ async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: Proces
 
 
 def test_data_for_a_closed_group_is_returned_to_the_window() -> None:
-    """Rank 1 leaves the group while rank 0, which does not know it yet, still sends frames."""
+    """Let rank 1 leave the group while rank 0, which has not been notified yet, still sends frames."""
 
     async def rank(pg: ProcessGroup) -> None:
         for number in range(3):

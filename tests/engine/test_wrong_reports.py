@@ -48,7 +48,7 @@ class Trial:
         self.world_size = world_size or chance.randrange(2, 6)
         self.latency = chance.choice([(0.0, 0.001), (0.0, 0.05), (0.001, 0.002)])
         self.reports = self._draw() if reports is None else reports
-        #: In some trials only these ranks communicate, in a group that is split off.
+        #: In some trials, only these ranks communicate, in a group of their own.
         self.part = sorted(chance.sample(range(self.world_size), chance.randrange(2, self.world_size + 1)))
         self.splits = chance.random() < 0.3
         self.made: dict[int, set[Ranks]] = {}
@@ -106,7 +106,7 @@ class Trial:
                 break
             else:
                 self.made.setdefault(parent, set()).add(group.global_ranks)
-        await asyncio.sleep(2 * END - loop.time())  # departures are not tested here
+        await asyncio.sleep(2 * END - loop.time())  # ranks stay, since departures are not tested here
 
 
 #: Seed that failed once: a majority of a split-off group decided, and then the other ranks reported its members dead.
@@ -122,13 +122,13 @@ FAILED = [947]
     ],
     ids=["few", "more", "many"],
 )
-def test_wrong_reports_never_make_two_groups(seeds: Sequence[int]) -> None:
+def test_wrong_death_reports_never_lead_to_two_groups(seeds: Sequence[int]) -> None:
     jobs_continued = sum(bool(Trial(seed).run().continued) for seed in seeds)
     assert jobs_continued > len(seeds) / 2  # jobs that never continue would pass the other checks
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_all_ranks_but_the_reported_one_continue(world_size: int) -> None:
+def test_all_ranks_except_the_one_reported_dead_continue(world_size: int) -> None:
     for seed, reporter, victim in (
         (seed, reporter, victim)
         for seed in range(2)
@@ -161,10 +161,10 @@ def _ballot(pg: ProcessGroup) -> ControlMessage:
 @pytest.mark.parametrize("ignored", [[], [0, 2]])
 @pytest.mark.parametrize("relayed", [False, True])
 @pytest.mark.parametrize("make", [lambda pg: NOTE, _revocation, _goodbye, _ballot])
-def test_any_message_about_its_own_death_excludes_a_rank(
+def test_rank_is_excluded_by_any_message_that_reports_its_death(
     make: Callable[[ProcessGroup], ControlMessage], relayed: bool, ignored: list[int]
 ) -> None:
-    """A message from a rank that is taken for dead counts too, since no majority of the job is left."""
+    """Check that a message from a rank that counts as dead is enough, since no majority of the job is left."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(START - now())
@@ -187,8 +187,8 @@ def test_any_message_about_its_own_death_excludes_a_rank(
 
 
 @pytest.mark.parametrize(("world_size", "killed"), [(2, [0]), (3, [0, 1]), (4, [0, 1, 3])])
-def test_real_death_is_not_doubted(world_size: int, killed: list[int]) -> None:
-    """The links of an ended process break, which proves its death."""
+def test_report_of_a_real_death_is_not_doubted(world_size: int, killed: list[int]) -> None:
+    """End a process: its broken links prove its death."""
     job = Job(Hosts([0] * world_size))
     left = tuple(rank for rank in range(world_size) if rank not in killed)
 
@@ -205,8 +205,8 @@ def test_real_death_is_not_doubted(world_size: int, killed: list[int]) -> None:
     assert [found[rank] for rank in left] == [left] * len(left)
 
 
-def test_silent_reported_rank_is_doubted_for_a_second() -> None:
-    """The host of the rank has vanished, so its connection stays open until the kernel gives up."""
+def test_death_report_about_a_silent_rank_is_doubted_for_a_second() -> None:
+    """Remove the host of a rank, whose connection stays open until the kernel gives up."""
     job = Job(Hosts([0, 1]))
 
     async def body(pg: ProcessGroup) -> Any:
@@ -225,7 +225,7 @@ def test_silent_reported_rank_is_doubted_for_a_second() -> None:
 
 
 def test_lost_majority_makes_a_rank_accept_its_reported_death() -> None:
-    """Ranks 0 and 1 report each other. Then rank 0 takes rank 2 for dead, too."""
+    """Let ranks 0 and 1 report each other as dead; then rank 0 counts rank 2 as dead, too."""
 
     async def rank(pg: ProcessGroup) -> Any:
         await asyncio.sleep(START - now())
@@ -241,7 +241,7 @@ def test_lost_majority_makes_a_rank_accept_its_reported_death() -> None:
     run_virtual(3, rank)
 
 
-def test_reporter_does_not_wait_after_the_answer_of_the_reported_rank() -> None:
+def test_reporting_rank_stops_waiting_after_the_answer_of_the_reported_rank() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(START - now())
         if pg.rank() == 1:

@@ -11,7 +11,7 @@ from aiocoll.elements.dtypes import DType, by_name, from_numpy
 
 from .cuda import FakeCuda
 
-#: The byte that fills freed memory.
+#: The byte value that fills freed memory.
 FREED = 0xDD
 
 

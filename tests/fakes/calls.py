@@ -15,7 +15,7 @@ from aiocoll.elements.ops import ReduceOp, kernel
 
 from .memory import BadAddressError, FakeMemory
 
-#: Dtypes by their numbers in nccl.h.
+#: Dtypes by their type numbers in nccl.h.
 DTYPES: Mapping[int, DType] = MappingProxyType(dict(enumerate(map(by_name, (
     "int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16",
     "float8_e4m3fn", "float8_e5m2",
@@ -24,11 +24,11 @@ DTYPES: Mapping[int, DType] = MappingProxyType(dict(enumerate(map(by_name, (
 FLOAT8_SINCE = 22400
 #: The compute capability that float8 reductions need on every device of a communicator.
 FLOAT8_CAPABILITY = (9, 0)
-#: Reductions by their numbers in nccl.h.
+#: Reduction ops by their numbers in nccl.h.
 OPS: Mapping[int, ReduceOp] = MappingProxyType(
     dict(enumerate((ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)))
 )
-#: The byte that an aborted call writes to its output.
+#: The byte value that an aborted call writes to its output.
 SPOILT = 0xA5
 
 
@@ -65,11 +65,11 @@ class FakeCall:
         self.read_bytes = read * dtype.itemsize
         self.written_bytes = written * dtype.itemsize
         self.ended = threading.Event()
-        #: The arguments that all ranks must agree on. The larger count is the same on every rank.
+        #: The arguments on which all ranks must agree. The larger of the two counts is equal on every rank.
         self.terms = (name, max(read, written), dtype.name, op, root)
 
     def overlaps(self) -> bool:
-        """Return whether source and target overlap in another way than in place."""
+        """Return whether source and target overlap, except exactly in place."""
         if not self.read_bytes or not self.written_bytes:
             return False
         place = self.source
@@ -89,10 +89,10 @@ class FakeCall:
         return self._at(self.target, self.written_bytes)
 
     def spoil(self) -> None:
-        """Overwrite the output, since the output of an aborted call is undefined."""
+        """Overwrite the output of an aborted call, whose contents are undefined."""
         try:
             self.target_bytes().fill(SPOILT)
-        except BadAddressError:  # the target was freed: real NCCL does not check it either
+        except BadAddressError:  # the target memory was freed, which real NCCL does not check either
             return
 
     def _at(self, address: int, nbytes: int) -> NDArray[Any]:
@@ -103,12 +103,12 @@ class FakeCall:
 
 
 def compute(calls: list[FakeCall]) -> None:
-    """Compute a collective; `calls` has the calls of all ranks, in the order of ranks."""
+    """Compute the results of a collective from `calls`, the calls of all ranks in rank order."""
     first = calls[0]
     inputs = [call.source_bytes().view(first.dtype.storage) for call in calls]
     outputs = [call.target_bytes().view(first.dtype.storage) for call in calls]
     if len(calls) == 1 and first.target == first.source:
-        return  # one rank, in place: the result is already there, as in real NCCL
+        return  # a single rank in place: the result is already in the target, as in real NCCL
     if first.name == "broadcast":
         assert first.root is not None
         result = inputs[first.root].copy()

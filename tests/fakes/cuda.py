@@ -1,4 +1,4 @@
-"""A simulated CUDA for tests: host memory stands for device memory, and threads for streams.
+"""A simulated CUDA for tests: host memory stands for device memory, and a thread for each stream.
 
 It is strict: it raises an error for everything that real CUDA refuses, and for mistakes that real CUDA does not report.
 Copies need page-locked memory. Addresses must belong to the device. Handles must belong to the right device and must
@@ -31,7 +31,7 @@ from .streams import SLEEPING, Blocked, FakeDevice, FakeStream, Gate, Mark
 #: Streams that always exist: the default stream of the thread's device, by two names, and the stream of each thread.
 LEGACY = (0, 1)
 PER_THREAD = 2
-#: Error texts of CUDA.
+#: Error texts of CUDA, which the fake raises.
 INVALID_HANDLE = "invalid resource handle"
 INVALID_VALUE = "invalid argument"
 #: Seconds after which a stalled query returns anyway, so that a test fails instead of hanging.
@@ -108,7 +108,7 @@ class FakeCuda:
         self._next: dict[str, list[DeviceError]] = {}
         self._scratch: dict[int, NDArray[Any]] = {}
         self.disturbed: list[str] = []
-        #: Captured streams, and whether work on the default stream would join the capture.
+        #: By captured stream, whether work on the default stream would join the capture.
         self._captures: dict[FakeStream, bool] = {}
 
     def __enter__(self) -> FakeCuda:
@@ -129,7 +129,7 @@ class FakeCuda:
             stream.join(10.0)
 
     def live(self) -> dict[str, int]:
-        """Return the numbers of events and streams, and the bytes of page-locked and device memory, in use."""
+        """Return the numbers of live events and streams, and the bytes of page-locked and device memory in use."""
         return {
             "events": len(self._events),
             "streams": len(self._streams),
@@ -138,7 +138,7 @@ class FakeCuda:
         }
 
     def fail(self, message: str = "unspecified launch failure", device: int = 0) -> None:
-        """Make `device` fail; all waits for it end at once with the error."""
+        """Make `device` fail; all waits for the device end at once with the error."""
         self._devices[device].fail(message)
 
     def fail_next(self, call: str, message: str = INVALID_VALUE, *, fatal: bool = False) -> None:
@@ -169,7 +169,7 @@ class FakeCuda:
         return gate
 
     def step(self, stream: int, steps: int | None, device: int | None = None) -> None:
-        """Let a stream carry out `steps` more entries and then stop; None lets it continue without end."""
+        """Let a stream carry out `steps` more entries and then pause; None lets it continue without a limit."""
         self._stream(stream, "step", device).step(steps)
 
     def capture(self, stream: int, on: bool, device: int | None = None, *, blocking: bool = False) -> None:
@@ -190,7 +190,7 @@ class FakeCuda:
         mark.is_done("streamSynchronize")
 
     def enter(self, call: str, device: int) -> None:
-        """Record that `call` creates a context on a device that has none."""
+        """Record that `call` creates a CUDA context on a device without a context."""
         self.contexts.setdefault(device, f"{call} in {threading.current_thread().name}")
 
     # -- the runtime
@@ -209,7 +209,7 @@ class FakeCuda:
         return self.bus_ids[self._device(device, "bus_id").ordinal]
 
     def capability(self, device: int) -> tuple[int, int]:
-        """Return the compute capability of the device, such as (9, 0)."""
+        """Return the compute capability of a device, such as (9, 0)."""
         self._count("capability")
         return self.capabilities[self._device(device, "capability").ordinal]
 
@@ -218,7 +218,7 @@ class FakeCuda:
         return self._device(device, "has_context").ordinal in self.contexts
 
     def relax(self) -> None:
-        """Select the capture mode in which calls of this thread do not invalidate captures of other threads."""
+        """Select the capture mode in which CUDA calls of this thread do not invalidate captures of other threads."""
         self._count("relax")
         self._thread.relaxed = True
 
@@ -240,7 +240,7 @@ class FakeCuda:
         self.enter("use", device)
 
     def current(self) -> int:
-        """Return the device of this thread, to which the streams 0, 1 and 2 belong."""
+        """Return the device of this thread, to which the default streams 0, 1 and 2 belong."""
         return self._thread.device
 
     def stream_create(self) -> int:
@@ -305,7 +305,7 @@ class FakeCuda:
             on.sleeping.append(found.mark)
 
     def event_done(self, event: int) -> bool:
-        """Return whether the work before the event is done; raise its error if it failed."""
+        """Return whether the work before an event is done; raise its error if the work failed."""
         self._count("event_done")
         self._unsafe("event_done")
         mark = self._event(event, "event_done").mark
@@ -314,7 +314,7 @@ class FakeCuda:
         if not mark.passed.is_set():
             if self.stalls:
                 self.stalled.append(threading.current_thread().name)
-            # The real query releases the GIL. Here the thread that runs the kernel needs the GIL to continue.
+            # Wait, to release the GIL as the real query does: the thread that runs the fake kernel needs the GIL.
             self.blocked.wait(mark.passed, STALLED if self.stalls else MOMENT)
             if self.stalls and not (mark.passed.is_set() or self.blocked.is_closed):
                 self.overdue.append(threading.current_thread().name)
@@ -420,7 +420,7 @@ class FakeCuda:
             self.held_up.append(threading.current_thread().name)
 
     def _unsafe(self, call: str) -> None:
-        """Invalidate captures of other threads, as CUDA does in calls that are unsafe during a capture."""
+        """Invalidate stream captures of other threads, as CUDA does in calls that are unsafe during a capture."""
         if not self._thread.relaxed and self._captures:
             self.disturbed.append(f"{call} in {threading.current_thread().name}")
             raise DeviceError(call, "operation not permitted when stream is capturing", fatal=False, status=900)
@@ -435,7 +435,7 @@ class FakeCuda:
         return device
 
     def _count(self, call: str) -> None:
-        """Count the call; raise the error that `fail_next` has set for it."""
+        """Count a call; raise the error that `fail_next` has set for this call."""
         for hook in self.hooks:
             hook(call)
         self.calls[call] += 1
@@ -451,7 +451,7 @@ class FakeCuda:
         return self._devices[device]
 
     def _wait_for_room(self, pending: deque[Mark]) -> None:
-        """Wait until fewer than `SLEEPING` of these marks are pending."""
+        """Wait until fewer than `SLEEPING` of the given marks are pending."""
         while pending and (pending[0].passed.is_set() or len(pending) >= SLEEPING):
             if not pending[0].passed.is_set():
                 self.full.append(threading.current_thread().name)
@@ -478,7 +478,7 @@ class FakeCuda:
         return made
 
     def _open(self, stream: int, call: str, device: int | None = None) -> FakeStream:
-        """Return the stream for new work; raise an error if its device has failed or it is being captured."""
+        """Return the stream for new work; raise an error if its device has failed or the stream is being captured."""
         found = self._stream(stream, call, device)
         found.device.check(call)
         if found.capturing:

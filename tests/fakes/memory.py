@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-#: The place of page-locked memory; devices are numbered from 0.
+#: The owner number of page-locked host memory; devices are numbered from 0.
 HOST = -1
 
 
@@ -32,7 +32,7 @@ class FakeMemory:
         self._lock = threading.Lock()
         self._bases: list[int] = []
         self._blocks: dict[int, _Block] = {}
-        # Freed blocks. A finalizer may run while the lock is held, so it only appends here.
+        # Addresses of freed blocks. A finalizer only appends to this queue, since it may run while the lock is held.
         self._gone: deque[int] = deque()
 
     def new(self, nbytes: int, where: int) -> NDArray[Any]:
@@ -66,7 +66,7 @@ class FakeMemory:
             return base, self._blocks[base]
 
     def at(self, address: int, nbytes: int, where: int) -> NDArray[Any]:
-        """Return the bytes at `address`.
+        """Return the memory at `address` as bytes.
 
         Raises:
             BadAddressError: the range is not inside one live block of `where`.

@@ -27,7 +27,7 @@ _ids = itertools.count(1)
 
 
 class _World:
-    """The ranks of a communicator."""
+    """The ranks that form a fake communicator."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -36,10 +36,10 @@ class _World:
         # By call name: the ranks that have made the call, and an event for the time when all have.
         self.connecting: defaultdict[str, set[int]] = defaultdict(set)
         self.connected: defaultdict[str, threading.Event] = defaultdict(threading.Event)
-        # Set when all ranks have joined.
+        # This event is set when all ranks have joined.
         self.complete = threading.Event()
         self.refused: str | None = None
-        # Set when a rank has left or failed: no kernel ends after that.
+        # True once a rank has left or failed; no kernel ends after that.
         self.stuck = False
         self.collectives: dict[int, list[FakeCall]] = {}
         self.messages: defaultdict[tuple[int, int], dict[str, list[FakeCall]]] = defaultdict(
@@ -129,7 +129,7 @@ class FakeNccl:
         world.members[made.rank] = made
 
     def group_start(self) -> None:
-        """Collect the calls of this thread until `group_end`, so that none waits for another."""
+        """Collect the calls of this thread until `group_end`, so that none waits for a later call of the group."""
         self.begin("group_start")
         self._calls.append([])
 
@@ -161,7 +161,7 @@ class FakeNccl:
             raise waiting.pop(0)
 
     def call(self, communicator: FakeCommunicator, call: FakeCall) -> None:
-        """Start a call, now or at the end of the group."""
+        """Start a call, at once or at the end of the open call group."""
         if self._calls:
             self._calls[-1].append((communicator, call))
         else:
@@ -190,7 +190,7 @@ class FakeCommunicator:
         self.rank = rank
         self.device = nccl.cuda.current()
         self.bus_id = nccl.cuda.bus_id(self.device)
-        #: Whether it connects to other ranks in the first call of each kind.
+        #: Whether the communicator connects to other ranks in the first call of each kind.
         self.connects = nccl.connects and os.environ.get("NCCL_RUNTIME_CONNECT") != "0"
         self.aborted = False
         self.destroyed = False
@@ -202,7 +202,7 @@ class FakeCommunicator:
         self._ended = threading.Event()
 
     def fail(self, message: str = "unhandled system error") -> None:
-        """Make the communicator fail: no kernel ends, and `async_error` returns the message."""
+        """Make the communicator fail: no kernel ends any more, and `async_error` returns the message."""
         with self._world.lock:
             self._error = message
             self._world.stuck = True
@@ -295,7 +295,7 @@ class FakeCommunicator:
             self._inside.release()
 
     def _connect(self, name: str) -> None:
-        """Wait in the first call of a kind until all ranks have made it, unless they connected in `init`."""
+        """Wait in the first call of each kind until all ranks have made it, unless `init` has connected them."""
         if not self.connects or name in ("send", "recv"):
             return
         with self._world.lock:
@@ -376,7 +376,7 @@ class FakeCommunicator:
         number = self._called
         self._called += calls[0].peer is None
         with self._world.lock:
-            self._check_alive(calls[0].name)  # inside a group, an abort may come between the call and the start
+            self._check_alive(calls[0].name)  # in a call group, an abort may come between the call and its start
             self._in_flight.update(calls)
         cuda = self.nccl.cuda
         on = cuda.stream_of(stream, calls[0].name, self.device)

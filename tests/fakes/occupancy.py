@@ -1,4 +1,4 @@
-"""The room for NCCL kernels on a fake device: kernels of one communicator at a time.
+"""Space for NCCL kernels on a fake device, which runs kernels of one communicator at a time.
 
 A real device may run kernels of several communicators at once, depending on its load and on the blocks that NCCL uses.
 The fake assumes the worst case: a kernel waits until those of other communicators have ended, on all streams. So ranks
@@ -14,7 +14,7 @@ from .streams import Blocked
 
 
 class Room:
-    """The room for NCCL kernels on one device.
+    """The space for NCCL kernels on one fake device.
 
     Attributes:
         owner: the communicator whose kernels run; None if no kernel runs.
@@ -51,7 +51,7 @@ class Room:
             blocked.wait(changed)
 
     def leave(self) -> None:
-        """Handle the end of a kernel."""
+        """Record the end of a kernel, which frees its space."""
         with self._lock:
             self._running -= 1
             if not self._running:
@@ -59,7 +59,7 @@ class Room:
         self.wake_all()
 
     def wake_all(self) -> None:
-        """Wake all waiting threads, so that they check again."""
+        """Wake all waiting threads, so that they check the space again."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for each in waiting:

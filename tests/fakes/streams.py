@@ -16,7 +16,7 @@ SLEEPING = 56
 
 
 class Blocked:
-    """The events for which threads wait, so that `end` can release the threads."""
+    """The events for which threads wait, and which `end` sets to release the threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,12 +50,12 @@ class Mark:
         device.marks.add(self)
 
     def finish(self) -> None:
-        """Record that all earlier work is done."""
+        """Mark all earlier work as done."""
         self._device.marks.discard(self)
         self.passed.set()
 
     def is_done(self, call: str) -> bool:
-        """Return whether it is done; raise `DeviceError` if the device has failed."""
+        """Return whether the earlier work is done; raise `DeviceError` if the device has failed."""
         self._device.check(call)
         return self.passed.is_set()
 
@@ -122,7 +122,7 @@ class FakeStream:
         self._is_busy = False
         #: Marks of events for which threads may sleep; some may be done.
         self.sleeping: deque[Mark] = deque()
-        # A closed fake accepts no more work.
+        # Returns whether the fake CUDA is closed and so accepts no more work.
         self._is_closed = blocked.is_closed
 
     def put(self, item: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ class FakeStream:
             self._wake.notify_all()
 
     def step(self, steps: int | None) -> None:
-        """Carry out `steps` more entries and then stop; None continues without end."""
+        """Carry out `steps` more entries and then pause; None continues without a limit."""
         with self._lock:
             self._steps = None if steps is None else (self._steps or 0) + steps
             self._wake.notify_all()
@@ -180,7 +180,7 @@ class FakeStream:
             return self._items.popleft()
 
     def _is_idle(self) -> bool:
-        """Return whether all entries are done. If so, entries that take no time need not wake the thread."""
+        """Return whether all entries are done; if so, entries that take no time need not wake the thread."""
         with self._lock:
             return not (self._items or self._is_busy or self._is_closed) and self._steps is None
 

@@ -1,4 +1,4 @@
-"""Running times of fuzzers: the same few hundred examples in `make test`, or a given time in `make soak`."""
+"""Running times of fuzzers: a few hundred fixed examples in `make test`, or a given time in `make soak`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-#: Seconds of each fuzzer in `make soak`; removed from the environment, where the library refuses unknown variables.
+#: Seconds of each fuzzer in `make soak`. The variable is removed, since the library refuses unknown variables.
 SECONDS = float(os.environ.pop("AIOCOLL_FUZZ_SECONDS", "60"))
-#: The number of examples between two checks of the time.
+#: The number of examples between two checks of the elapsed time.
 ROUND = 200
 
 _COMMON: dict[str, Any] = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -31,7 +31,7 @@ def fuzz(*strategies: Any, examples: int) -> Callable[[Callable[..., None]], Cal
                 return
             began = time.monotonic()
             for number in itertools.count():
-                # A new function each time, because hypothesis stores the seed on the function.
+                # Define a new function each time, since hypothesis stores the seed on the function.
                 def check_example(drawn: tuple[Any, ...]) -> None:
                     holds(*drawn)
 

@@ -1,4 +1,4 @@
-"""Strategies for nearly valid data: valid values with some changed parts."""
+"""Hypothesis strategies for nearly valid data: valid values with some changed parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies for valid notes, the control messages that rank 2 of 3 sends to rank 0 about a group of all ranks."""
+"""Hypothesis strategies for valid control messages that rank 2 of 3 sends to rank 0 about a group of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocoll.errors import GroupError, PeerLostError
 __all__ = ["WORLD", "valid"]
 
 WORLD = 3
-#: Stand-ins for ids in notes: the group of all ranks, the group of ranks 0 and 1, and a group that is not made yet.
+#: Stand-ins for group ids in messages: the group of all ranks, the group of ranks 0 and 1, a group not made yet.
 ALL, PAIR, UNMADE = 1001, 1002, 77
 
 CARD = {"library": 22809, "why": "", "bus": "0", "unfinished": False, "float8": True, "ahead": True}

@@ -33,12 +33,12 @@ from aiocoll.transport.shm.slots import CommonWriter
 from ..internals import comm_of, use_same_slots
 from ..ranks import options
 
-#: Seconds for a call, and for a whole job on a busy machine.
+#: The timeout of a call, and of a whole job on a busy machine, in seconds.
 TIMEOUT, OVER = 0.3, 30.0
 #: The number of moments at which a word may change: loop iterations and memory fences.
 MOMENTS = 150
 
-#: Words of the outbox, by kind: of the rank, of a reader's lane, of each slot of a lane, and of the line of each slot.
+#: Memory words of the outbox, by kind: per rank, per reader's lane, per slot of a lane, and per slot line.
 RANK = {"status": STATUS, "core": CORE}
 LANE = {"posts": POSTS}
 ROWS = {
@@ -52,7 +52,7 @@ KINDS = (*RANK, *LANE, *ROWS, *(f"{lane}_{field}" for lane in ("common", "lane")
 
 
 class Write(NamedTuple):
-    """A change of one word.
+    """A change of one memory word in the outbox.
 
     Attributes:
         moment: the moment of the change.
@@ -74,7 +74,7 @@ class Write(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """An attack on one job: its size, the calls, and the changes of words."""
+    """An attack on one job: its size, its calls, and the changes of memory words."""
 
     world_size: int
     calls: list[tuple[str, int]]
@@ -116,7 +116,7 @@ async def _gather(pg: ProcessGroup, count: int) -> bool:
 
 
 async def _lengths(pg: ProcessGroup, count: int) -> bool:
-    """Gather arrays whose lengths only their owners know; the length of the broken rank's array may be wrong."""
+    """Gather arrays whose lengths only their owners know; the broken rank may send a wrong length."""
     found = await pg.gather(None, np.full(count + pg.rank(), float(pg.rank())), 0, timeout=TIMEOUT)
     known = () if found is None else found[:-1]
     return all(len(array) == count + rank and (array == rank).all() for rank, array in enumerate(known))
@@ -156,7 +156,7 @@ writes = st.builds(
     moment=st.integers(0, MOMENTS),
     kind=st.sampled_from(KINDS),
     reader=st.integers(0, 1),
-    # Slots of the first calls, for small and larger arrays, or any slot.
+    # Any slot, or slots that the first calls use for small and larger arrays.
     slot=st.one_of(st.none(), st.integers(0, 9), st.integers(SLOTS - 4, SLOTS - 1), st.integers(0, SLOTS - 1)),
     value=st.one_of(values, st.integers(0, (1 << 64) - 1), st.sampled_from([1, 4, 128, (1 << 64) - 1])),
     adds=st.booleans(),
@@ -166,7 +166,7 @@ names, counts = st.sampled_from(sorted(CALLS)), st.sampled_from([1, 3, 100, 513,
 attacks = st.builds(
     Attack,
     world_size=st.sampled_from([2, 3]),
-    # Calls of any kinds, or all of one kind.
+    # Calls of random kinds, or calls that are all of one kind.
     calls=st.one_of(
         st.lists(st.tuples(names, counts), min_size=3, max_size=10),
         names.flatmap(lambda name: st.lists(st.tuples(st.just(name), counts), min_size=3, max_size=10)),
@@ -199,7 +199,7 @@ class _Outbox:
         self.words = None
 
     def make_changes(self) -> None:
-        """Make the changes whose moment has come."""
+        """Make the changes of words that are due."""
         if self.words is not None:
             moment = next(self._moment)
             while self._left and self._left[-1].moment <= moment:
@@ -218,7 +218,7 @@ class _Outbox:
             words[place] = (write.value + (words[place] if write.adds else 0)) % (1 << 64)
 
     def _row(self, write: Write) -> tuple[int, int]:
-        """Return the first word of a kind, and the distance between two slots in words; 0 if there is only one word."""
+        """Return the first word of a kind, and the distance in words between two slots; 0 for a single word."""
         kind = write.kind
         if kind in RANK:
             return RANK[kind], 0
@@ -236,7 +236,7 @@ _broken: ContextVar[_Outbox] = ContextVar("broken")
 
 
 def _changing_fences() -> Fences:
-    """Return fences at which words change, so that the broken rank changes them between any two steps of a peer."""
+    """Return memory fences at which words change, so that the broken rank can interfere between any two steps."""
     known, outbox = fences(), _broken.get()
     assert known is not None
 
@@ -248,7 +248,7 @@ def _changing_fences() -> Fences:
 
 
 def run_jobs(attacked: list[Attack]) -> None:
-    """Run jobs concurrently, since most wait for a timeout, and check that all of their ranks end as they should."""
+    """Run jobs concurrently, since most wait for a timeout, and check the end of all their ranks."""
     raised: list[dict[str, Any]] = []
 
     async def run() -> None:

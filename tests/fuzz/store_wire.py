@@ -1,4 +1,4 @@
-"""A store connection without sockets, and strategies for its messages."""
+"""A store connection without sockets, and hypothesis strategies for its messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def framed(message: Any) -> bytes:
 
 
 class Wire:
-    """A transport without another end, which keeps the written data."""
+    """A stand-in for an asyncio transport, which keeps the written data."""
 
     def __init__(self) -> None:
         self.written = b""

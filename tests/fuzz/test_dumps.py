@@ -25,7 +25,7 @@ from .mutation import mutated
 
 @cache
 def dumped() -> list[dict[str, Any]]:
-    """Return the dumps of three ranks after a call of each kind; the last call is a mismatch."""
+    """Return the recorder dumps of three ranks after a call of each kind; the last call is a mismatch."""
 
     async def rank(pg: ProcessGroup) -> dict[str, Any]:
         await pg.allreduce(np.ones(3))
@@ -47,7 +47,7 @@ def dumped() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @fuzz(mutated(st.deferred(lambda: st.just(dumped()))), examples=150)
-def test_mutated_dumps_are_reported_or_refused(dumps: Any) -> None:
+def test_trace_reports_or_refuses_mutated_dumps(dumps: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for number, dump in enumerate(dumps if isinstance(dumps, list) else [dumps]):
@@ -55,7 +55,7 @@ def test_mutated_dumps_are_reported_or_refused(dumps: Any) -> None:
             try:
                 path.write_text(json.dumps(dump), encoding="ascii")
             except TypeError:
-                return  # bytes, which JSON does not have
+                return  # the value contains bytes, which JSON does not support
             paths.append(str(path))
         if not paths:
             return

@@ -30,7 +30,7 @@ U16, U32 = (1 << 16) - 1, (1 << 32) - 1
 sizes = st.sampled_from([0, 1, 7, 8, 16, 32, 100, 4096, SEGMENT - 8, SEGMENT])
 totals = st.sampled_from([0, 1, 8, 32, 100, 4096, SEGMENT, SEGMENT + 8, 1_600_000, U32])
 tags = st.sampled_from([1, 1, 2])
-#: Operation ids: of the allreduce, of messages, of the broadcast with the key "k" (-1), and of no operation.
+#: Operation ids: of the allreduce, messages, the broadcast with the key "k" (-1), and no operation.
 operations = st.one_of(
     st.sampled_from([0, 1, 2, 3, 1000, KEYED | 5, KEYED | P2P, P2P, (1 << 64) - 1]),
     st.builds(lambda tag, number: P2P | tag << 32 | number, tags, st.integers(0, 3)),
@@ -52,7 +52,7 @@ frames = st.tuples(
 
 @pytest.mark.slow
 @fuzz(st.lists(st.tuples(frames, st.integers(0, 1)), min_size=1, max_size=6), examples=150)
-def test_works_end_whatever_frames_are_sent(sent: list[tuple[tuple[int, ...], int]]) -> None:
+def test_works_end_for_any_frames_that_a_peer_sends(sent: list[tuple[tuple[int, ...], int]]) -> None:
     def attack(pg: Any, pair: int) -> None:
         member = comm_of(pg)
         names = {ALL: member.id, PAIR: pair}
@@ -72,7 +72,7 @@ def test_works_end_whatever_frames_are_sent(sent: list[tuple[tuple[int, ...], in
 
 
 def fingerprints(pg: Any) -> list[int]:
-    """Return the fingerprints of operations that other ranks have in flight, by making the same calls here."""
+    """Return the fingerprints of operations that other ranks have in flight, by making equal calls here."""
     import numpy as np
 
     found = []
@@ -84,7 +84,7 @@ def fingerprints(pg: Any) -> list[int]:
 
 
 class Sink:
-    """A sink that keeps the headers of frames, and the end of the link."""
+    """A frame sink that keeps the headers of frames, and the end of the link."""
 
     def __init__(self) -> None:
         self.headers: list[Header] = []
@@ -125,8 +125,8 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[int]]:
 
 
 @fuzz(streams(), examples=200)
-def test_mutated_stream_gives_frames_or_an_end(stream: tuple[bytes, list[int]]) -> None:
-    """Check that the link delivers all frames before the first invalid one and nothing after it, and fails once."""
+def test_mutated_stream_delivers_valid_frames_until_the_link_fails(stream: tuple[bytes, list[int]]) -> None:
+    """Check that the link delivers all frames before the first invalid frame and nothing later, and fails once."""
     data, cuts = stream
 
     async def read() -> Sink:
@@ -152,7 +152,7 @@ def test_mutated_stream_gives_frames_or_an_end(stream: tuple[bytes, list[int]]) 
 
 
 def split(data: bytes) -> tuple[list[Header], bool]:
-    """Return the headers of the complete frames, and whether there is no invalid frame."""
+    """Return the headers of the complete frames, and whether all frames are valid."""
     found: list[Header] = []
     at = 0
     while len(data) - at >= HEADER_SIZE:

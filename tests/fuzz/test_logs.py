@@ -1,4 +1,4 @@
-"""Damaged logs of a `FileStore`: a newcomer finds exactly the written records, or raises `StoreError`."""
+"""Damaged logs of a `FileStore`: a new reader finds exactly the written records, or raises `StoreError`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = dict[str, bytes]
 
 
 async def contents(path: Path) -> State:
-    """Return the contents that a newcomer finds."""
+    """Return the store contents that a new reader finds."""
     async with FileStore(str(path)) as store:
         keys = await store.list_keys()
         return dict(zip(keys, await store.multi_get(keys), strict=True))
@@ -29,7 +29,7 @@ async def contents(path: Path) -> State:
 
 @cache
 def written() -> tuple[bytes, list[int], list[State]]:
-    """Return a log, the ends of its header and of each record, and the contents at each end."""
+    """Return a store log, the end positions of its header and of each record, and the contents at each end."""
 
     async def write() -> tuple[bytes, list[int], list[State]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def written() -> tuple[bytes, list[int], list[State]]:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """Draw the log with some damage: to bytes, whole records, or its end."""
+    """Draw a damaged log: with changed bytes, whole records removed or moved, or its end cut off."""
     log, ends, _ = written()
     data = bytearray(log)
     for _ in range(draw(st.integers(1, 2))):
@@ -77,12 +77,12 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 def is_torn(rest: bytes) -> bool:
-    """Return whether the record at the start of these bytes is cut short."""
+    """Return whether the first record in these bytes is incomplete."""
     return len(rest) < PREFIX + int.from_bytes(rest[:4], "little")
 
 
 @fuzz(damaged(), examples=100)
-def test_mutated_log_has_the_written_records_or_is_refused(data: bytes) -> None:
+def test_mutated_store_log_contains_the_written_records_or_is_refused(data: bytes) -> None:
     log, ends, states = written()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
@@ -93,7 +93,7 @@ def test_mutated_log_has_the_written_records_or_is_refused(data: bytes) -> None:
         except StoreError:
             assert data != log, "an undamaged log was refused"
             return
-    # The number of records before the first that is changed or cut short.
+    # The number of records before the first changed or incomplete record.
     sound = sum(data[:end] == log[:end] for end in ends) - 1
     assert found == (states[sound] if sound >= 0 else {})
     rest = data[ends[max(sound, 0)] :] if sound >= 0 else b""

@@ -1,4 +1,4 @@
-"""Nearly valid notes, the control messages of ranks: they raise nothing but `ProtocolError`, and every work ends."""
+"""Nearly valid control messages of ranks: they raise only `ProtocolError`, and every work ends."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ RANKS = {ALL: (0, 1, 2), PAIR: (0, 1)}
 
 
 def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.JobFacts:
-    """Return the facts that a rank of three knows if it belongs to these groups."""
+    """Return what one of three ranks knows as a member of the given groups."""
     return gate.JobFacts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
 
 
 def packed(note: Any) -> bytes | None:
-    """Return a note as bytes, or None if msgpack cannot encode it."""
+    """Return an encoded control message, or None if msgpack cannot encode it."""
     try:
         body: bytes = msgpack.packb(note)
     except (ValueError, OverflowError, TypeError):
@@ -39,7 +39,7 @@ def packed(note: Any) -> bytes | None:
 
 
 @fuzz(mutated(valid), WAYS, examples=400)
-def test_mutated_note_is_valid_or_refused(note: Any, way: str) -> None:
+def test_mutated_control_message_is_valid_or_refused(note: Any, way: str) -> None:
     body = packed(note)
     if body is None:
         return
@@ -55,7 +55,7 @@ def test_mutated_note_is_valid_or_refused(note: Any, way: str) -> None:
 
 
 @fuzz(st.binary(max_size=200), WAYS, examples=200)
-def test_mutated_note_bytes_are_valid_or_refused(body: bytes, way: str) -> None:
+def test_mutated_bytes_of_a_control_message_are_valid_or_refused(body: bytes, way: str) -> None:
     try:
         gate.read(body, 2, way, facts(0))
     except ProtocolError:
@@ -64,7 +64,7 @@ def test_mutated_note_bytes_are_valid_or_refused(body: bytes, way: str) -> None:
 
 @pytest.mark.slow
 @fuzz(st.lists(st.tuples(mutated(valid), st.booleans(), st.integers(0, 1)), min_size=1, max_size=3), examples=150)
-def test_works_end_whatever_notes_are_sent(sent: list[tuple[Any, bool, int]]) -> None:
+def test_works_end_for_any_control_messages_that_a_peer_sends(sent: list[tuple[Any, bool, int]]) -> None:
     """Check also that groups of the other ranks continue if all notes are invalid."""
     nonsense: list[bool] = []
 
@@ -94,7 +94,7 @@ def _fits(body: bytes, behind_data: bool, to: int, ranks: dict[int, tuple[int, .
 
 
 def _with_ids(note: Any, names: dict[int, int]) -> Any:
-    """Replace the stand-ins by the ids of this job's groups."""
+    """Replace the stand-ins for group ids by the ids of this job's groups."""
     if isinstance(note, dict):
         return {name: _with_ids(each, names) for name, each in note.items()}
     if isinstance(note, list):

@@ -1,4 +1,4 @@
-"""Bytes that are nearly an object: they are decoded, or refused with `SerializationError`."""
+"""Nearly valid bytes of an object: they are decoded, or refused with `SerializationError`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ objects = st.recursive(
 
 
 def encoded(obj: Any) -> bytes:
-    """Return an object as bytes, or the bytes of None if it cannot be sent."""
+    """Return the encoded form of an object, or of None if the object cannot be sent."""
     try:
         return dumps(obj)
     except SerializationError:
@@ -57,7 +57,7 @@ def encoded(obj: Any) -> bytes:
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """Draw an object as bytes, some of which are wrong, missing, repeated or moved."""
+    """Draw an encoded object in which some bytes are wrong, missing, repeated or moved."""
     data = bytearray(encoded(draw(objects)))
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, max(0, len(data) - 1)))
@@ -80,7 +80,7 @@ def messages(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def structures(draw: st.DrawFn) -> bytes:
-    """Draw an object as bytes, with some parts and tags replaced."""
+    """Draw an encoded object with some parts and tags replaced."""
     value = msgpack.unpackb(
         encoded(draw(objects)),
         strict_map_key=False,
@@ -114,20 +114,20 @@ def check_decoding(data: bytes) -> None:
         found = loads(data)
     except SerializationError:
         return
-    # A decoded object is an object like any other: it can be sent again.
+    # Any decoded object can be encoded again.
     encoded(found)
 
 
 @fuzz(messages(), examples=400)
-def test_mutated_object_bytes_are_an_object_or_refused(data: bytes) -> None:
+def test_mutated_bytes_of_an_object_are_decoded_or_refused(data: bytes) -> None:
     check_decoding(data)
 
 
 @fuzz(structures(), examples=300)
-def test_mutated_structure_is_an_object_or_refused(data: bytes) -> None:
+def test_mutated_object_structure_is_decoded_or_refused(data: bytes) -> None:
     check_decoding(data)
 
 
 @fuzz(st.binary(max_size=100), examples=200)
-def test_random_bytes_are_an_object_or_refused(data: bytes) -> None:
+def test_random_bytes_are_decoded_as_an_object_or_refused(data: bytes) -> None:
     check_decoding(data)

@@ -36,7 +36,7 @@ def requests(draw: st.DrawFn) -> list[Any]:
 
 
 class Owner:
-    """A server without sockets."""
+    """A stand-in for a store server without sockets."""
 
     def __init__(self) -> None:
         self.core = StoreCore()
@@ -69,7 +69,7 @@ class Owner:
 
 
 def check_counters(core: StoreCore) -> None:
-    """Check the counters of a store against its contents."""
+    """Compare the counters of a store with its contents."""
     sizes = [*map(len, core._values.values()), *(len(item) for queue in core._queues.values() for item in queue)]
     assert core._nbytes == sum(sizes) <= MAX_TOTAL_BYTES
     assert core._queued == sum(map(len, core._queues.values()))
@@ -77,7 +77,7 @@ def check_counters(core: StoreCore) -> None:
 
 
 @fuzz(st.lists(st.tuples(mutated(requests()), garbled), min_size=1, max_size=8), examples=150)
-def test_mutated_requests_are_answered_or_end_their_connection(sent: list[tuple[Any, bytes]]) -> None:
+def test_mutated_store_requests_are_answered_or_close_their_connection(sent: list[tuple[Any, bytes]]) -> None:
     async def serve() -> None:
         owner = Owner()
         good, answers = owner.open()

@@ -32,7 +32,7 @@ REQUESTS: list[tuple[str, tuple[Any, ...]]] = [
 
 
 @fuzz(st.lists(st.tuples(mutated(answers()), garbled), min_size=1, max_size=6), examples=150)
-def test_mutated_answers_match_their_request_or_end_the_connection(sent: list[tuple[Any, bytes]]) -> None:
+def test_mutated_store_replies_match_their_request_or_close_the_connection(sent: list[tuple[Any, bytes]]) -> None:
     async def send_requests() -> None:
         link, wire = ClientLink(None, "here"), Wire()  # type: ignore[arg-type]
         link.connection_made = lambda transport: None  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from aiocoll.testing.virtual import run_virtual
 
 from ..internals import channels_of, comm_of
 
-#: Virtual seconds for an operation, and until all operations must have ended.
+#: The timeout of an operation, and the time at which all operations must have ended, in virtual seconds.
 TIMEOUT, OVER = 5.0, 60.0
 
 Attack = Callable[[ProcessGroup, int], None]

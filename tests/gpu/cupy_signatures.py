@@ -1,6 +1,6 @@
-"""The functions of CuPy 14.2 that aiocoll calls, by the first lines of their docstrings, and CuPy's constants."""
+"""Signatures of the CuPy 14.2 functions that aiocoll calls, from their docstrings, and CuPy's constants."""
 
-#: Functions and classes in Cython.
+#: Signatures of CuPy functions and classes written in Cython.
 SIGNATURES = {
     "cuda.runtime.runtimeGetVersion": "runtimeGetVersion() -> int",
     "cuda.runtime.getDeviceCount": "getDeviceCount() -> int",
@@ -64,7 +64,7 @@ SIGNATURES = {
     "from_dlpack": "from_dlpack(array, *, device=None, copy=None)",
 }
 
-#: Functions and classes in Python, with the parameters that `inspect` reports.
+#: CuPy functions and classes written in Python, with the parameters that `inspect` reports.
 INSPECTED = {
     "cuda.PinnedMemory": ["size", "flags"],
     "ascontiguousarray": ["a", "dtype"],

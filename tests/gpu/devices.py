@@ -25,12 +25,12 @@ def fake_cuda(devices: int = 2) -> Iterator[FakeCuda]:
     assert cuda.full == []
     assert close_devices()
     for thread in threading.enumerate():
-        if thread.name.startswith("aiocoll-"):  # left by devices that a test closed while calls were stuck
+        if thread.name.startswith("aiocoll-"):  # threads of devices that a test closed while calls were stuck
             thread.join(10)
 
 
 def do_nothing() -> None:
-    """Make no call: the stream stays empty."""
+    """Enqueue no work, so that the stream stays empty."""
 
 
 class TrackedObjects:
@@ -58,7 +58,7 @@ def launch_call(
     keep: object = None,
     before: int | None = 0,
 ) -> tuple[Launched, asyncio.Future[None]]:
-    """Launch a call on a stream; return it, and a future that is done when the call ends.
+    """Launch a device call on a stream; return the call, and a future that is done when the call ends.
 
     Args:
         device: where to launch.
@@ -71,7 +71,7 @@ def launch_call(
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def finish(error: DeviceError | None) -> None:
-        if ended.done():  # the test has cancelled it
+        if ended.done():  # the test has cancelled the future
             return
         if error is None:
             ended.set_result(None)
@@ -94,7 +94,7 @@ def block_until_launched(device: Device) -> None:
 
 
 class GatedCall:
-    """A call that enqueues a kernel which runs until `open` is called."""
+    """A device call that enqueues a kernel which runs until `open` is called."""
 
     def __init__(self, cuda: FakeCuda, stream: int) -> None:
         self._cuda, self._stream = cuda, stream
@@ -108,7 +108,7 @@ class GatedCall:
 
 
 class Batch(GatedCall):
-    """The first of several calls; the completion thread sees their ends only after all have ended."""
+    """The first of several device calls, whose ends the completion thread finds only after all have ended."""
 
     def __init__(self, cuda: FakeCuda, device: Device, stream: int) -> None:
         super().__init__(cuda, stream)
@@ -117,7 +117,7 @@ class Batch(GatedCall):
         cuda.hooks.append(self._called)
 
     async def wait_until_queued(self, calls: int) -> None:
-        """Wait until `calls` calls are on the stream and the completion thread waits for the first one."""
+        """Wait until `calls` device calls are on the stream and the completion thread waits for the first one."""
         await until(lambda: self._waits.is_set() and len(self._waiter._calls) == calls)
 
     def _called(self, call: str) -> None:

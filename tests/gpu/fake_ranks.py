@@ -1,4 +1,4 @@
-"""Ranks for tests of the fakes: threads, each with its own device and stream."""
+"""Ranks for tests of the fakes: threads with a device and a stream each."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from ..lookalikes import Torch
 from ..ranks import until
 from .adapted import select_adapter
 
-#: The ways of CUDA arrays: by NCCL, or staged through the host.
+#: How calls handle CUDA arrays: by NCCL, or staged through the host.
 WAYS = ("nccl", "staged")
 
 
@@ -48,7 +48,7 @@ class Gpus:
         self.torch = Torch(lambda stream, device, work: cuda.kernel(stream, work, device))
 
     def tensor(self, values: Any, device: int, dtype: str | None = None, margin: int = 0) -> Any:
-        """Return a tensor on a device, with `margin` ones before and after it.
+        """Return a device tensor with `margin` additional ones before and after it.
 
         Values of dtypes that NumPy lacks have the types of ml_dtypes.
         """
@@ -72,7 +72,7 @@ class Gpus:
         return self.cuda.gate(self.torch.streams.get(device, 0), device)
 
     def calls(self) -> list[str]:
-        """Return a list to which the names of all later NCCL calls are added, on all ranks."""
+        """Return a list to which the names of all later NCCL calls of all ranks are appended."""
         names: list[str] = []
         self.nccl.hooks.append(names.append)
         return names
@@ -131,7 +131,7 @@ async def wait_for_idle_launcher(pg: ProcessGroup, gpu: Gpus) -> None:
 
 
 async def repeat_allreduce(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -> Any:
-    """Repeat an allreduce, so that later ones are launched before they are compared; return the tensor."""
+    """Repeat an allreduce, so that later calls are launched before they are compared; return the tensor."""
     tensor = gpu.tensor(np.ones(count), pg.rank())
     for number in range(1, passes + 1):
         assert await pg.allreduce(tensor) is tensor
@@ -166,20 +166,20 @@ def start_allreduce(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
 
 
 def start_list(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
-    """Start a list of allreduces, of which one must be staged."""
+    """Start a list of allreduces, one of which must be staged."""
     tensors = [gpu.tensor(np.ones(3, int), pg.rank()) for _ in range(3)]
     return pg.allreduce_coalesced([*tensors, gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
 
 
 def start_unless_revoked(pg: ProcessGroup, gpu: Gpus, call: Any = start_allreduce, **more: Any) -> Any:
-    """Start a call; return None if the group has failed on another rank before."""
+    """Start a call; return None if the group has already failed on another rank."""
     with contextlib.suppress(GroupRevokedError):
         return call(pg, gpu, **more)
     return None
 
 
 async def check_failure(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] = GroupError) -> None:
-    """Check the failure of a group.
+    """Check that a group fails with the expected error.
 
     Args:
         pg: the group.
@@ -198,7 +198,7 @@ async def check_failure(pg: ProcessGroup, work: Any, match: str, kind: type[Grou
 
 
 async def end_group(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) -> None:
-    """End the group, and check that all works fail before the gate is opened."""
+    """End the group, and check that all works fail before the gate of the device opens."""
     pg.timeout = 0.01  # the time for which `shutdown` waits for the works
     if end == "abort":
         pg.abort("enough")

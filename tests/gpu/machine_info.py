@@ -31,10 +31,10 @@ MODULES = {
 }
 #: Modules of pytest plugins, by the entry points of their installed packages.
 PLUGINS = {"asyncio": "pytest_asyncio.plugin", "aiocoll": "aiocoll.testing.plugin"}
-#: Requirements of steps, in the order of the report. Without those in `VITAL`, no step can run.
+#: Requirements of steps, in the order of the report. Without the requirements in `VITAL`, no step can run.
 VITAL = ("numpy", "msgpack", "arrays", "device")
 NEEDED = (*VITAL, "nccl", "ctypes", "ml_dtypes", "pytest", "pytest_asyncio", "uvloop")
-#: Requirements that may be missing: the steps that need them are left out, which is no failure.
+#: Requirements that may be missing: steps that need one of these are skipped, which is not a failure.
 OPTIONAL = (*REAL, "two devices")
 #: Requirements that the fake device replaces.
 ON_REAL = ("arrays", "device", "nccl", "ctypes", *OPTIONAL)
@@ -43,7 +43,7 @@ Found = dict[str, Any]
 
 
 def describe_machine(note: Callable[[Found], object] = lambda found: None) -> Found:
-    """Return a description of the machine; a part that fails is replaced by its error message.
+    """Return a description of the machine; a part that cannot be described is replaced by its error message.
 
     Args:
         note: called with the parts known so far, before each part, because a part may hang or crash the process.
@@ -133,7 +133,7 @@ def _driver() -> Found:
 
 
 def _cuda() -> Found:
-    """Return the CUDA runtime and devices as groups see them: by CuPy, or by ctypes without CuPy."""
+    """Return the CUDA runtime and devices as groups find them: by CuPy, or by ctypes without CuPy."""
     from aiocoll.gpu.provider import runtime
 
     made, _ = runtime()

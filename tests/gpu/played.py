@@ -94,7 +94,7 @@ class _Torch(Torch):
         return self.Tensor(self.new(shape, by_name(name).storage, ordinal), name, ordinal)
 
     def as_tensor(self, memory: Any, device: str) -> _Bytes:
-        """Return a tensor on foreign memory of the thread's device."""
+        """Return a tensor over given memory of the thread's device."""
         assert device == "cuda"
         about = memory.__cuda_array_interface__
         assert about["typestr"] == "|u1"

@@ -1,4 +1,4 @@
-"""The kernels of `on_device/direct.py`, as the fake CUDA carries them out."""
+"""The kernels of `on_device/direct.py`, carried out by the fake CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODULE = 0x7F0D_0000_0000
 
 
 def kernel_functions(cuda: FakeCuda) -> dict[str, Callable[..., None]]:
-    """Return the functions of cuda.h that load and launch kernels."""
+    """Return stand-ins for the functions of cuda.h that load and launch kernels."""
 
     def until(flag: int, nanoseconds: int) -> None:
         end, never = monotonic() + nanoseconds / 1e9, threading.Event()

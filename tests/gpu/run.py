@@ -28,13 +28,13 @@ from tests.gpu import machine_info  # noqa: E402
 from tests.gpu.on_device.two import TWO_BY, way_for_version  # noqa: E402
 from tests.gpu.steps import Outcome, Step, all_steps, run_step  # noqa: E402
 
-#: Time limits in seconds: for the whole run, and for the description of the machine.
+#: Time limits in seconds: for the whole run, and for describing the machine.
 WHOLE, LOOKING = 470.0, 60.0
 #: Seconds that must be left to start another step.
 LEAST = 5.0
 #: The number of output lines that are shown, for a failed step and for a passed one.
 SHOWN = (60, 3)
-#: Settings for NCCL, which otherwise opens a port (RAS).
+#: Environment variables for NCCL, which would otherwise open a port (RAS) and log more.
 QUIET = {"NCCL_RAS_ENABLE": "0", "NCCL_DEBUG": "WARN"}
 FAILURES = ("failed", "hung", "not run")
 
@@ -100,7 +100,7 @@ class Run:
             print(f"{step.name}: {outcome.state}, {outcome.seconds:g} s {outcome.why}", flush=True)
 
     def _reason_not_to_run(self, step: Step) -> Outcome | None:
-        """Return an outcome with the reason if a step cannot run, else None."""
+        """Return an outcome with the reason if a step cannot run, otherwise None."""
         if lacking := [name for name in step.needs if name in self.missing]:
             state = "left out" if set(lacking) <= {*machine_info.OPTIONAL} else "not run"
             return Outcome(state, why=f"missing: {', '.join(lacking)}")
@@ -157,7 +157,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--fake", action="store_true", help="run the same steps on the fake device")
     parser.add_argument("--only", metavar="STEPS", help="names of the steps to run, separated by commas")
     args = parser.parse_args(words)
-    # Without this, SIGABRT would write a core dump of a process with CUDA, which takes minutes.
+    # Disable core dumps: SIGABRT would write one of a process with CUDA, which takes minutes.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with Run(args.folder.resolve(), args.fake) as run:
         if not run.check_machine():

@@ -1,4 +1,4 @@
-"""The steps of `run.py`, ordered so that the first ones show most about an unknown machine; and their processes."""
+"""The steps of `run.py` and their processes, ordered so that the first steps show most about an unknown machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
 #: The factor for time limits on the fake device, where other processes may load the machine.
 SLOW = 2
 
-#: The modes of two ranks that run with each adapter; see `on_device/aiocoll_rank.py`.
+#: Modes of `on_device/aiocoll_rank.py` that run with each adapter.
 PAIRED = ("sum", "killed", "aborted", "mismatched", "crossed", "queued")
 #: Requirements of all tests, and of those that pytest runs.
 TESTS = ("nccl", "pytest", "ml_dtypes")
@@ -84,16 +84,16 @@ class _Maker(NamedTuple):
 
     @property
     def kinds(self) -> Sequence[str]:
-        """The array libraries, usable or not."""
+        """The array libraries of this run, usable or not."""
         return PLAYED if self.fake else REAL
 
     @property
     def raw_by(self) -> str:
-        """The way to call NCCL in the first step with two ranks, on which the other steps depend."""
+        """The way in which the first step with two ranks calls NCCL; the other steps depend on this step."""
         return "library" if self.libraries[0] == "torch" else self.libraries[0]
 
     def needed(self, kind: str) -> Sequence[str]:
-        """Return the requirements of an array library; the fakes have none."""
+        """Return the requirements of an array library; the fakes have no requirements."""
         return () if self.fake else (kind,)
 
     def pytest(self, *more: str) -> Sequence[str]:
@@ -149,7 +149,7 @@ class _Maker(NamedTuple):
             )
 
     def adapters(self) -> Iterator[Step]:
-        """Yield steps that repeat calls by ctypes after CuPy; on the fake device, by both adapters."""
+        """Yield steps that repeat calls through ctypes after CuPy; on the fake device, through both adapters."""
         for adapter in ADAPTERS if self.fake else ADAPTERS[1:]:
             yield from self.adapter(adapter)
 
@@ -161,8 +161,10 @@ class _Maker(NamedTuple):
             *(self.two(how, "aiocoll_rank", how, kind=kind) for how in PAIRED),
             *(step for step in self.tests("streams", 50) if step.name.endswith(kind)),
         ]
-        if self.fake:  # it needs more devices than a real machine has
-            words = self.pytest("tests/gpu/test_overlapping.py", "-k", "rows or kinds or first_group or fails")
+        if self.fake:  # the test needs more devices than a real machine has
+            words = self.pytest(
+                "tests/gpu/test_overlapping.py", "-k", "row_and_column or kinds or first_group or failed_group"
+            )
             found.append(Step("overlapping", 50, words, PYTEST))
         for step in found:
             name, environment = f"{step.name} by {adapter}", {**step.environment, **by}
@@ -206,7 +208,7 @@ def run_step(step: Step, limit: float, environment: Mapping[str, str], log: Path
     """Run a step and append its output to `log`; a step that hangs first writes the stacks of its threads."""
     start = monotonic()
     with log.open("ab") as output:
-        where = output.tell()  # the process moves this position
+        where = output.tell()  # remember the end of the log, since the step's output follows
         with subprocess.Popen(
             [sys.executable, *step.words],
             cwd=ROOT,
@@ -242,15 +244,15 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         _abort_in_turn(family)
     for pid in {*family[1:], *_descendants(process.pid)}:
         _kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # descendants whose parent has ended
+    with contextlib.suppress(ProcessLookupError):  # descendants may have ended with their parent
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _abort_in_turn(family: Sequence[int]) -> None:
-    """Let processes write their stacks one after another, since simultaneous writes would mix in the log."""
+    """Let processes write their stacks one after the other, since simultaneous writes would mix in the log."""
     deadline = monotonic() + STACK_SECONDS
     for pid in family:
-        _kill(pid, signal.SIGSTOP)  # so that no process reacts to the end of another before its turn
+        _kill(pid, signal.SIGSTOP)  # stopped, so that no process reacts to the end of another before its turn
     for pid in family:
         with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", buffering=0) as ended:
             os.kill(pid, signal.SIGABRT)

@@ -65,7 +65,7 @@ class Log:
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
         self.calls.append((name, args))
         if name in self.errors:
-            raise self.errors[name]()  # a status unknown to CuPy raises KeyError here
+            raise self.errors[name]()  # creating the error raises KeyError for a status unknown to CuPy
         return self.returns.get(name)
 
 

@@ -53,7 +53,7 @@ def driver(call: Callable[[str, tuple[Any, ...]], Any]) -> Any:
                 write(*args)
             return int(status or 0)
 
-        # Handles and addresses have 64 bits: without their types, ctypes would pass 32.
+        # Declare types, since ctypes would otherwise pass 64-bit handles and addresses as 32 bits.
         return ctypes.CFUNCTYPE(ctypes.c_int, *types)(called)
 
     return SimpleNamespace(

@@ -13,7 +13,7 @@ from typing import Any
 from .stub_driver import Pointer, write_number
 from .stub_driver import driver as driver_stub
 
-#: Handles and addresses, wider than 32 bits.
+#: Example handles and addresses that need more than 32 bits.
 STREAM, EVENT, MEMORY, COMMUNICATOR = (0x7F00_0000_0000 + number * 0x1000 for number in range(4))
 ID = bytes(range(128))
 
@@ -104,14 +104,14 @@ _KINDS = {
     "ncclRedOp_t": ctypes.c_int,
     "ncclUniqueId": UniqueId,
 }
-#: Names of pointer parameters that are plain addresses. Functions write results through the others.
+#: Pointer parameters that are plain addresses; functions write results through all other pointers.
 _ADDRESSES = ("sendbuff", "recvbuff", "srcHost", "dstHost", "p")
 
 Call = Callable[[str, tuple[Any, ...]], int]
 
 
 def ctypes_of(declaration: str) -> list[Any]:
-    """Return the C types of the parameters that a header declares."""
+    """Return the C types of the parameters that a C header declares."""
     found = []
     for parameter in filter(None, declaration.split(", ")):
         words = parameter.replace("*", " * ").split()
@@ -123,7 +123,7 @@ def ctypes_of(declaration: str) -> list[Any]:
 
 
 def cuda(call: Call, **gives: int) -> Any:
-    """Return a libcuda; `gives` are the results of functions, by name."""
+    """Return a stub of libcuda; `gives` has the results of functions, by name."""
     library = driver_stub(call)
     wide = ("cuStreamCreate", "cuEventCreate", "cuMemHostAlloc", "cuMemAllocAsync")
     known = {
@@ -136,7 +136,7 @@ def cuda(call: Call, **gives: int) -> Any:
 
 
 def nccl(call: Call, version: int = 22809, asked: Callable[[], int] = lambda: 0) -> Any:
-    """Return a libnccl; `asked` returns the asynchronous status."""
+    """Return a stub of libnccl; `asked` returns the asynchronous status."""
 
     def error(status: int) -> bytes:
         return b"" if status == 99 else b"error %d" % status
@@ -152,7 +152,7 @@ def nccl(call: Call, version: int = 22809, asked: Callable[[], int] = lambda: 0)
 
 
 class _Text:
-    """A function that returns text."""
+    """A C function that returns text."""
 
     def __init__(self, error: Callable[[int], bytes]) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""Groups on fake devices through each adapter: the functions of CuPy, or those of libcuda and libnccl."""
+"""Groups on fake devices through each adapter: CuPy, or ctypes with libcuda and libnccl."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ adapters = pytest.mark.parametrize("adapter", ADAPTERS)
 
 @adapters
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_kind_of_call_gives_right_results_by_each_adapter(
+async def test_every_kind_of_call_gives_correct_results_through_each_adapter(
     adapter: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ADAPTER, adapter)
@@ -57,7 +57,7 @@ async def test_failed_group_fails_its_calls_in_flight(adapter: str, monkeypatch:
 
 
 @adapters
-async def test_call_that_nccl_refuses_raises(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_that_nccl_refuses_raises_an_error(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADAPTER, adapter)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

@@ -1,4 +1,4 @@
-"""Calls on CUDA arrays that are launched before they are compared: their start, and reports of mismatches."""
+"""Calls on CUDA arrays that are launched before they are compared: their launch, and reports of mismatches."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def program_of(pg: ProcessGroup) -> program_order.ProgramOrder:
 
 
 @worlds
-async def test_repeated_call_is_launched_at_once_and_a_first_call_waits(world_size: int) -> None:
+async def test_repeated_call_is_launched_before_the_comparison_and_a_first_call_after(world_size: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
         tensor = gpu.tensor(np.ones(3), pg.rank())
         calls.clear()
         first = pg.allreduce(tensor)
         assert "all_reduce" not in calls
         await first
-        second = pg.allreduce(tensor)  # the first time that this call follows itself
+        second = pg.allreduce(tensor)  # this call follows itself for the first time, so it is not launched ahead
         await second
         await pg.barrier()
         calls.clear()
@@ -70,7 +70,7 @@ async def test_repeated_call_is_launched_at_once_and_a_first_call_waits(world_si
         await run_ranks(world_size, body, gpu, gpu.calls())
 
 
-async def test_launch_of_a_repeated_call_needs_no_loop_iteration() -> None:
+async def test_repeated_call_is_launched_without_a_loop_iteration() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, launched: set[int]) -> None:
         tensor = await repeat_allreduce(pg, gpu, 3)
         for _ in range(20):
@@ -89,7 +89,7 @@ async def test_launch_of_a_repeated_call_needs_no_loop_iteration() -> None:
         await run_ranks(2, body, gpu, launched)
 
 
-async def test_deferred_call_uses_its_own_device_if_another_is_current(
+async def test_deferred_call_uses_its_device_even_if_another_device_is_current(
     limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits(device_ask_every=1000)  # so that the launcher stays idle
@@ -101,7 +101,7 @@ async def test_deferred_call_uses_its_own_device_if_another_is_current(
         await wait_for_idle_launcher(pg, gpu)
         await pg.barrier()
         cuda.use(rank)
-        later = pg.allreduce(tensor)  # deferred: this call follows that one for the first time
+        later = pg.allreduce(tensor)  # deferred, since this call follows the previous call for the first time
         cuda.use(1 - rank)
         gpu.shared_device(rank)._events.destroy()  # so that a new event is created, on the right device
         await later
@@ -109,7 +109,7 @@ async def test_deferred_call_uses_its_own_device_if_another_is_current(
         cuda.use(rank)
         queried.clear()
         work = pg.allreduce(tensor)
-        assert queried == [rank] * 4  # three of them for the array
+        assert queried == [rank] * 4  # three of the queries are about the array
         await work
         assert host(tensor).tolist() == [4.0] * 3
 
@@ -126,7 +126,7 @@ async def test_deferred_call_uses_its_own_device_if_another_is_current(
         await run_ranks(2, body, gpu)
 
 
-async def test_on_stream_needs_no_other_rank() -> None:
+async def test_on_stream_does_not_wait_for_other_ranks() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         if pg.rank():
@@ -143,7 +143,7 @@ async def test_on_stream_needs_no_other_rank() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_await_ends_after_the_device_and_the_confirmation_of_all_ranks() -> None:
+async def test_await_ends_when_the_device_is_done_and_all_ranks_have_confirmed_the_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = pg.rank()
         tensor = await repeat_allreduce(pg, gpu)
@@ -167,9 +167,9 @@ async def test_await_ends_after_the_device_and_the_confirmation_of_all_ranks() -
 
 @pytest.mark.parametrize("key", [False, True])
 @pytest.mark.parametrize("behind", ["the group's", "the caller's"])
-async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) -> None:
+async def test_launch_never_waits_for_space_in_a_full_stream(behind: str, key: bool) -> None:
     """Check that neither the loop nor the launcher blocks on a full stream, and that all calls complete."""
-    count = 1200 if behind == "the group's" else ROOM - 24  # as many as the caller's stream has room for
+    count = 1200 if behind == "the group's" else ROOM - 24  # as many calls as fit into the caller's stream
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
@@ -214,7 +214,7 @@ async def test_staged_and_host_calls_keep_their_order_among_launched_calls() -> 
         await run_ranks(3, body, gpu)
 
 
-async def test_number_of_remembered_call_pairs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_recorded_pairs_of_consecutive_calls_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_order, "KEPT", 1)
     monkeypatch.setattr("aiocoll.gpu.calls.communicator.KEPT", 0)
 
@@ -228,7 +228,9 @@ async def test_number_of_remembered_call_pairs_is_limited(monkeypatch: pytest.Mo
         await run_ranks(2, body, gpu)
 
 
-async def test_one_rank_with_verify_before_makes_all_compare_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_verify_before_on_one_rank_makes_all_ranks_compare_calls_before_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         dispatcher = dispatcher_of(pg)
         assert dispatcher.options.verify == "behind"
@@ -251,13 +253,13 @@ async def test_one_rank_with_verify_before_makes_all_compare_first(monkeypatch: 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
 @pytest.mark.parametrize("known", [False, True])
-async def test_mismatch_names_both_calls_and_ends_the_group(other: int, known: bool) -> None:
+async def test_mismatch_of_launched_calls_names_both_calls_and_fails_the_group(other: int, known: bool) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         rank = pg.rank()
         for _ in range(3 if known else 1):
             await repeat_allreduce(pg, gpu, 1)
             await pg.broadcast(gpu.tensor(np.ones(2), rank), 1)
-        await pg.barrier()  # so that no rank still awaits these calls when the group ends
+        await pg.barrier()  # wait here, so that no rank still awaits these calls when the group ends
         works = [pg.allreduce(gpu.tensor(np.ones(3), rank)) for _ in range(3)] if rank != other else []
         if rank == other:
             await pg.allreduce(gpu.tensor(np.ones(3), rank)).on_stream()
@@ -281,13 +283,13 @@ async def test_mismatch_names_both_calls_and_ends_the_group(other: int, known: b
     )
 
 
-async def test_first_mismatch_among_calls_reported_together_is_named() -> None:
+async def test_error_names_the_first_mismatch_among_calls_that_are_reported_together() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         rank = pg.rank()
         tensor = await repeat_allreduce(pg, gpu, 3)
         await pg.barrier()
         works = [pg.allreduce(tensor) for _ in range(3)]
-        # This call is not launched ahead, so it reports the calls before it at once.
+        # A call that is not launched ahead reports the earlier calls at once.
         works.append(pg.broadcast(tensor, 1) if rank else pg.allreduce(tensor))
         for work in works:
             work.add_done_callback(lambda work: work.exception())
@@ -299,7 +301,7 @@ async def test_first_mismatch_among_calls_reported_together_is_named() -> None:
             assert "rank 0 called ALLREDUCE(shape=[3]" in text
 
 
-async def test_different_shapes_are_a_mismatch() -> None:
+async def test_different_shapes_are_reported_as_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await repeat_allreduce(pg, gpu)
         work = pg.allreduce(gpu.tensor(np.ones((2, 3) if pg.rank() else (3, 2)), pg.rank()))
@@ -310,7 +312,7 @@ async def test_different_shapes_are_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_different_blocks_are_a_mismatch() -> None:
+async def test_different_blocks_are_reported_as_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await repeat_allreduce(pg, gpu)
@@ -322,8 +324,8 @@ async def test_different_blocks_are_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_host_call_in_place_of_a_device_call_is_a_mismatch() -> None:
-    """Check a host call on rank 0 with the sequence number of a device call on rank 1."""
+async def test_host_call_instead_of_a_device_call_is_reported_as_a_mismatch() -> None:
+    """Check a host call on rank 0 whose sequence number a device call on rank 1 has."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await repeat_allreduce(pg, gpu)
@@ -331,7 +333,7 @@ async def test_host_call_in_place_of_a_device_call_is_a_mismatch() -> None:
             await pg.recv(np.zeros(1), 0)
             work: Work[Any] = pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
         else:
-            work = pg.broadcast(np.ones(3), 1)  # sends no message to rank 1
+            work = pg.broadcast(np.ones(3), 1)  # the broadcast sends no message to rank 1
             await pg.send(np.zeros(1), 1)
         cause = await pg.wait_revoked()
         await asyncio.gather(work, return_exceptions=True)
@@ -342,7 +344,7 @@ async def test_host_call_in_place_of_a_device_call_is_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_repeated_or_early_order_message_ends_the_link() -> None:
+async def test_repeated_or_early_order_message_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, sender: int, note: dict[str, Any]) -> None:
         rank, comm = pg.rank(), comm_of(pg)
         await repeat_allreduce(pg, gpu)
@@ -362,7 +364,7 @@ async def test_repeated_or_early_order_message_ends_the_link() -> None:
             await run_ranks(2, body, gpu, sender, note)
 
 
-async def test_order_message_without_an_order_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_order_message_without_a_recorded_call_order_fails_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -380,7 +382,9 @@ async def test_order_message_without_an_order_ends_the_link(monkeypatch: pytest.
 # -- keyed calls and messages
 
 
-async def test_keyed_calls_and_messages_get_a_place_among_ordered_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keyed_calls_and_messages_get_a_common_position_among_ordered_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pacing, "CALM", 4)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -410,7 +414,7 @@ async def test_keyed_calls_and_messages_get_a_place_among_ordered_calls(monkeypa
 
 @pytest.mark.parametrize("what", ["key", "message"])
 async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: str) -> None:
-    """Check that rank 0, whose launched call occupies the device, stages an operation that rank 1 does first."""
+    """Check that rank 0, whose device is occupied by a launched call, stages an operation that rank 1 does first."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -442,8 +446,8 @@ async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: 
         await run_ranks(2, body, gpu)
 
 
-async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the keyed call waits if rank 1 makes the launched call only after rank 0's patience has expired."""
+async def test_nccl_only_group_waits_for_an_agreed_position_instead_of_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a keyed call waits if rank 1 makes the launched call only after rank 0's maximum wait."""
     monkeypatch.setattr(pacing, "MAX_WAIT", 0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -467,7 +471,7 @@ async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest
         await run_ranks(2, body, gpu)
 
 
-async def test_numbered_operation_waits_for_earlier_calls() -> None:
+async def test_operation_with_an_agreed_position_waits_for_earlier_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         state = dispatcher_of(pg).device_calls.state
@@ -488,7 +492,7 @@ async def test_numbered_operation_waits_for_earlier_calls() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 1])
-async def test_rank_that_leaves_before_its_call_is_named(leaver: int) -> None:
+async def test_error_names_a_rank_that_leaves_before_its_call(leaver: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
@@ -501,7 +505,7 @@ async def test_rank_that_leaves_before_its_call_is_named(leaver: int) -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_rank_that_leaves_after_its_call_is_not_needed() -> None:
+async def test_call_completes_although_a_rank_leaves_after_its_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         await pg.allreduce(tensor)
@@ -512,7 +516,7 @@ async def test_rank_that_leaves_after_its_call_is_not_needed() -> None:
             await run_ranks(3, body, gpu)
 
 
-async def test_rank_that_never_calls_is_named() -> None:
+async def test_error_names_a_rank_that_never_makes_the_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
@@ -531,7 +535,7 @@ async def test_rank_that_never_calls_is_named() -> None:
 
 
 class Rank0:
-    """The order, comparison and pacing of rank 0, and the messages that they send."""
+    """The order, comparison and pacing objects of rank 0, and the messages that they send."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.sent: list[Any] = []
@@ -562,7 +566,7 @@ class Rank0:
         return self.order.hashes(self.order.called, self.order.called)[0]
 
 
-async def test_operations_queued_during_a_halt_start_when_all_ranks_have_halted() -> None:
+async def test_operations_queued_during_a_halt_of_launches_start_when_all_ranks_have_halted() -> None:
     """Confirm all calls during the halt, so that nothing else delays the operations."""
     rank = Rank0()
     begun: list[bool] = []
@@ -578,7 +582,7 @@ async def test_operations_queued_during_a_halt_start_when_all_ranks_have_halted(
     assert len(rank.sent) == 3
 
 
-async def test_mismatch_is_compared_once_and_blocks_later_confirmations() -> None:
+async def test_mismatch_is_reported_once_and_later_calls_are_not_confirmed() -> None:
     rank = Rank0()
     rank.comparison.reported(1, 1, rank.call())
     first, second = rank.call(), rank.call()

@@ -24,7 +24,7 @@ COUNTS = (1, 1000, 300_000)
 
 
 async def occupy_device(pg: ProcessGroup, gpu: Gpus) -> Any:
-    """Start a call that occupies rank 0's device until rank 1 makes it; return its work, or None on rank 1."""
+    """Start a call that occupies rank 0's device until rank 1 makes the call; return its work, or None on rank 1."""
     tensor = gpu.tensor(np.ones(3), pg.rank())
     for _ in range(3):
         await pg.allreduce(tensor)
@@ -37,12 +37,14 @@ async def occupy_device(pg: ProcessGroup, gpu: Gpus) -> Any:
 
 
 async def release_device(pg: ProcessGroup, gpu: Gpus, work: Any) -> None:
-    """Finish the call of `occupy_device`."""
+    """Finish the call that `occupy_device` has started."""
     await (pg.allreduce(gpu.tensor(np.ones(3), 1)) if work is None else work)
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_staged_calls_use_ordinary_memory_while_nccl_runs(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_staged_calls_use_pageable_memory_while_nccl_kernels_run(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bounce, "NBYTES", 1 << 19)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -64,7 +66,7 @@ async def test_staged_calls_use_ordinary_memory_while_nccl_runs(count: int, monk
         assert gpu.cuda.live()["pinned"] >= bounce.NBYTES
 
 
-async def test_copying_threads_disturb_no_capture() -> None:
+async def test_copying_threads_do_not_invalidate_stream_captures() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         work = await occupy_device(pg, gpu)
@@ -84,8 +86,8 @@ async def test_copying_threads_disturb_no_capture() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_missing_memory_is_locked_when_the_device_is_idle(limits: Limits) -> None:
-    """Check that memory is locked and freed only when the device is idle."""
+async def test_missing_page_locked_memory_is_allocated_when_the_device_is_idle(limits: Limits) -> None:
+    """Check that page-locked memory is allocated and freed only while the device is idle."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -119,7 +121,7 @@ async def test_missing_memory_is_locked_when_the_device_is_idle(limits: Limits) 
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "stream_create"])
-async def test_failed_copy_ends_the_group(call: str) -> None:
+async def test_failed_copy_of_a_staged_call_fails_the_group(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         calls = [await occupy_device(pg, gpu)]
@@ -137,7 +139,7 @@ async def test_failed_copy_ends_the_group(call: str) -> None:
 
 
 @pytest.mark.parametrize("failing", ["stream_wait", "event_record"])
-async def test_failed_call_before_the_copy_ends_the_group(failing: str) -> None:
+async def test_failed_cuda_call_before_a_staging_copy_fails_the_group(failing: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
 
@@ -149,7 +151,7 @@ async def test_failed_call_before_the_copy_ends_the_group(failing: str) -> None:
         small = gpu.tensor(np.zeros(3), rank)
         if rank == 0:
             work = pg.recv(small, 1)
-            await gpu.shared_device(0).run(lambda: None)  # so that the receive has its memory
+            await gpu.shared_device(0).run(lambda: None)  # wait until the receive has its memory
             gpu.cuda.hooks.append(refuse)
             await pg.send_object("now", 1, tag=1)
         else:
@@ -162,7 +164,7 @@ async def test_failed_call_before_the_copy_ends_the_group(failing: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_calls_on_an_abandoned_stream_still_occupy_the_device() -> None:
+async def test_device_is_not_idle_while_calls_run_on_an_abandoned_stream() -> None:
     with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         stream = device.common_stream()
@@ -196,7 +198,7 @@ async def test_large_array_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) 
         assert cuda.live() == live
 
 
-async def test_device_without_nccl_needs_no_bounce_block() -> None:
+async def test_device_without_nccl_allocates_no_bounce_buffer() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await asyncio.gather(*(pg.allreduce(gpu.tensor(np.ones(3), pg.rank())).join() for _ in range(9)))
         assert dispatcher_of(pg).device_calls.state.device._bounce is None  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The communicator of a group: error queries, and its end if ranks do not end it together."""
+"""The NCCL communicator of a group: error queries, and its end if ranks do not end it together."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def communicator_of(pg: ProcessGroup) -> DeviceCommunicator:
 
 
 def record_queries(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
-    """Make the error query of communicators frequent; return a list that gets an entry at each query."""
+    """Make error queries of communicators frequent; return a list to which each query appends an entry."""
     queries: list[int] = []
     limits(device_ask_every=0.001)
     spied(monkeypatch, device_ask=lambda _: queries.append(1))
     return queries
 
 
-async def test_async_error_is_queried_once_at_a_time_and_a_late_result_is_ignored(
+async def test_async_error_is_queried_by_one_query_at_a_time_and_a_late_result_is_ignored(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     queries = record_queries(monkeypatch, limits)
@@ -66,7 +66,9 @@ async def test_async_error_is_queried_once_at_a_time_and_a_late_result_is_ignore
         await run_ranks(1, body, gpu)
 
 
-async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_loop_yields_the_gil_until_the_launcher_thread_has_enqueued_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Check that the loop yields the GIL less and less often, and never while calls only wait for a stream.
 
     The launcher may be in a call that waits for another rank, so the loop must not yield too often.
@@ -89,13 +91,13 @@ async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkey
         waits = [waited for waited, _ in checks[launched]]
         assert waits == [min(0.001 * 2**number, 0.016) for number in range(len(waits))]
         found = [enqueued for each in checks.values() for _, enqueued in each]
-        # The launcher may enqueue the call right after a check.
+        # The launcher may enqueue the call right after a check, so a yield may follow it.
         assert len(yields) <= found.count(False)
         gate = gpu.gate(0)
         works = [start_unless_revoked(pg, gpu) for _ in range(2 * AT_MOST)]
         await until(lambda: not device.is_launching)
         checks.clear()
-        # The next check may see a call that was launched since.
+        # A check may already count a call that was launched after the previous check.
         await until(lambda: any(not enqueued for each in checks.values() for _, enqueued in each))
         yields.clear()
         checks.clear()
@@ -131,7 +133,7 @@ async def test_async_error_is_not_queried_before_the_communicator_exists(
         await run_ranks(1, body, gpu)
 
 
-async def test_communicator_created_after_the_end_of_its_group_is_aborted(limits: Limits) -> None:
+async def test_communicator_that_is_created_after_the_end_of_its_group_is_aborted(limits: Limits) -> None:
     limits(device_release=0.05)
     make = threading.Event()
 
@@ -157,7 +159,7 @@ async def test_failed_communicator_ends_a_group_without_waiting_calls() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_communicator_is_destroyed_although_a_closing_rank_has_left(limits: Limits) -> None:
+async def test_communicator_is_destroyed_although_another_rank_has_left_the_group(limits: Limits) -> None:
     limits(device_parting=60)
     ends: dict[int, Any] = {}
 
@@ -186,7 +188,7 @@ async def test_communicator_is_destroyed_although_a_closing_rank_has_left(limits
     ]
 
 
-async def test_error_in_the_first_of_several_decided_calls_fails_the_others() -> None:
+async def test_error_in_the_first_of_several_agreed_calls_fails_the_other_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         works = [start_unless_revoked(pg, gpu), start_unless_revoked(pg, gpu)]
         gpu.cuda.fail_next("stream_create", "out of memory")
@@ -197,7 +199,7 @@ async def test_error_in_the_first_of_several_decided_calls_fails_the_others() ->
         await run_ranks(1, body, gpu)
 
 
-async def test_cancelled_on_stream_does_not_affect_another_one() -> None:
+async def test_cancelled_on_stream_does_not_affect_the_on_stream_of_another_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             tensor = ones(pg, gpu)
@@ -218,7 +220,7 @@ async def test_cancelled_on_stream_does_not_affect_another_one() -> None:
 async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Check two groups that the ranks end in opposite orders."""
+    """Check two groups that the two ranks end in opposite orders."""
 
     async def late(parted: Any, end: DeviceCommunicator) -> bool:
         is_first = group_of(end).rank == int(group_of(end).name.endswith("other"))
@@ -287,7 +289,7 @@ async def test_group_is_closed_only_after_its_communicator_is_aborted(monkeypatc
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_error_query_ends_before_its_communicator(end: str, limits: Limits) -> None:
+async def test_communicator_ends_after_its_running_error_query(end: str, limits: Limits) -> None:
     """Check the end of a communicator while its error query runs in the launcher."""
     limits(device_ask_every=0.001)
     querying, go_on = threading.Event(), threading.Event()
@@ -324,7 +326,7 @@ async def test_error_query_ends_before_its_communicator(end: str, limits: Limits
 
 
 @pytest.mark.parametrize("connect", [None, "1"])
-async def test_blocking_first_calls_do_not_hold_up_the_loop(
+async def test_blocking_first_nccl_calls_do_not_block_the_event_loop(
     connect: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check that by default ranks connect when the communicator is created, so that no call blocks."""

@@ -1,4 +1,4 @@
-"""CUDA contexts: all threads of a rank create them only on the device of its arrays."""
+"""CUDA contexts, which all threads of a rank create only on the device of its arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def make_all_calls(pg: ProcessGroup, gpu: Gpus) -> None:
     tensor = gpu.tensor(np.ones(3), device)
     await pg.allreduce(tensor)
     await pg.allreduce(tensor).on_stream()
-    await pg.allreduce(gpu.tensor(np.ones(3, np.int16), device))  # always staged
+    await pg.allreduce(gpu.tensor(np.ones(3, np.int16), device))  # int16 arrays are always staged
     large, into = (gpu.tensor(np.ones(100_000), device) for _ in range(2))
     sent = pg.send(large, 1 - pg.rank())
     await pg.recv(into, 1 - pg.rank())
@@ -46,7 +46,7 @@ async def make_all_calls(pg: ProcessGroup, gpu: Gpus) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("end", ["shutdown", "abort"])
-async def test_calls_create_contexts_only_on_their_devices(way: str, end: str) -> None:
+async def test_calls_create_cuda_contexts_only_on_the_devices_of_their_arrays(way: str, end: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await make_all_calls(pg, gpu)
         if end == "abort":
@@ -59,7 +59,7 @@ async def test_calls_create_contexts_only_on_their_devices(way: str, end: str) -
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_late_communicator_is_created_on_the_right_device_and_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_communicator_is_created_on_the_correct_device_and_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a rank whose group failed while the other ranks started to create the communicator."""
     settings: list[str | None] = []
 
@@ -68,7 +68,7 @@ async def test_late_communicator_is_created_on_the_right_device_and_aborted(monk
         side = dispatcher_of(pg).device_calls.state
         assert side is not None
         name = await side.device.run(gpu.nccl.unique_id) if pg.rank() == 0 else None
-        monkeypatch.delenv(CONNECT, raising=False)  # as in a process without an earlier communicator
+        monkeypatch.delenv(CONNECT, raising=False)  # start as in a process without an earlier communicator
         name = await pg.broadcast_object(name, 0)
         side._agreement.handle_late({"decision": Decision(True, "all have it", name)})
         await until(lambda: called.count("abort") == 2)
@@ -81,7 +81,7 @@ async def test_late_communicator_is_created_on_the_right_device_and_aborted(monk
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_separate_threads_use_the_device() -> None:
+async def test_worker_threads_use_the_device_of_the_group() -> None:
     with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         nccl = FakeNccl(cuda)
@@ -98,7 +98,7 @@ async def test_separate_threads_use_the_device() -> None:
     assert sorted(cuda.contexts) == [1]
 
 
-async def test_failed_device_selection_does_not_fail_a_function_in_a_thread() -> None:
+async def test_function_in_a_thread_runs_although_the_device_selection_fails() -> None:
     with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         cuda.fail_next("use", "invalid device ordinal 7")
@@ -114,7 +114,7 @@ def result_in_thread(cuda: FakeCuda, call: Any) -> Any:
     return found[0]
 
 
-def test_thread_returns_to_a_device_that_it_has_used() -> None:
+def test_thread_selects_a_previously_used_device_again() -> None:
     with FakeCuda(3) as cuda:
         events = Events(cuda, 2)
 
@@ -133,7 +133,7 @@ def test_thread_returns_to_a_device_that_it_has_used() -> None:
 
 
 async def test_communicator_is_ended_on_its_device(limits: Limits) -> None:
-    """Check the device also if the ranks do not end the communicator together."""
+    """Check the device also for ranks that do not end the communicator together."""
     limits(device_parting=0.01)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -148,7 +148,7 @@ async def test_communicator_is_ended_on_its_device(limits: Limits) -> None:
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_calls_use_a_device_that_the_loop_has_not_selected() -> None:
+async def test_calls_use_the_device_of_their_arrays_instead_of_the_current_device() -> None:
     with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         stream = device.stream()

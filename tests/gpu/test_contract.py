@@ -1,4 +1,4 @@
-"""The contract of devices on the fake CUDA device, by NCCL and staged."""
+"""The device contract of aiocoll on the fake CUDA device, with NCCL and staged."""
 
 from __future__ import annotations
 

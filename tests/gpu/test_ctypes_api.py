@@ -1,4 +1,4 @@
-"""CUDA and NCCL by ctypes: calls of the libraries, their errors, and the search for the libraries."""
+"""The ctypes adapter for CUDA and NCCL: calls of the libraries, their errors, and the search for the libraries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nccl_of(log: Log, **more: Any) -> CtypesNccl:
 # -- signatures
 
 
-def test_signatures_equal_those_of_the_headers() -> None:
+def test_ctypes_signatures_equal_those_of_the_c_headers() -> None:
     wide = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t)
     tables = (
         (ctypes_cuda.SIGNATURES, stub.CUDA_H),
@@ -73,7 +73,9 @@ def test_signatures_equal_those_of_the_headers() -> None:
     ],
     ids=["cuda", "nccl"],
 )
-def test_libraries_of_this_machine_have_all_functions(find: Callable[[], Any], table: dict[str, Any]) -> None:
+def test_installed_cuda_and_nccl_libraries_have_all_needed_functions(
+    find: Callable[[], Any], table: dict[str, Any]
+) -> None:
     try:
         library = find()
     except OSError as error:
@@ -81,7 +83,7 @@ def test_libraries_of_this_machine_have_all_functions(find: Callable[[], Any], t
     assert [name for name in table if not hasattr(library, name)] == []
 
 
-def test_config_layout_equals_that_of_the_header() -> None:
+def test_nccl_config_layout_equals_that_of_the_c_header() -> None:
     config = ctypes_nccl.Config
     assert ctypes.sizeof(config) == 40
     offsets = {name: getattr(config, name).offset for name, _ in config._fields_}  # type: ignore[misc]
@@ -128,7 +130,7 @@ def test_ctypes_adapters_have_all_methods_of_the_protocols() -> None:
         (lambda c: c.has_context(1), ("cuDevicePrimaryCtxGetState", (1,)), True),
     ],
 )
-def test_method_calls_its_cuda_function(
+def test_adapter_method_calls_its_cuda_function(
     log: Log, call: Callable[[CtypesCuda], Any], logged: Any, returned: Any
 ) -> None:
     cuda = cuda_of(log)
@@ -141,7 +143,7 @@ def test_method_calls_its_cuda_function(
         assert (caught.value.fatal, caught.value.status) == (True, 700)
 
 
-def test_thread_without_a_device_has_device_minus_one(log: Log) -> None:
+def test_current_device_of_a_thread_without_a_device_is_minus_one(log: Log) -> None:
     log.status["cuCtxGetDevice"] = 201
     assert cuda_of(log).current() == -1
 
@@ -186,7 +188,7 @@ class Torch(ModuleType):
         return np.asarray(SimpleNamespace(__array_interface__=shown))
 
 
-def test_scaling_uses_torch(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scale_kernel_uses_torch(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = cuda_of(log)
     torch = Torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -209,7 +211,7 @@ def test_scaling_uses_torch(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- NCCL
 
 
-def test_unique_id_and_version_are_returned_and_old_nccl_is_refused(log: Log) -> None:
+def test_nccl_unique_id_and_version_are_returned_and_old_nccl_is_refused(log: Log) -> None:
     nccl = nccl_of(log)
     assert (nccl.version(), nccl.unique_id()) == (22809, stub.ID)
     with pytest.raises(DeviceError, match="NCCL 21702 is too old"):
@@ -228,7 +230,7 @@ def test_unique_id_and_version_are_returned_and_old_nccl_is_refused(log: Log) ->
         (lambda c: c.recv(MEMORY, 3, 7, 1, STREAM), ("ncclRecv", (MEMORY, 3, 7, 1))),
     ],
 )
-def test_method_calls_its_nccl_function(log: Log, call: Callable[[Any], None], logged: Any) -> None:
+def test_adapter_method_calls_its_nccl_function(log: Log, call: Callable[[Any], None], logged: Any) -> None:
     statuses = iter([7, 0, 7, 7, 0, 7, 0])
     nccl = nccl_of(log, asked=lambda: next(statuses))
     log.status["ncclCommInitRankConfig"] = 7
@@ -273,7 +275,7 @@ def test_nccl_errors_are_raised(log: Log) -> None:
         assert caught.value.fatal
 
 
-def test_communicator_ends_only_once(log: Log) -> None:
+def test_communicator_is_ended_only_once(log: Log) -> None:
     nccl = nccl_of(log)
     made = nccl.init(1, stub.ID, 0)
     log.calls.clear()
@@ -294,7 +296,7 @@ def test_communicator_is_destroyed_after_finalize_has_finished(log: Log) -> None
 
 
 def test_waiting_call_is_aborted_between_two_status_queries(log: Log) -> None:
-    """Check a call that never finishes: the abort comes between two status queries, never during a library call."""
+    """Check a call that never finishes: the abort comes between two status queries, never during an NCCL call."""
     inside: list[str] = []
     nccl = nccl_of(log, asked=lambda: 7)
     made = nccl.init(1, stub.ID, 0)
@@ -328,7 +330,9 @@ def test_waiting_call_is_aborted_between_two_status_queries(log: Log) -> None:
 # -- the search for the libraries
 
 
-def test_nccl_is_searched_in_packages_and_in_the_system(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_library_is_searched_in_python_packages_and_in_the_system(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[str] = []
 
     def load(name: str) -> Any:
@@ -359,7 +363,7 @@ def fail_to_load(name: str) -> Any:
     raise OSError(name)
 
 
-def test_libraries_are_used_without_cupy(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_libraries_are_used_directly_without_cupy(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiocoll.gpu.cupy_api", None)  # type: ignore[arg-type]
     libraries: dict[str, Any] = {}
 
@@ -388,7 +392,7 @@ def test_libraries_are_used_without_cupy(log: Log, monkeypatch: pytest.MonkeyPat
         provider.runtime()
 
 
-def test_cupy_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_is_preferred_to_ctypes(monkeypatch: pytest.MonkeyPatch) -> None:
     there = ModuleType("aiocoll.gpu.cupy_api")
     there.cuda, there.nccl = (lambda: "cuda"), (lambda: (None, "it rains"))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "aiocoll.gpu.cupy_api", there)

@@ -1,4 +1,4 @@
-"""CUDA and NCCL by CuPy: calls of a stub, their errors, and the signatures of the real CuPy."""
+"""The CuPy adapter for CUDA and NCCL: calls of a stub, their errors, and the signatures of the real CuPy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def log() -> Log:
 
 @pytest.fixture
 def api(log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield `cupy_api` on a stub of CuPy."""
+    """Yield the module `cupy_api`, imported with a stub of CuPy."""
     for name, module in stub(log).items():
         monkeypatch.setitem(sys.modules, name, module)
     yield import_cupy_api(log)
@@ -84,7 +84,7 @@ def communicator(api: Any, log: Log) -> NcclCommunicator:
         (lambda c: c.copy(1, 2, 3, 4), ("memcpyAsync", (1, 2, 3, 3, 4)), None),
     ],
 )
-def test_method_calls_its_cuda_function(
+def test_adapter_method_calls_its_cuda_function(
     cuda: Cuda, log: Log, call: Callable[[Cuda], Any], logged: Any, returned: Any
 ) -> None:
     assert call(cuda) == returned
@@ -93,7 +93,7 @@ def test_method_calls_its_cuda_function(
     assert inspect.isfunction(getattr(Cuda, call.__code__.co_names[0]))
 
 
-def test_capability_of_a_device_is_returned(cuda: Cuda, log: Log) -> None:
+def test_compute_capability_of_a_device_is_returned(cuda: Cuda, log: Log) -> None:
     assert cuda.capability(1) == (9, 9)
     assert log.calls == [("deviceGetAttribute", (75, 1)), ("deviceGetAttribute", (76, 1))]
     log.errors["deviceGetAttribute"] = lambda: CUDARuntimeError(101)
@@ -101,7 +101,7 @@ def test_capability_of_a_device_is_returned(cuda: Cuda, log: Log) -> None:
         cuda.capability(7)
 
 
-def test_unfinished_event_is_not_done(cuda: Cuda, log: Log) -> None:
+def test_event_of_unfinished_work_is_not_done(cuda: Cuda, log: Log) -> None:
     log.returns["cuEventQuery"] = 600
     assert cuda.event_done(0xE0) is False
     log.returns["cuEventQuery"] = 700
@@ -146,7 +146,9 @@ def test_pinned_memory_is_freed_with_its_last_view(cuda: Cuda, log: Log) -> None
         ("bfloat16", 2.5, "uint16"),
     ],
 )
-def test_scaling_uses_a_kernel_or_multiply(cuda: Cuda, log: Log, dtype: str, factor: complex, shown: str) -> None:
+def test_scale_uses_a_custom_kernel_or_cupy_multiply(
+    cuda: Cuda, log: Log, dtype: str, factor: complex, shown: str
+) -> None:
     cuda.kernels.scale(0x200, 0x100, 5, dtype, factor, 0x70)
     assert log.calls[0] == ("from_external", ((0, 0x70),))
     name, args = log.calls[-1]
@@ -158,7 +160,7 @@ def test_scaling_uses_a_kernel_or_multiply(cuda: Cuda, log: Log, dtype: str, fac
         assert (shape, kind, ptr, nbytes, device, offset) == ((5,), shown, address, 5 * kind.itemsize, 1, 0)
 
 
-def test_unsupported_scaling_raises(cuda: Cuda, log: Log) -> None:
+def test_unsupported_scale_raises_an_error(cuda: Cuda, log: Log) -> None:
     for dtype in ("float8_e4m3fn", "int32"):
         with pytest.raises(DeviceError, match=f"scale: {dtype} cannot be multiplied on a device") as error:
             cuda.kernels.scale(1, 2, 3, dtype, 2.0, 0)
@@ -208,14 +210,14 @@ def test_old_cupy_is_refused(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda c: c.destroy(), ("destroy", ())),
     ],
 )
-def test_communicator_method_calls_its_nccl_function(
+def test_adapter_communicator_method_calls_its_nccl_function(
     communicator: NcclCommunicator, log: Log, call: Callable[[NcclCommunicator], Any], logged: Any
 ) -> None:
     assert call(communicator) is None
     assert log.calls == [logged]
 
 
-def test_method_calls_its_nccl_function(api: Any, log: Log) -> None:
+def test_adapter_method_calls_its_nccl_function(api: Any, log: Log) -> None:
     nccl, why = api.nccl()
     assert why is None
     assert api.nccl()[0] is nccl
@@ -249,7 +251,7 @@ def test_nccl_errors_are_raised(
     assert communicator.async_error() == (None if status == 7 else message.removeprefix("ncclAllReduce: "))
 
 
-def test_failed_group_end_is_fatal(api: Any, log: Log) -> None:
+def test_failed_nccl_group_end_raises_a_fatal_error(api: Any, log: Log) -> None:
     nccl = api.nccl()[0]
     log.errors["groupEnd"] = log.errors["NcclCommunicator"] = lambda: NcclError(4)
     with pytest.raises(DeviceError, match="ncclGroupEnd: NCCL_ERROR_4") as error:
@@ -261,14 +263,14 @@ def test_failed_group_end_is_fatal(api: Any, log: Log) -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "destroy"])
-def test_communicator_ends_only_once(communicator: NcclCommunicator, log: Log, end: str) -> None:
+def test_communicator_is_ended_only_once(communicator: NcclCommunicator, log: Log, end: str) -> None:
     for name in (end, "abort", "destroy"):
         getattr(communicator, name)()
     assert log.calls == [(end, ())]
     del communicator
 
 
-def test_communicator_is_not_freed_before_its_end(api: Any, log: Log) -> None:
+def test_nccl_communicator_is_not_freed_before_it_has_ended(api: Any, log: Log) -> None:
     nccl = api.nccl()[0]
     nccl.init(2, bytes(128), 0)
     gc.collect()
@@ -278,7 +280,7 @@ def test_communicator_is_not_freed_before_its_end(api: Any, log: Log) -> None:
     assert [name for name, _ in log.calls][-2:] == ["abort", "freed"]
 
 
-def test_failed_communicator_is_not_freed(api: Any, log: Log) -> None:
+def test_failed_nccl_communicator_is_not_freed(api: Any, log: Log) -> None:
     """Check that a failed communicator stays referenced: CuPy would destroy it in its finalizer, which may hang."""
     log.errors["NcclCommunicator"] = lambda: NcclError(2)
     freed: list[str] = []
@@ -320,7 +322,7 @@ def test_cupy_without_nccl_is_reported(log: Log, monkeypatch: pytest.MonkeyPatch
     def missing(name: str) -> Any:
         if name != "nccl":
             raise AttributeError(name)
-        # The real CuPy warns during the import.
+        # The real CuPy emits such a warning during its import.
         warnings.warn("\nnccl library could not be loaded.\n  pip install it", stacklevel=1)
         return modules["cupy.cuda.nccl"]
 
@@ -354,13 +356,13 @@ def resolve(path: str) -> Any:
 @real
 @pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
 @pytest.mark.parametrize("path", SIGNATURES)
-def test_signature_equals_that_of_cupy(path: str) -> None:
+def test_recorded_signature_equals_that_of_cupy(path: str) -> None:
     assert (resolve(path).__doc__ or "").strip().split("\n")[0] == SIGNATURES[path]
 
 
 @real
 @pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
-def test_constants_equal_those_of_cupy() -> None:
+def test_recorded_constants_equal_those_of_cupy() -> None:
     assert {path: resolve(path) for path in CONSTANTS} == CONSTANTS
     assert {path: list(inspect.signature(resolve(path)).parameters) for path in INSPECTED} == INSPECTED
     nccl = resolve("cuda.nccl")
@@ -369,7 +371,7 @@ def test_constants_equal_those_of_cupy() -> None:
 
 @real
 @pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
-def test_cupy_behaves_as_the_adapter_assumes() -> None:
+def test_real_cupy_behaves_as_the_adapter_assumes() -> None:
     nccl, runtime = resolve("cuda.nccl"), resolve("cuda.runtime")
     assert nccl.NcclError(4).status == 4
     for status in (7, 8):
@@ -414,6 +416,6 @@ else:
 
 
 @real
-def test_real_cupy_uses_a_device_or_reports_none() -> None:
+def test_real_cupy_uses_a_device_or_reports_that_no_device_exists() -> None:
     # In a separate process, since CUDA never closes what it opens.
     assert re.search("^used$|finds no CUDA device", run_code(USE))

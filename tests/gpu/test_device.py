@@ -26,7 +26,7 @@ from ..ranks import until
 from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_nothing, launch_call
 
 
-async def test_calls_are_launched_run_and_reported_in_order(cuda: FakeCuda, device: Device) -> None:
+async def test_device_calls_are_launched_executed_and_reported_in_order(cuda: FakeCuda, device: Device) -> None:
     launched: list[int] = []
     ran: list[int] = []
     reported: list[int] = []
@@ -48,7 +48,7 @@ async def test_calls_are_launched_run_and_reported_in_order(cuda: FakeCuda, devi
     assert threading.get_ident() not in threads
 
 
-async def test_on_stream_ends_at_the_launch_and_the_call_when_the_device_is_done(
+async def test_on_stream_ends_at_the_launch_and_the_await_when_the_device_is_done(
     cuda: FakeCuda, device: Device
 ) -> None:
     comm, user = device.stream(), cuda.stream_create()
@@ -67,11 +67,11 @@ async def test_on_stream_ends_at_the_launch_and_the_call_when_the_device_is_done
     await ended
     cuda.event_synchronize(after)
     assert ran == [1]
-    await launched.on_stream(user)  # returns at once, since the call has ended
+    await launched.on_stream(user)  # `on_stream` returns at once, since the call has ended
     cuda.stream_synchronize(user)
 
 
-async def test_earlier_work_on_the_callers_stream_runs_first(cuda: FakeCuda, device: Device) -> None:
+async def test_device_call_runs_after_earlier_work_on_the_callers_stream(cuda: FakeCuda, device: Device) -> None:
     comm, user = device.stream(), cuda.stream_create()
     ran: list[str] = []
     before = cuda.gate(user)
@@ -86,15 +86,15 @@ async def test_earlier_work_on_the_callers_stream_runs_first(cuda: FakeCuda, dev
     after.open()
 
 
-async def test_call_without_a_mark_waits_for_no_stream(cuda: FakeCuda, device: Device) -> None:
+async def test_device_call_without_a_stream_mark_waits_for_no_stream(cuda: FakeCuda, device: Device) -> None:
     user = cuda.gate(0)
     _, ended = launch_call(device, device.stream(), before=None)
     await ended
     user.open()
 
 
-async def test_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
-    """Check a call on another device: its default stream and its events belong to that device."""
+async def test_current_device_of_the_callers_thread_does_not_change(cuda: FakeCuda) -> None:
+    """Check a call on another device, which uses that device's default stream and events."""
     cuda.use(0)
     ordinal, other = 1, Device.of(cuda, 1)
     stream = other.stream()
@@ -114,7 +114,7 @@ async def test_callers_thread_stays_on_its_device(cuda: FakeCuda) -> None:
     assert cuda.current() == 0
 
 
-async def test_deferred_call_runs_after_its_mark(cuda: FakeCuda, device: Device) -> None:
+async def test_deferred_device_call_runs_after_the_marked_work(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     ran: list[str] = []
     first = cuda.gate(0)
@@ -139,7 +139,7 @@ async def test_deferred_call_runs_after_its_mark(cuda: FakeCuda, device: Device)
     assert cuda.live()["events"] == events
 
 
-async def test_marks_that_cannot_be_waited_for_are_released(cuda: FakeCuda, device: Device) -> None:
+async def test_stream_marks_are_released_if_waiting_for_them_fails(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(3):
         marks = [device.mark(0) for _ in range(2)]
@@ -150,7 +150,7 @@ async def test_marks_that_cannot_be_waited_for_are_released(cuda: FakeCuda, devi
     assert cuda.live()["events"] <= 3
 
 
-async def test_launch_behind_a_captured_stream_is_refused(cuda: FakeCuda, device: Device) -> None:
+async def test_launch_that_would_wait_for_a_captured_stream_is_refused(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     cuda.capture(0, True)
     for call in (partial(launch_call, device, stream), partial(device.mark, 0), partial(device.check_capture, 0)):
@@ -161,7 +161,7 @@ async def test_launch_behind_a_captured_stream_is_refused(cuda: FakeCuda, device
     await launch_call(device, stream)[1]
 
 
-def test_launch_without_a_loop_is_refused(cuda: FakeCuda, device: Device) -> None:
+def test_launch_without_a_running_event_loop_is_refused(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     with pytest.raises(RuntimeError, match="no running event loop"):
         device.launch(stream, do_nothing, None, lambda error: None)
@@ -187,7 +187,7 @@ async def test_on_stream_waits_for_a_busy_launcher(cuda: FakeCuda, device: Devic
     await ended
 
 
-async def test_on_stream_notices_a_concurrent_launch(cuda: FakeCuda, device: Device) -> None:
+async def test_on_stream_detects_a_launch_that_finishes_concurrently(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     busy = threading.Event()
     launch_call(device, stream, lambda: busy.wait(10) and None)
@@ -210,7 +210,7 @@ async def test_on_stream_notices_a_concurrent_launch(cuda: FakeCuda, device: Dev
 # -- detection of ends
 
 
-async def test_short_call_ends_without_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_end_of_a_short_call_is_detected_without_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(10):
         await launch_call(device, stream)[1]
@@ -218,8 +218,8 @@ async def test_short_call_ends_without_the_completion_thread(cuda: FakeCuda, dev
     assert cuda.calls["event_synchronize"] == 0
 
 
-async def test_launcher_stops_polling_for_a_new_call(cuda: FakeCuda, device: Device, limits: Limits) -> None:
-    looks = 1 << 14  # a second or more
+async def test_launcher_stops_polling_when_a_new_call_is_queued(cuda: FakeCuda, device: Device, limits: Limits) -> None:
+    looks = 1 << 14  # so many polls take a second or more
     limits(device_looks=looks)
     stream = device.stream()
     held = GatedCall(cuda, stream)
@@ -235,7 +235,9 @@ async def test_launcher_stops_polling_for_a_new_call(cuda: FakeCuda, device: Dev
     await ended
 
 
-async def test_later_calls_are_left_to_the_waiting_completion_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_completion_thread_that_already_waits_detects_the_ends_of_later_calls(
+    cuda: FakeCuda, device: Device
+) -> None:
     stream = device.stream()
     held = GatedCall(cuda, stream)
     first, second = launch_call(device, stream, held)[1], launch_call(device, stream)[1]
@@ -256,7 +258,7 @@ async def test_later_calls_are_left_to_the_waiting_completion_thread(cuda: FakeC
 
 
 async def launch_at_once(device: Device, stream: int, calls: list[int], count: int) -> list[asyncio.Future[None]]:
-    """Launch calls in this thread, which append its id to `calls`; return the futures of their ends."""
+    """Launch calls in this thread, which append the thread's id to `calls`; return the futures of their ends."""
     ended = [asyncio.get_running_loop().create_future() for _ in range(count)]
     for each in ended:
         call = lambda: calls.append(threading.get_ident())  # noqa: E731
@@ -264,7 +266,7 @@ async def launch_at_once(device: Device, stream: int, calls: list[int], count: i
     return ended
 
 
-async def test_call_of_the_loop_does_not_overtake_a_call_of_the_launcher(
+async def test_call_launched_by_the_loop_does_not_overtake_a_call_of_the_launcher_thread(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, go_on = threading.Lock(), threading.Event()
@@ -291,10 +293,10 @@ async def test_call_of_the_loop_does_not_overtake_a_call_of_the_launcher(
     assert called == [1, 2]
 
 
-async def test_calls_of_an_iteration_wake_the_completion_thread_at_its_end(
+async def test_completion_thread_is_woken_once_at_the_end_of_a_loop_iteration(
     cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the thread is not woken before: it would compete for the GIL with the launches."""
+    """Check that the completion thread is not woken earlier, when it would compete with launches for the GIL."""
     stream, wakes = device.stream(), list[int]()
     waiter = waiter_of(device, stream)
     waken = waiter._wake_thread
@@ -308,7 +310,7 @@ async def test_calls_of_an_iteration_wake_the_completion_thread_at_its_end(
         assert wakes[0] == several
 
 
-def test_blocked_loop_does_not_delay_the_ends_of_another_loop(cuda: FakeCuda, device: Device) -> None:
+def test_blocked_event_loop_does_not_delay_ends_of_calls_of_another_loop(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     go_on = threading.Event()
     reported: list[str] = []
@@ -335,7 +337,7 @@ def test_blocked_loop_does_not_delay_the_ends_of_another_loop(cuda: FakeCuda, de
 # -- references
 
 
-async def test_references_live_until_the_device_is_done_without_an_awaiter(cuda: FakeCuda, device: Device) -> None:
+async def test_references_of_an_unawaited_call_live_until_the_device_is_done(cuda: FakeCuda, device: Device) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     held = GatedCall(cuda, stream)
@@ -360,7 +362,7 @@ async def test_references_live_until_the_device_is_done_without_an_awaiter(cuda:
     await launch_call(device, stream)[1]
 
 
-async def test_last_reference_is_released_in_the_loop(cuda: FakeCuda, device: Device) -> None:
+async def test_last_reference_of_a_call_is_released_in_the_loop_thread(cuda: FakeCuda, device: Device) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     for _ in range(50):
@@ -406,7 +408,7 @@ class Counting:
         self._loop.call_soon(call, *args)
 
 
-async def test_batch_wakes_the_loop_once_and_is_reported_over_several_iterations(
+async def test_batch_of_ended_calls_wakes_the_loop_once_and_is_reported_over_several_iterations(
     cuda: FakeCuda, device: Device
 ) -> None:
     stream = device.stream()
@@ -422,20 +424,22 @@ async def test_batch_wakes_the_loop_once_and_is_reported_over_several_iterations
 
 
 @pytest.mark.parametrize("by", ["thread", "launcher"])
-async def test_batch_reported_over_several_iterations_keeps_its_place(cuda: FakeCuda, device: Device, by: str) -> None:
+async def test_batch_of_ended_calls_is_reported_before_calls_that_end_later(
+    cuda: FakeCuda, device: Device, by: str
+) -> None:
     stream = device.stream()
     waiter, reported = waiter_of(device, stream), list[int]()
     batch = Batch(cuda, device, stream)
     more: list[asyncio.Future[None]] = []
 
     def first(error: object) -> None:
-        """Launch more calls before the rest of this batch is reported."""
+        """Launch more calls before the rest of the batch is reported."""
         reported.append(0)
         while waiter._is_awake:
             time.sleep(0)
         device.launch(stream, do_nothing, None, lambda error: reported.append(AT_MOST))
         more.append(launch_call(device, stream)[1])
-        # Their report enters the loop's queue before the rest of the batch.
+        # The report of these calls enters the loop's queue before the rest of the batch.
         if by == "launcher":
             block_until_launched(device)
         else:
@@ -453,7 +457,7 @@ async def test_batch_reported_over_several_iterations_keeps_its_place(cuda: Fake
     assert reported == list(range(AT_MOST + 1))
 
 
-async def test_thousands_of_calls_leave_no_objects(cuda: FakeCuda, device: Device) -> None:
+async def test_thousands_of_device_calls_leave_no_objects(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     alive: weakref.WeakSet[Launched] = weakref.WeakSet()
 
@@ -477,11 +481,11 @@ async def test_thousands_of_calls_leave_no_objects(cuda: FakeCuda, device: Devic
     after = cuda.live()
     assert after.pop("events") <= 2 * 50 + 1
     assert after == live
-    await launch_call(device, stream)[1]  # the threads keep a reference to the last call
+    await launch_call(device, stream)[1]  # make another call, since the threads keep a reference to the last call
     assert len(alive) <= 2
 
 
-async def test_loop_stays_free_while_a_kernel_runs(cuda: FakeCuda, device: Device) -> None:
+async def test_event_loop_is_not_blocked_while_a_kernel_runs(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     held: list[float] = []
     iterations = 0
@@ -504,7 +508,7 @@ async def test_loop_stays_free_while_a_kernel_runs(cuda: FakeCuda, device: Devic
 # -- several loops and threads
 
 
-def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device) -> None:
+def test_event_loops_in_several_threads_can_share_a_device(cuda: FakeCuda, device: Device) -> None:
     streams = [device.stream(), device.stream()]
     before = threading.active_count()
     reported: list[list[int]] = [[] for _ in range(4)]
@@ -523,7 +527,7 @@ def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device)
             device.launch(stream, partial(device.make_streams_wait, stream, device.mark(2)), None, done)
             if number % 10 == 9:
                 await ended
-        assert threading.active_count() <= before + 4 + 6  # the threads of the loops, and those of the fake streams
+        assert threading.active_count() <= before + 4 + 6  # 4 threads of the event loops, and 6 of the fake streams
 
     threads = [
         threading.Thread(target=lambda n=n: asyncio.run(loop(reported[n], streams[n % 2]))) for n in range(4)
@@ -535,8 +539,8 @@ def test_loops_of_several_threads_share_a_device(cuda: FakeCuda, device: Device)
     assert reported == [list(range(100))] * 4
 
 
-async def test_streams_do_not_delay_the_ends_of_each_other(cuda: FakeCuda, device: Device) -> None:
-    """Check ends on one stream while another is stuck; otherwise ranks that wait for each other could deadlock."""
+async def test_stuck_stream_does_not_delay_ends_of_calls_on_other_streams(cuda: FakeCuda, device: Device) -> None:
+    """Check ends of calls on one stream while another is stuck; otherwise ranks could deadlock."""
     first, second = device.stream(), device.stream()
     held = GatedCall(cuda, first)
     _, later = launch_call(device, first, held)

@@ -36,7 +36,9 @@ FLOAT32, SUM = 7, 0
 
 
 @pytest.mark.parametrize("error", [DeviceError("ncclAllReduce", "no", fatal=False), ValueError("no"), SystemExit("no")])
-async def test_failed_call_does_not_fail_others(cuda: FakeCuda, device: Device, error: BaseException) -> None:
+async def test_failed_device_call_does_not_fail_other_calls(
+    cuda: FakeCuda, device: Device, error: BaseException
+) -> None:
     stream = device.stream()
 
     def fail() -> None:
@@ -55,7 +57,7 @@ async def test_failed_call_does_not_fail_others(cuda: FakeCuda, device: Device, 
         await launched.on_stream(0)
 
 
-async def test_failed_call_keeps_references_until_its_enqueued_work_ends(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_device_call_keeps_references_until_its_enqueued_work_ends(cuda: FakeCuda, device: Device) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     held = GatedCall(cuda, stream)
@@ -77,7 +79,7 @@ async def test_failed_call_keeps_references_until_its_enqueued_work_ends(cuda: F
 
 
 @pytest.mark.parametrize("call", ["stream_wait", "event_record"])
-async def test_launch_that_cuda_refuses_raises(cuda: FakeCuda, device: Device, call: str) -> None:
+async def test_launch_that_cuda_refuses_raises_an_error(cuda: FakeCuda, device: Device, call: str) -> None:
     stream = device.stream()
     ran: list[int] = []
     before = 0 if call == "stream_wait" else None
@@ -89,7 +91,7 @@ async def test_launch_that_cuda_refuses_raises(cuda: FakeCuda, device: Device, c
     await launch_call(device, stream)[1]
 
 
-async def test_first_of_two_errors_is_reported(cuda: FakeCuda, device: Device) -> None:
+async def test_first_of_two_errors_of_a_device_call_is_reported(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
 
     def fail() -> None:
@@ -102,7 +104,7 @@ async def test_first_of_two_errors_is_reported(cuda: FakeCuda, device: Device) -
 
 
 @pytest.mark.parametrize("call", ["event_record", "event_done", "event_synchronize"])
-async def test_errors_do_not_end_a_thread(cuda: FakeCuda, device: Device, call: str) -> None:
+async def test_errors_do_not_end_the_device_threads(cuda: FakeCuda, device: Device, call: str) -> None:
     stream = device.stream()
     held = GatedCall(cuda, stream)
 
@@ -119,7 +121,7 @@ async def test_errors_do_not_end_a_thread(cuda: FakeCuda, device: Device, call: 
     await launch_call(device, stream)[1]
 
 
-async def test_failed_mark_on_the_callers_stream_raises_at_the_call(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_event_record_on_the_callers_stream_raises_at_the_call(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     for _ in range(3):
         cuda.fail_next("event_record", "busy")
@@ -148,7 +150,7 @@ async def test_failed_device_fails_all_pending_calls(cuda: FakeCuda, device: Dev
     assert await device.close_stream(stream, 10)
 
 
-async def test_error_of_a_query_fails_only_one_call(cuda: FakeCuda, device: Device) -> None:
+async def test_error_of_an_event_query_fails_only_one_call(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     batch = Batch(cuda, device, stream)
     calls = [launch_call(device, stream, call) for call in (batch, do_nothing, do_nothing)]
@@ -159,7 +161,7 @@ async def test_error_of_a_query_fails_only_one_call(cuda: FakeCuda, device: Devi
     assert [type(error) for error in errors] == [type(None), DeviceError, type(None)]
 
 
-async def test_failed_callback_does_not_stop_others(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_callback_does_not_stop_other_callbacks(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     seen: list[Any] = []
     loop = asyncio.get_running_loop()
@@ -177,7 +179,9 @@ async def test_failed_callback_does_not_stop_others(cuda: FakeCuda, device: Devi
 # -- closed loops
 
 
-def test_closed_loop_keeps_no_objects(cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture) -> None:
+def test_closed_event_loop_keeps_no_objects_of_device_calls(
+    cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     held = GatedCall(cuda, stream)
@@ -202,7 +206,7 @@ def test_closed_loop_keeps_no_objects(cuda: FakeCuda, device: Device, caplog: py
     assert caplog.records == []
 
 
-def test_loop_closed_before_ends_are_reported_keeps_no_objects(cuda: FakeCuda, device: Device) -> None:
+def test_event_loop_closed_before_call_ends_are_reported_keeps_no_objects(cuda: FakeCuda, device: Device) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     loop = asyncio.new_event_loop()
@@ -224,7 +228,7 @@ def test_loop_closed_before_ends_are_reported_keeps_no_objects(cuda: FakeCuda, d
     assert cuda.live()["events"] == 0
 
 
-def test_loop_closed_during_a_batch_keeps_no_objects(cuda: FakeCuda, device: Device) -> None:
+def test_event_loop_closed_while_a_batch_is_reported_keeps_no_objects(cuda: FakeCuda, device: Device) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     loop = asyncio.new_event_loop()
@@ -242,7 +246,7 @@ def test_loop_closed_during_a_batch_keeps_no_objects(cuda: FakeCuda, device: Dev
     assert 0 < len(kept.freed_in) < AT_MOST - 1
     loop.close()
     waiter = waiter_of(device, stream)
-    assert device.close(10)  # its thread may have held a batch
+    assert device.close(10)  # the close waits for the thread, which may have held a batch
     gc.collect()
     assert len(kept.freed_in) == AT_MOST - 1
     assert not waiter._left
@@ -252,7 +256,7 @@ def test_loop_closed_during_a_batch_keeps_no_objects(cuda: FakeCuda, device: Dev
 # -- calls of the launcher
 
 
-async def test_run_waits_for_the_launcher_and_run_in_thread_does_not(cuda: FakeCuda, device: Device) -> None:
+async def test_run_waits_for_the_launcher_thread_and_run_in_thread_does_not(cuda: FakeCuda, device: Device) -> None:
     busy = threading.Event()
     first = device.run(lambda: busy.wait(10))
     second = device.run(cuda.current)
@@ -264,7 +268,9 @@ async def test_run_waits_for_the_launcher_and_run_in_thread_does_not(cuda: FakeC
 
 
 @pytest.mark.parametrize("error", [DeviceError("init", "no"), SystemExit("no")])
-async def test_function_in_the_launcher_may_fail(device: Device, error: BaseException) -> None:
+async def test_exception_of_a_function_in_the_launcher_thread_is_raised_to_the_caller(
+    device: Device, error: BaseException
+) -> None:
     def fail() -> None:
         raise error
 
@@ -277,7 +283,7 @@ async def test_function_in_the_launcher_may_fail(device: Device, error: BaseExce
     assert await device.run(lambda: 1) == 1
 
 
-async def test_process_end_waits_for_functions_in_threads(device: Device, limits: Limits) -> None:
+async def test_process_exit_waits_for_device_functions_in_threads(device: Device, limits: Limits) -> None:
     """Check that the wait for a function that does not return has a limit."""
     go_on = threading.Event()
     call = device.run_in_thread(lambda: go_on.wait(10))
@@ -291,7 +297,9 @@ async def test_process_end_waits_for_functions_in_threads(device: Device, limits
     assert await call
 
 
-async def test_thread_that_cannot_start_is_not_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_exit_does_not_wait_for_a_thread_that_could_not_start(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -303,7 +311,7 @@ async def test_thread_that_cannot_start_is_not_waited_for(device: Device, monkey
     assert set(module._threads) == before
 
 
-async def test_unawaited_result_is_released(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_result_that_no_task_awaits_is_released(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     busy = threading.Event()
     undone: list[tuple[int, bool]] = []
     loop = threading.get_ident()
@@ -321,7 +329,7 @@ async def test_unawaited_result_is_released(device: Device, caplog: pytest.LogCa
     assert "releasing its result failed: DeviceError('abort: no')" in caplog.text
 
 
-def test_result_for_a_closed_loop_is_released(device: Device) -> None:
+def test_result_for_a_closed_event_loop_is_released(device: Device) -> None:
     busy = threading.Event()
     undone: list[int] = []
 
@@ -337,7 +345,7 @@ def test_result_for_a_closed_loop_is_released(device: Device) -> None:
 # -- the end of streams
 
 
-async def test_stream_is_closed_after_its_work(cuda: FakeCuda, device: Device) -> None:
+async def test_device_stream_is_closed_after_its_pending_work(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     assert cuda.live()["streams"] == 1
     held = GatedCall(cuda, stream)
@@ -356,7 +364,9 @@ async def test_stream_is_closed_after_its_work(cuda: FakeCuda, device: Device) -
     await until(lambda: threading.active_count() <= before)
 
 
-async def test_stuck_stream_is_abandoned(cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_stuck_device_stream_is_abandoned(
+    cuda: FakeCuda, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     held = GatedCall(cuda, stream)
@@ -372,7 +382,7 @@ async def test_stuck_stream_is_abandoned(cuda: FakeCuda, device: Device, caplog:
     assert len(kept.freed_in) == 1
 
 
-async def test_closed_device_destroys_a_closing_stream(cuda: FakeCuda, device: Device) -> None:
+async def test_closed_device_destroys_a_stream_that_is_closing(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     await launch_call(device, stream)[1]
     closing = asyncio.create_task(device.close_stream(stream, 10))
@@ -382,7 +392,7 @@ async def test_closed_device_destroys_a_closing_stream(cuda: FakeCuda, device: D
     assert await closing
 
 
-async def test_failed_stream_creation_leaves_no_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_stream_creation_leaves_no_device_thread(cuda: FakeCuda, device: Device) -> None:
     before = threading.active_count()
     cuda.fail_next("stream_create", "out of memory")
     with pytest.raises(DeviceError, match="out of memory"):
@@ -390,7 +400,7 @@ async def test_failed_stream_creation_leaves_no_thread(cuda: FakeCuda, device: D
     await until(lambda: threading.active_count() == before)
 
 
-async def test_abort_ends_a_waiting_call(cuda: FakeCuda) -> None:
+async def test_abort_ends_a_waiting_device_call(cuda: FakeCuda) -> None:
     nccl = FakeNccl(cuda)
     devices = [Device.of(cuda, ordinal) for ordinal in range(2)]
     unique_id = nccl.unique_id()

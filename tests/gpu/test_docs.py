@@ -20,7 +20,7 @@ PAGE = "docs/cuda-tensors.md"
 
 @pytest.fixture
 def examples() -> dict[str, Any]:
-    """Return the functions of the page by name; each code block has its own imports."""
+    """Return the functions on the page by name; each code block has its own imports."""
     blocks = [
         code(PAGE, "CUDA tensors"),
         code(PAGE, "Streams: what comes before, and when the data may be used"),
@@ -38,7 +38,7 @@ def examples() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_examples_run(way: str, examples: dict[str, Any]) -> None:
+async def test_examples_of_the_cuda_tensors_page_run(way: str, examples: dict[str, Any]) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         tensor = gpu.tensor(np.full(4, rank), rank, "float32")
@@ -61,7 +61,9 @@ async def test_examples_run(way: str, examples: dict[str, Any]) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_log_shows_the_way(examples: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_shows_whether_calls_use_nccl_or_staging(
+    examples: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     logger = logging.getLogger("aiocoll")
     before = logger.level
     examples["show_the_way"]()

@@ -1,4 +1,4 @@
-"""The driver: its calls, its errors, and queries that block no other thread."""
+"""The CUDA driver adapter: its calls, its errors, and queries that block no other thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .stub_driver import driver as stub
 EVENT = 0x7F00_1234_5678_9AB0
 
 
-def test_relax_sets_the_capture_mode_of_the_thread() -> None:
+def test_relax_sets_the_stream_capture_mode_of_the_thread() -> None:
     log = Log()
     MODES.clear()
     Driver(stub(log)).relax()
@@ -57,7 +57,9 @@ def log() -> Log:
         (lambda d: d.device_of(EVENT), 1, [("cuPointerGetAttribute", (9, EVENT))]),
     ],
 )
-def test_method_calls_its_driver_function(log: Log, call: Callable[[Driver], Any], returned: Any, logged: Any) -> None:
+def test_driver_method_calls_its_libcuda_function(
+    log: Log, call: Callable[[Driver], Any], returned: Any, logged: Any
+) -> None:
     made = Driver(stub(log))
     assert log.calls == [("cuInit", (0,))]
     log.calls.clear()
@@ -78,12 +80,12 @@ def test_driver_errors_are_raised(log: Log, status: int, fatal: bool) -> None:
         made.event_done(EVENT)
 
 
-def test_unfinished_event_is_not_done(log: Log) -> None:
+def test_event_of_unfinished_work_is_not_done(log: Log) -> None:
     log.status["cuEventQuery"] = 600
     assert Driver(stub(log)).event_done(EVENT) is False
 
 
-def test_load_uses_libcuda(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_opens_the_libcuda_library(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     monkeypatch.setattr(module.ctypes, "CDLL", lambda name: (loaded.append(name), stub(log))[1])
     assert load().event_done(EVENT)
@@ -119,5 +121,5 @@ print(results)
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or ctypes.sizeof(ctypes.c_void_p) != 8, reason="reads a semaphore of 64-bit glibc"
 )
-def test_stalled_query_blocks_no_other_thread() -> None:
+def test_stalled_event_query_blocks_no_other_thread() -> None:
     assert run_code(STALL) == "[True]"

@@ -25,7 +25,7 @@ def cuda() -> Iterator[FakeCuda]:
         yield made
 
 
-def test_fakes_have_all_methods_of_the_protocols(cuda: FakeCuda) -> None:
+def test_fake_cuda_and_nccl_have_all_methods_of_the_protocols(cuda: FakeCuda) -> None:
     nccl = FakeNccl(cuda)
     parts: list[tuple[Any, type]] = [
         (cuda, Cuda),
@@ -39,7 +39,7 @@ def test_fakes_have_all_methods_of_the_protocols(cuda: FakeCuda) -> None:
         assert [name for name in names if not callable(getattr(made, name, None))] == []
 
 
-def test_devices_have_versions_ordinals_and_bus_ids(cuda: FakeCuda) -> None:
+def test_fake_devices_have_versions_ordinals_and_bus_ids(cuda: FakeCuda) -> None:
     assert cuda.version() >= 12000
     assert cuda.device_count() == 2
     assert cuda.bus_id(0) != cuda.bus_id(1)
@@ -52,7 +52,7 @@ def test_devices_have_versions_ordinals_and_bus_ids(cuda: FakeCuda) -> None:
     assert FakeCuda(0).device_count() == 0
 
 
-def test_current_device_belongs_to_the_thread(cuda: FakeCuda) -> None:
+def test_current_fake_device_is_separate_for_each_thread(cuda: FakeCuda) -> None:
     cuda.use(1)
     seen: list[int] = []
     other = threading.Thread(target=lambda: seen.append(cuda.current()))
@@ -65,7 +65,7 @@ def test_current_device_belongs_to_the_thread(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2, None])
-def test_stream_carries_out_work_in_order(cuda: FakeCuda, stream: int | None) -> None:
+def test_fake_stream_carries_out_work_in_order(cuda: FakeCuda, stream: int | None) -> None:
     stream = cuda.stream_create() if stream is None else stream
     gate = cuda.gate(stream)
     done: list[int] = []
@@ -78,7 +78,7 @@ def test_stream_carries_out_work_in_order(cuda: FakeCuda, stream: int | None) ->
     assert done == list(range(50))
 
 
-def test_streams_wait_for_each_other_only_through_events(cuda: FakeCuda) -> None:
+def test_fake_streams_wait_for_each_other_only_through_events(cuda: FakeCuda) -> None:
     first, second = cuda.stream_create(), cuda.stream_create()
     event, later = cuda.event_create(), cuda.event_create()
     gate = cuda.gate(first)
@@ -93,7 +93,7 @@ def test_streams_wait_for_each_other_only_through_events(cuda: FakeCuda) -> None
     assert cuda.event_done(event)
 
 
-def test_unrecorded_event_counts_as_done(cuda: FakeCuda) -> None:
+def test_unrecorded_fake_event_counts_as_done(cuda: FakeCuda) -> None:
     event, stream = cuda.event_create(), cuda.stream_create()
     assert cuda.event_done(event)
     cuda.event_synchronize(event)
@@ -101,7 +101,7 @@ def test_unrecorded_event_counts_as_done(cuda: FakeCuda) -> None:
     cuda.stream_synchronize(stream)
 
 
-def test_stream_waits_for_the_record_at_the_time_of_the_call(cuda: FakeCuda) -> None:
+def test_stream_wait_refers_to_the_latest_event_record_at_the_time_of_the_call(cuda: FakeCuda) -> None:
     stream, other, event = cuda.stream_create(), cuda.stream_create(), cuda.event_create()
     cuda.event_record(event, stream)
     cuda.stream_wait(other, event)
@@ -112,8 +112,8 @@ def test_stream_waits_for_the_record_at_the_time_of_the_call(cuda: FakeCuda) -> 
     gate.open()
 
 
-def test_events_on_an_idle_stream_are_done_at_once(cuda: FakeCuda) -> None:
-    """Check that they need no thread, whose start would delay other threads."""
+def test_fake_events_on_an_idle_stream_are_done_at_once(cuda: FakeCuda) -> None:
+    """Check that such events start no thread, whose start would delay other threads."""
     stream, other, event = cuda.stream_create(), cuda.stream_create(), cuda.event_create()
     before = threading.active_count()
     cuda.event_record(event, stream)
@@ -127,7 +127,7 @@ def test_events_on_an_idle_stream_are_done_at_once(cuda: FakeCuda) -> None:
     cuda.event_synchronize(event)
 
 
-def test_stream_can_be_stepped(cuda: FakeCuda) -> None:
+def test_fake_stream_executes_the_requested_number_of_entries(cuda: FakeCuda) -> None:
     stream = cuda.stream_create()
     cuda.step(stream, 0)
     done: list[int] = []
@@ -144,7 +144,7 @@ def test_stream_can_be_stepped(cuda: FakeCuda) -> None:
     cuda.event_synchronize(events[2])
 
 
-def test_destroyed_handles_are_refused(cuda: FakeCuda) -> None:
+def test_fake_cuda_refuses_destroyed_handles(cuda: FakeCuda) -> None:
     event, stream, good = cuda.event_create(), cuda.stream_create(), cuda.stream_create()
     gate = cuda.gate(stream)
     done: list[int] = []
@@ -171,7 +171,7 @@ def test_destroyed_handles_are_refused(cuda: FakeCuda) -> None:
     assert done == [1], "work on a destroyed stream was lost"
 
 
-def test_event_cannot_be_recorded_on_a_stream_of_another_device(cuda: FakeCuda) -> None:
+def test_fake_event_cannot_be_recorded_on_a_stream_of_another_device(cuda: FakeCuda) -> None:
     event = cuda.event_create()
     cuda.use(1)
     for stream in (0, 1, 2, cuda.stream_create()):
@@ -180,7 +180,7 @@ def test_event_cannot_be_recorded_on_a_stream_of_another_device(cuda: FakeCuda) 
     cuda.stream_wait(0, event)  # waiting across devices is allowed
 
 
-def test_live_objects_are_counted(cuda: FakeCuda) -> None:
+def test_fake_cuda_counts_live_objects(cuda: FakeCuda) -> None:
     assert set(cuda.live().values()) == {0}
     event, stream, block = cuda.event_create(), cuda.stream_create(), cuda.pinned(100)
     array = FakeArray(cuda, np.zeros(3), 1)
@@ -194,7 +194,7 @@ def test_live_objects_are_counted(cuda: FakeCuda) -> None:
     assert set(cuda.live().values()) == {0}
 
 
-def test_captured_stream_refuses_work(cuda: FakeCuda) -> None:
+def test_fake_cuda_refuses_work_on_a_captured_stream(cuda: FakeCuda) -> None:
     event = cuda.event_create()
     assert not cuda.is_capturing(0)
     cuda.capture(0, True)
@@ -208,7 +208,7 @@ def test_captured_stream_refuses_work(cuda: FakeCuda) -> None:
 # -- memory
 
 
-def test_copies_keep_the_order_of_their_stream(cuda: FakeCuda) -> None:
+def test_fake_copies_keep_the_order_of_their_stream(cuda: FakeCuda) -> None:
     stream = cuda.stream_create()
     source, target = FakeArray(cuda, np.arange(4)), FakeArray(cuda, np.zeros(4, int))
     block = cuda.pinned(32)
@@ -223,7 +223,7 @@ def test_copies_keep_the_order_of_their_stream(cuda: FakeCuda) -> None:
     assert list(block.view(int)) == [7] * 4
 
 
-def test_copies_refuse_wrong_addresses(cuda: FakeCuda) -> None:
+def test_fake_copies_refuse_wrong_addresses(cuda: FakeCuda) -> None:
     array, foreign = FakeArray(cuda, np.zeros(4)), FakeArray(cuda, np.zeros(4), 1)
     block, pageable = cuda.pinned(32), np.zeros(32, np.uint8)
     cases: list[Any] = [
@@ -244,7 +244,7 @@ def test_copies_refuse_wrong_addresses(cuda: FakeCuda) -> None:
     assert len(cuda.pinned(0)) == 0
 
 
-def test_use_of_freed_memory_fails_the_device(cuda: FakeCuda) -> None:
+def test_use_of_freed_memory_fails_the_fake_device(cuda: FakeCuda) -> None:
     array, block = FakeArray(cuda, np.zeros(4)), cuda.pinned(32)
     gate = cuda.gate(0)
     cuda.copy_to_host(block.ctypes.data, array.ptr, 32, 0)
@@ -260,7 +260,7 @@ def test_use_of_freed_memory_fails_the_device(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128", "float16", "bfloat16"])
-def test_scale_multiplies_in_stream_order(cuda: FakeCuda, name: str) -> None:
+def test_fake_scale_multiplies_in_stream_order(cuda: FakeCuda, name: str) -> None:
     dtype = by_name(name)
     one = 0x3F80 if name == "bfloat16" else 1
     source, target = FakeArray(cuda, np.full(3, one, dtype.storage), 0, dtype), FakeArray(
@@ -274,14 +274,14 @@ def test_scale_multiplies_in_stream_order(cuda: FakeCuda, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int32", "bool", "float8_e5m2"])
-def test_scale_refuses_other_dtypes(cuda: FakeCuda, name: str) -> None:
+def test_fake_scale_refuses_other_dtypes(cuda: FakeCuda, name: str) -> None:
     array = FakeArray(cuda, np.zeros(1, by_name(name).storage), 0, name)
     with pytest.raises(DeviceError, match=f"dtype {name}") as caught:
         cuda.kernels.scale(array.ptr, array.ptr, 1, name, 2.0, 0)
     assert not caught.value.fatal
 
 
-def test_scale_needs_the_threads_device(cuda: FakeCuda) -> None:
+def test_fake_scale_refuses_memory_of_another_device_than_the_threads(cuda: FakeCuda) -> None:
     array, stream = FakeArray(cuda, np.ones(1, np.float32)), cuda.stream_create()
     cuda.use(1)
     with pytest.raises(DeviceError, match="not of the thread's device"):
@@ -291,7 +291,7 @@ def test_scale_needs_the_threads_device(cuda: FakeCuda) -> None:
         cuda.kernels.scale(array.ptr, array.ptr, 2, "float32", 2.0, stream)
 
 
-def test_device_of_an_address_is_returned(cuda: FakeCuda) -> None:
+def test_fake_cuda_returns_the_device_of_an_address(cuda: FakeCuda) -> None:
     array, block = FakeArray(cuda, np.zeros(4), 1), cuda.pinned(8)
     assert cuda.device_of(array.ptr) == cuda.device_of(array.ptr + 31) == 1
     for address in (array.ptr + 32, 1, block.ctypes.data):
@@ -303,7 +303,7 @@ def test_device_of_an_address_is_returned(cuda: FakeCuda) -> None:
 # -- failures
 
 
-def test_failed_device_stays_failed_and_wakes_waiting_threads(cuda: FakeCuda) -> None:
+def test_failed_fake_device_stays_failed_and_wakes_waiting_threads(cuda: FakeCuda) -> None:
     stream, event = cuda.stream_create(), cuda.event_create()
     gate = cuda.gate(stream)
     ran: list[int] = []
@@ -334,7 +334,7 @@ def test_failed_device_stays_failed_and_wakes_waiting_threads(cuda: FakeCuda) ->
     assert ran == []
 
 
-def test_fail_next_fails_one_call(cuda: FakeCuda) -> None:
+def test_fail_next_fails_one_fake_cuda_call(cuda: FakeCuda) -> None:
     cuda.fail_next("event_create", "no memory")
     with pytest.raises(DeviceError, match="event_create: no memory") as caught:
         cuda.event_create()
@@ -349,14 +349,14 @@ def test_fail_next_fails_one_call(cuda: FakeCuda) -> None:
     assert cuda.calls["event_create"] == 2
 
 
-def test_record_on_a_failed_device_is_done_at_once() -> None:
+def test_event_record_on_a_failed_fake_device_is_done_at_once() -> None:
     with FakeCuda() as cuda:
         stream = cuda._stream(cuda.stream_create(), "test")
         cuda.fail()
         assert stream.mark().passed.is_set()
 
 
-def test_close_wakes_waiting_threads_and_leaves_none() -> None:
+def test_close_of_the_fake_cuda_wakes_waiting_threads_and_leaves_no_threads() -> None:
     before = threading.active_count()
     with FakeCuda() as cuda:
         cuda.gate(0)
@@ -365,11 +365,11 @@ def test_close_wakes_waiting_threads_and_leaves_none() -> None:
         waiting.start()
     waiting.join(10)
     assert threading.active_count() == before
-    cuda.kernel(0, lambda: None)  # a closed fake carries out no work
+    cuda.kernel(0, lambda: None)  # kernels on a closed fake are not carried out
     cuda.gate(2)
 
 
-def test_latency_delays_copies(cuda: FakeCuda) -> None:
+def test_fake_latency_delays_copies(cuda: FakeCuda) -> None:
     array = FakeArray(cuda, np.zeros(1))
     cuda.latency = 0.02
     event = cuda.event_create()
@@ -400,7 +400,7 @@ def test_fake_array_has_an_array_interface(cuda: FakeCuda) -> None:
     assert empty.numpy().shape == (0,)
 
 
-def test_array_memory_is_overwritten_when_freed(cuda: FakeCuda) -> None:
+def test_freed_memory_of_a_fake_array_is_overwritten(cuda: FakeCuda) -> None:
     array = FakeArray(cuda, np.zeros(4))
     held = array._bytes
     del array
@@ -409,7 +409,7 @@ def test_array_memory_is_overwritten_when_freed(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("look", ["at", "where"])
-def test_memory_may_be_freed_during_a_lookup(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_memory_can_be_freed_during_an_address_lookup(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a lookup during which the garbage collector frees another array."""
     memory = fake_memory.FakeMemory()
     arrays = sorted((memory.new(8, device) for device in (0, 1, 2)), key=lambda each: each.ctypes.data)
@@ -433,7 +433,7 @@ def test_memory_may_be_freed_during_a_lookup(look: str, monkeypatch: pytest.Monk
     assert sum(memory.live(device) for device in (0, 1, 2)) == 16
 
 
-def test_query_makes_a_capture_invalid_unless_relaxed(cuda: FakeCuda) -> None:
+def test_event_query_invalidates_a_capture_unless_the_thread_is_relaxed(cuda: FakeCuda) -> None:
     stream, event = cuda.stream_create(), cuda.event_create()
     cuda.capture(stream, True, blocking=True)
     with pytest.raises(DeviceError, match="not permitted when stream is capturing") as caught:

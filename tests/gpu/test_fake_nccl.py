@@ -63,7 +63,9 @@ def input_of(rank: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_reductions_of_all_dtypes_and_ops_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_fake_nccl_reductions_of_all_dtypes_and_ops_are_correct(
+    cuda: FakeCuda, nccl: FakeNccl, world_size: int
+) -> None:
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             for op in range(5):
@@ -89,20 +91,20 @@ def test_reductions_of_all_dtypes_and_ops_are_right(cuda: FakeCuda, nccl: FakeNc
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_averages_of_floats_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_fake_nccl_averages_of_floats_are_correct(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             if dtype.kind in ("half", "float"):
-                # The mean of 0, 2, 4 and so on is half of the last value.
+                # The average of 0, 2, 4, ... is half of the last value.
                 array = FakeArray(cuda, to_storage([2 * me.rank], dtype), me.rank, dtype)
                 me.communicator.all_reduce(array.ptr, array.ptr, 1, code, AVG, me.stream)
-                assert from_storage(array.numpy(me.stream), dtype) == [world_size - 1]  # exact in all of them
+                assert from_storage(array.numpy(me.stream), dtype) == [world_size - 1]  # exact in all float dtypes
 
     results_by_rank(cuda, nccl, world_size, rank)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_copies_of_all_dtypes_are_right(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_fake_nccl_transfers_of_all_dtypes_are_correct(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             mine = FakeArray(cuda, to_storage([me.rank, me.rank], dtype), me.rank, dtype)
@@ -122,7 +124,9 @@ def test_copies_of_all_dtypes_are_right(cuda: FakeCuda, nccl: FakeNccl, world_si
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_all_ranks_exchange_messages_in_a_group(cuda: FakeCuda, nccl: FakeNccl, world_size: int) -> None:
+def test_fake_nccl_exchanges_messages_between_all_ranks_in_a_call_group(
+    cuda: FakeCuda, nccl: FakeNccl, world_size: int
+) -> None:
     def rank(me: Rank) -> None:
         out = FakeArray(cuda, np.arange(world_size) + 10 * me.rank, me.rank)
         into = FakeArray(cuda, np.zeros(world_size, int), me.rank)
@@ -139,7 +143,7 @@ def test_all_ranks_exchange_messages_in_a_group(cuda: FakeCuda, nccl: FakeNccl, 
     results_by_rank(cuda, nccl, world_size, rank)
 
 
-def test_messages_between_two_ranks_keep_their_order(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_messages_between_two_ranks_keep_their_order(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> list[int]:
         array = FakeArray(cuda, np.arange(100) if me.rank == 0 else np.zeros(100, int), me.rank)
         for place in range(100):
@@ -150,7 +154,7 @@ def test_messages_between_two_ranks_keep_their_order(cuda: FakeCuda, nccl: FakeN
     assert results_by_rank(cuda, nccl, 2, rank)[1] == list(range(100))
 
 
-def test_collectives_of_a_group_start_at_its_end(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_collectives_of_a_call_group_start_at_the_end_of_the_group(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(1, np.float32), me.rank)
         nccl.group_start()
@@ -163,7 +167,7 @@ def test_collectives_of_a_group_start_at_its_end(cuda: FakeCuda, nccl: FakeNccl)
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_empty_calls_start_no_kernel(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_empty_fake_nccl_calls_start_no_kernel(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         if me.rank == 0:  # rank 1 makes no call
             me.communicator.all_reduce(0, 0, 0, FLOAT32, SUM, me.stream)
@@ -192,7 +196,7 @@ def start_hanging_call(me: Rank, what: str, array: FakeArray) -> None:
     elif what == "bytes":
         (com.send if first else com.recv)(ptr, 4 if first else 3, FLOAT32, 1 - me.rank, stream)
     elif what == "sends":
-        for move in (com.send, com.recv):  # outside a group, both ranks send first
+        for move in (com.send, com.recv):  # without a call group, both ranks send first and so hang
             move(ptr, 4, FLOAT32, 1 - me.rank, stream)
     elif what == "root":
         com.broadcast(ptr, ptr, 4, FLOAT32, me.rank, stream)
@@ -208,7 +212,7 @@ def start_hanging_call(me: Rank, what: str, array: FakeArray) -> None:
 
 
 @pytest.mark.parametrize("what", HANGING)
-def test_mismatched_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeNccl, what: str) -> None:
+def test_mismatched_fake_nccl_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeNccl, what: str) -> None:
     started = threading.Barrier(2)
 
     def rank(me: Rank) -> None:
@@ -230,7 +234,7 @@ def test_mismatched_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeNccl, what:
         aborting.join()
         cuda.event_synchronize(event)
         assert not me.communicator.in_flight
-        if hangs and not (what == "bytes" and me.rank == 0):  # a sender has no output to spoil
+        if hangs and not (what == "bytes" and me.rank == 0):  # a sender has no output that an abort could overwrite
             assert array.peek().tobytes().count(0xA5) >= 12, "the aborted call left a plausible result"
         with pytest.raises(DeviceError, match="aborted"):
             me.communicator.all_reduce(array.ptr, array.ptr, 4, FLOAT32, SUM, me.stream)
@@ -238,7 +242,7 @@ def test_mismatched_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeNccl, what:
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_complaint_describes_the_mismatch(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_complaint_describes_the_mismatch(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(4, np.float32), me.rank)
         start_hanging_call(me, "op", array)
@@ -252,7 +256,7 @@ def test_complaint_describes_the_mismatch(cuda: FakeCuda, nccl: FakeNccl) -> Non
     ]
 
 
-def test_communicators_in_different_orders_on_a_stream_hang(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_hangs_if_ranks_use_communicators_in_different_orders(cuda: FakeCuda, nccl: FakeNccl) -> None:
     other = nccl.unique_id()
     started = threading.Barrier(2)
 
@@ -272,7 +276,7 @@ def test_communicators_in_different_orders_on_a_stream_hang(cuda: FakeCuda, nccl
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_group_aborted_before_its_end_is_not_started(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_call_group_that_is_aborted_before_its_end_is_not_started(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def body(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(2, np.float32), me.rank)
         nccl.group_start()
@@ -288,13 +292,13 @@ def test_group_aborted_before_its_end_is_not_started(cuda: FakeCuda, nccl: FakeN
 # -- init, abort, destroy
 
 
-def test_init_refuses_two_ranks_on_one_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_init_refuses_two_ranks_on_one_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
     cuda.bus_ids[1] = cuda.bus_ids[0]
     with pytest.raises(DeviceError, match="Duplicate GPU detected"):
         results_by_rank(cuda, nccl, 2, lambda me: None)
 
 
-def test_init_refuses_different_versions(cuda: FakeCuda) -> None:
+def test_fake_nccl_init_refuses_different_versions(cuda: FakeCuda) -> None:
     libraries = [FakeNccl(cuda, 22809), FakeNccl(cuda, 22203)]
     unique_id = libraries[0].unique_id()
 
@@ -309,7 +313,7 @@ def test_init_refuses_different_versions(cuda: FakeCuda) -> None:
     other.join()
 
 
-def test_wrong_ranks_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_refuses_wrong_ranks(cuda: FakeCuda, nccl: FakeNccl) -> None:
     with pytest.raises(DeviceError, match="rank 2 of 2"):
         nccl.init(2, nccl.unique_id(), 2)
     with pytest.raises(DeviceError, match="rank 0 of 1"):
@@ -326,7 +330,7 @@ def test_wrong_ranks_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
 
 
 @pytest.mark.parametrize("call", ["init", "abort"])
-def test_hanging_call_ends_with_the_fake(call: str) -> None:
+def test_hanging_fake_nccl_call_ends_when_the_fake_cuda_is_closed(call: str) -> None:
     with FakeCuda(1) as cuda:
         nccl = FakeNccl(cuda)
         made = nccl.init(1, nccl.unique_id(), 0)
@@ -340,7 +344,7 @@ def test_hanging_call_ends_with_the_fake(call: str) -> None:
     assert not thread.is_alive()
 
 
-def test_destroy_waits_for_all_ranks(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_destroy_waits_for_all_ranks(cuda: FakeCuda, nccl: FakeNccl) -> None:
     order: list[int] = []
 
     def rank(me: Rank) -> None:
@@ -357,7 +361,7 @@ def test_destroy_waits_for_all_ranks(cuda: FakeCuda, nccl: FakeNccl) -> None:
     assert order[0] == 2
 
 
-def test_destroy_refuses_calls_in_flight_and_abort_ends_them(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_destroy_refuses_and_abort_ends_calls_in_flight(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         if me.rank == 0:
             array = FakeArray(cuda, np.ones(1, np.float32), 0)
@@ -374,7 +378,7 @@ def test_destroy_refuses_calls_in_flight_and_abort_ends_them(cuda: FakeCuda, ncc
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_abort_ignores_freed_memory(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_abort_ignores_freed_memory(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         if me.rank == 0:
             array = FakeArray(cuda, np.ones(1, np.float32), 0)
@@ -386,7 +390,7 @@ def test_abort_ignores_freed_memory(cuda: FakeCuda, nccl: FakeNccl) -> None:
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_memory_freed_too_early_fails_a_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_memory_freed_before_the_end_of_a_call_fails_the_fake_device(cuda: FakeCuda, nccl: FakeNccl) -> None:
     gone = threading.Barrier(2)
 
     def rank(me: Rank) -> str | None:
@@ -410,7 +414,7 @@ def test_memory_freed_too_early_fails_a_device(cuda: FakeCuda, nccl: FakeNccl) -
 # -- wrong arguments
 
 
-def test_wrong_arguments_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_refuses_wrong_arguments(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         array = FakeArray(cuda, np.ones(8, np.float32), me.rank)
         foreign = FakeArray(cuda, np.ones(8, np.float32), 1 - me.rank)
@@ -440,7 +444,7 @@ def test_wrong_arguments_are_refused(cuda: FakeCuda, nccl: FakeNccl) -> None:
     results_by_rank(cuda, nccl, 2, rank)
 
 
-def test_communicator_refuses_concurrent_threads_and_other_devices(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_communicator_refuses_concurrent_threads_and_other_devices(cuda: FakeCuda, nccl: FakeNccl) -> None:
     made = nccl.init(1, nccl.unique_id(), 0)
     errors: list[BaseException] = []
 
@@ -464,7 +468,7 @@ def test_communicator_refuses_concurrent_threads_and_other_devices(cuda: FakeCud
         made.all_reduce(0, 0, 0, FLOAT32, SUM, cuda.stream_create())
 
 
-def test_float8_needs_a_recent_version(cuda: FakeCuda) -> None:
+def test_fake_nccl_supports_float8_only_in_recent_versions(cuda: FakeCuda) -> None:
     early = FakeNccl(cuda, 22203)
     made = early.init(1, early.unique_id(), 0)
     array = FakeArray(cuda, np.zeros(1, np.uint8))
@@ -475,7 +479,7 @@ def test_float8_needs_a_recent_version(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("call", ["unique_id", "init", "all_reduce", "group_start", "group_end", "abort", "destroy"])
-def test_fail_next_fails_any_call(cuda: FakeCuda, nccl: FakeNccl, call: str) -> None:
+def test_fail_next_fails_any_chosen_fake_nccl_call(cuda: FakeCuda, nccl: FakeNccl, call: str) -> None:
     unique_id = nccl.unique_id()
     if call != "init":
         made = nccl.init(1, unique_id, 0)

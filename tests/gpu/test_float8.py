@@ -1,4 +1,4 @@
-"""Reductions of float8: by NCCL if its version and all devices support them, otherwise staged on all ranks."""
+"""Reductions of float8: by NCCL if its version and all devices support float8, otherwise staged on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CAPABLE = [(9, 0), (10, 3)]
     ],
 )
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-async def test_float8_is_reduced_by_nccl_if_all_devices_support_it(
+async def test_float8_is_reduced_by_nccl_if_all_devices_support_float8(
     dtype: str, version: int, capabilities: list[tuple[int, int]], native: bool
 ) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype))
@@ -64,7 +64,7 @@ async def test_float8_is_reduced_by_nccl_if_all_devices_support_it(
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-async def test_float8_moves_by_nccl_and_averages_are_staged(capability: tuple[int, int]) -> None:
+async def test_float8_transfers_use_nccl_and_float8_averages_are_staged(capability: tuple[int, int]) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         def tensor(*values: float) -> object:
             return gpu.tensor(np.array(values, ml_dtypes.float8_e5m2), pg.rank())
@@ -82,7 +82,7 @@ async def test_float8_moves_by_nccl_and_averages_are_staged(capability: tuple[in
         await run_ranks(3, body, gpu)
 
 
-def test_fake_refuses_float8_reductions_on_old_devices() -> None:
+def test_fake_nccl_refuses_float8_reductions_on_old_devices() -> None:
     with FakeCuda(1) as cuda:
         nccl = FakeNccl(cuda)
         cuda.capabilities[0] = (8, 9)

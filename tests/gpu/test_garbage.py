@@ -44,19 +44,19 @@ CALLS: dict[str, Call] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
-async def test_device_call_leaves_nothing_to_the_collector(name: str, way: str) -> None:
+async def test_device_call_leaves_no_objects_to_the_garbage_collector(name: str, way: str) -> None:
     async def rank(pg: ProcessGroup, gpu: Gpus) -> None:
         async def call() -> None:
             await CALLS[name](pg, lambda: gpu.tensor(np.zeros(3), pg.rank()))
             await pg.barrier()
             await wait_for_idle_launcher(pg, gpu)
 
-        for _ in range(3):  # these calls create the objects that all such calls share
+        for _ in range(3):  # the first calls create the objects that all calls share
             await call()
         if pg.rank() == 0:
             with all_garbage() as garbage:
                 await call()
-            # The fake CUDA may leave garbage of its own.
+            # Ignore garbage of the fake CUDA itself.
             own_garbage = [type(each).__name__ for each in garbage if type(each).__module__.startswith("aiocoll.")]
             assert not own_garbage, Counter(own_garbage)
         else:

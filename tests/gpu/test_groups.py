@@ -38,7 +38,7 @@ both = pytest.mark.parametrize("way", WAYS)
 # -- without a GPU
 
 
-async def test_call_without_gpu_support_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_without_gpu_support_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
     unload_cupy_api()
 
@@ -92,7 +92,7 @@ async def test_ranks_with_their_own_devices_use_nccl(caplog: pytest.LogCaptureFi
     assert "rank 1: CUDA arrays go by NCCL: all ranks have NCCL 2.28.9 and a device each" in caplog.text
 
 
-async def test_arrays_are_staged_without_nccl(caplog: pytest.LogCaptureFixture) -> None:
+async def test_device_arrays_are_staged_without_nccl(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "aiocoll")
     with gpus(2, "staged") as gpu:
         found = await run_ranks(2, first_decision, gpu)
@@ -100,14 +100,14 @@ async def test_arrays_are_staged_without_nccl(caplog: pytest.LogCaptureFixture) 
     assert "rank 0: CUDA arrays go through the host: rank 0: NCCL was not provided" in caplog.text
 
 
-async def test_ranks_on_one_device_are_staged() -> None:
+async def test_device_arrays_of_ranks_on_one_device_are_staged() -> None:
     with gpus(1) as gpu:
         found = await run_ranks(2, first_decision, gpu, 0)
     assert [each.native for each in found] == [False] * 2
     assert found[0].why == "ranks 0 and 1 use the same device, 00000000:00:00.0, which NCCL refuses"
 
 
-def test_decision_depends_on_versions_and_hosts() -> None:
+def test_choice_between_nccl_and_staging_depends_on_versions_and_hosts() -> None:
     def one(version: int = 22809, bus: str = "a") -> cards.Card:
         why = "" if version else "gone"
         return {"library": version, "why": why, "bus": bus, "unfinished": False, "float8": True, "ahead": True}
@@ -118,7 +118,7 @@ def test_decision_depends_on_versions_and_hosts() -> None:
     assert cards.decide([one(), one(bus="b"), one()], [0, 0, 0]).native is False
 
 
-async def test_required_nccl_is_an_error_if_unavailable() -> None:
+async def test_required_nccl_raises_an_error_if_nccl_is_unavailable() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
         with pytest.raises(BackendUnavailableError, match=r"group .* must use NCCL, but rank 0: NCCL was not provided"):
@@ -129,7 +129,7 @@ async def test_required_nccl_is_an_error_if_unavailable() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_failed_unique_id_makes_the_group_stage() -> None:
+async def test_failed_creation_of_a_unique_id_makes_the_group_stage_arrays() -> None:
     with gpus(2) as gpu:
         gpu.nccl.fail_next("unique_id", "no network")
         found = await run_ranks(2, first_decision, gpu)
@@ -154,7 +154,7 @@ async def test_group_refuses_arrays_on_another_device() -> None:
 
 
 @both
-async def test_keyed_calls_match_in_any_order(way: str) -> None:
+async def test_keyed_device_calls_match_in_any_order(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         for round in range(5):
             keys = [f"{(each + pg.rank() * round) % 4}" for each in range(4)]
@@ -169,13 +169,13 @@ async def test_keyed_calls_match_in_any_order(way: str) -> None:
 
 
 @both
-async def test_mismatch_is_refused_on_all_ranks_and_the_group_continues(
+async def test_device_call_mismatch_is_raised_on_all_ranks_and_the_group_continues(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
-        for _ in range(2):  # before and after the group has chosen NCCL or staging
+        for _ in range(2):  # test before and after the group has chosen NCCL or staging
             tensor = gpu.tensor(np.ones(3 + pg.rank()), pg.rank())
             with pytest.raises(CollectiveMismatchError) as caught:
                 await pg.allreduce(tensor)
@@ -192,7 +192,7 @@ async def test_mismatch_is_refused_on_all_ranks_and_the_group_continues(
 
 
 @both
-async def test_host_and_device_arrays_on_different_ranks_are_a_mismatch(way: str) -> None:
+async def test_host_array_against_a_device_array_is_reported_as_a_mismatch(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         work = pg.allreduce(gpu.tensor(np.ones(3), 1)) if pg.rank() else pg.broadcast(np.ones(300_000), 0)
         error = await pg.wait_revoked()
@@ -207,7 +207,7 @@ async def test_host_and_device_arrays_on_different_ranks_are_a_mismatch(way: str
 
 
 @both
-async def test_subgroups_share_a_device(way: str) -> None:
+async def test_subgroups_can_share_a_device(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         other = await pg.split_group([0, 1, 2])
         half = await pg.split_group([pg.rank()] if pg.rank() == 2 else [0, 1])
@@ -224,7 +224,7 @@ async def test_subgroups_share_a_device(way: str) -> None:
 
 
 @both
-async def test_groups_over_sockets_reduce_arrays(way: str) -> None:
+async def test_groups_over_sockets_reduce_device_arrays(way: str) -> None:
     with gpus(3, way) as gpu:
         await run_ranks(3, check_allreduce, gpu, transport="unix")
 
@@ -233,7 +233,7 @@ async def test_groups_over_sockets_reduce_arrays(way: str) -> None:
 
 
 @both
-async def test_call_runs_after_the_callers_stream(way: str) -> None:
+async def test_call_runs_after_earlier_work_on_the_callers_stream(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         stream = gpu.stream(pg.rank())
         tensor = gpu.tensor(np.zeros(3), pg.rank())
@@ -271,7 +271,7 @@ async def test_on_stream_waits_only_for_the_launch(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_on_stream_by_nccl_does_not_wait_for_the_data() -> None:
+async def test_on_stream_of_an_nccl_call_does_not_wait_for_the_data() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         stream = gpu.stream(rank)
@@ -293,7 +293,7 @@ async def test_on_stream_by_nccl_does_not_wait_for_the_data() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_on_stream_of_a_host_work_is_an_await(pg: ProcessGroup) -> None:
+async def test_on_stream_of_a_host_call_awaits_the_call(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1).on_stream() == 2
 
 
@@ -318,7 +318,7 @@ async def test_on_stream_accepts_streams_of_any_library(way: str) -> None:
 
 
 @both
-async def test_captured_stream_is_refused(way: str) -> None:
+async def test_call_on_a_captured_stream_is_refused(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         stream = gpu.stream(0)
         gpu.cuda.capture(stream, True, 0)
@@ -336,7 +336,7 @@ async def test_captured_stream_is_refused(way: str) -> None:
 
 
 @both
-async def test_arrays_live_until_the_device_is_done(way: str) -> None:
+async def test_device_arrays_live_until_the_device_is_done(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.ones(3), pg.rank())
         memory, tensor_gone = weakref.ref(tensor.around.base), weakref.ref(tensor)
@@ -361,7 +361,7 @@ async def test_arrays_live_until_the_device_is_done(way: str) -> None:
 
 
 @both
-async def test_arrays_are_freed_without_the_garbage_collector(way: str) -> None:
+async def test_device_arrays_are_freed_without_the_garbage_collector(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         for size in (1, 1, 1, 0):
@@ -380,7 +380,7 @@ async def test_arrays_are_freed_without_the_garbage_collector(way: str) -> None:
 
 
 @both
-async def test_many_calls_leave_no_objects(way: str) -> None:
+async def test_many_device_calls_leave_no_objects(way: str) -> None:
     async def call(pg: ProcessGroup, gpu: Gpus, turn: int) -> None:
         tensors = [gpu.tensor(np.ones(1 + turn % 3), pg.rank()) for _ in range(3)]
         works = [pg.allreduce(tensor, key=key) for tensor, key in zip(tensors, (None, "a", "b"), strict=True)]
@@ -397,7 +397,7 @@ async def test_many_calls_leave_no_objects(way: str) -> None:
             await pg.barrier()
             gc.collect()
             live = gpu.cuda.live()
-            # The threads keep a reference to the last call.
+            # The device threads may keep a reference to the last call of each rank.
             assert sum(isinstance(each, Agreed) for each in gc.get_objects()) <= 2 * pg.size()
             assert live["events"] < 50
             assert live["memory"] < 500
@@ -413,7 +413,7 @@ async def test_many_calls_leave_no_objects(way: str) -> None:
 
 
 @both
-async def test_noncontiguous_arrays_are_written_back(way: str) -> None:
+async def test_noncontiguous_device_arrays_are_written_back(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.arange(12.0).reshape(3, 4), pg.rank())
         transposed = gpu.torch.Tensor(tensor.values.T, "float64", pg.rank())
@@ -427,7 +427,7 @@ async def test_noncontiguous_arrays_are_written_back(way: str) -> None:
 
 
 @both
-async def test_tensor_collectives_give_right_results(way: str) -> None:
+async def test_collectives_on_single_device_tensors_give_correct_results(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         whole, part = gpu.tensor(np.zeros((size, 2)), rank), gpu.tensor(np.full(2, rank), rank, "float64")
@@ -458,7 +458,7 @@ async def test_allgather_accepts_an_input_inside_its_output(way: str) -> None:
 
 
 @both
-async def test_blocks_and_lists_give_right_results(way: str) -> None:
+async def test_blocks_and_lists_of_device_calls_give_correct_results(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         tensors = [gpu.tensor(np.full(3, each + 1.0), rank) for each in range(3)]
@@ -485,7 +485,7 @@ async def test_blocks_and_lists_give_right_results(way: str) -> None:
 
 
 @both
-async def test_blocks_that_differ_only_in_the_device_are_a_mismatch(way: str) -> None:
+async def test_blocks_that_differ_only_in_the_device_are_reported_as_a_mismatch(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         async def block() -> None:
             async with pg.coalescing():
@@ -500,7 +500,7 @@ async def test_blocks_that_differ_only_in_the_device_are_a_mismatch(way: str) ->
 
 
 @both
-async def test_comparing_group_reports_mismatches_and_continues(way: str) -> None:
+async def test_group_that_compares_calls_reports_mismatches_and_continues(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         for tensor in (gpu.tensor(np.ones(2 + pg.rank()), pg.rank()), gpu.tensor(np.ones(2), 1) if pg.rank() else 1.0):
@@ -530,7 +530,7 @@ async def test_estimate_refuses_device_arrays() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_factor_is_applied_on_the_device() -> None:
+async def test_premul_sum_factor_is_applied_on_the_device() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.ones(2, np.float32), pg.rank())
         await pg.allreduce(tensor, ReduceOp.PREMUL_SUM(pg.rank() + 2.0))
@@ -542,7 +542,7 @@ async def test_factor_is_applied_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "bfloat16", "float64", "complex64"])
-async def test_calls_that_nccl_supports_are_not_staged(dtype: str) -> None:
+async def test_device_calls_that_nccl_supports_are_not_staged(dtype: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
 
@@ -572,7 +572,7 @@ async def test_calls_that_nccl_supports_are_not_staged(dtype: str) -> None:
         assert gpu.cuda.calls["copy_to_host"] == gpu.cuda.calls["copy_to_device"] == 0
 
 
-async def test_empty_arrays_launch_no_call() -> None:
+async def test_empty_device_arrays_launch_no_nccl_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         await pg.barrier()
@@ -589,7 +589,7 @@ async def test_empty_arrays_launch_no_call() -> None:
 
 
 @both
-async def test_allgather_accepts_an_input_across_its_own_output(way: str) -> None:
+async def test_allgather_accepts_an_input_that_partly_overlaps_its_own_output(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         memory = gpu.tensor(np.arange(3.0) + 10 * rank, rank)
@@ -603,7 +603,7 @@ async def test_allgather_accepts_an_input_across_its_own_output(way: str) -> Non
         await run_ranks(2, body, gpu)
 
 
-async def test_allgather_accepts_an_input_across_adjacent_outputs() -> None:
+async def test_allgather_accepts_an_input_that_overlaps_two_adjacent_outputs() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         for counts in ([2, 2, 2], [1, 0, 2]):
@@ -611,7 +611,7 @@ async def test_allgather_accepts_an_input_across_adjacent_outputs() -> None:
             starts = [0, counts[0], counts[0] + counts[1]]
             parts = [memory.values[start : start + count] for start, count in zip(starts, counts, strict=True)]
             views = [gpu.torch.Tensor(part, "float64", rank) for part in parts]
-            # On the last rank, the input starts inside its own output and ends after it.
+            # On the last rank, the input starts inside the rank's own output and ends after the output.
             start = starts[2] + 1 if rank == 2 else 7
             elements = memory.values[start : start + counts[rank]]
             own = gpu.torch.Tensor(elements, "float64", rank)
@@ -626,7 +626,7 @@ async def test_allgather_accepts_an_input_across_adjacent_outputs() -> None:
 
 
 @both
-async def test_calls_disturb_no_capture_of_another_thread(way: str) -> None:
+async def test_calls_do_not_invalidate_a_stream_capture_of_another_thread(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         own, captured = gpu.stream(0), gpu.stream(0)
@@ -636,7 +636,7 @@ async def test_calls_disturb_no_capture_of_another_thread(way: str) -> None:
         gpu.cuda.capture(captured, True, blocking=True)
         gate.open()
         await work
-        # Work on the default stream would join the capture, so the call is refused.
+        # Make the default stream current: its work would join the capture, so the call is refused.
         gpu.torch.streams[0] = 0
         with pytest.raises(RuntimeError, match="being captured into a graph"):
             pg.allreduce(gpu.tensor(np.ones(3), 0))
@@ -652,7 +652,7 @@ async def test_calls_disturb_no_capture_of_another_thread(way: str) -> None:
 
 
 @both
-async def test_completion_thread_disturbs_no_capture(way: str) -> None:
+async def test_completion_thread_does_not_invalidate_stream_captures(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         own, captured = gpu.stream(0), gpu.stream(0)
@@ -671,7 +671,7 @@ async def test_completion_thread_disturbs_no_capture(way: str) -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_hook_shows_nccl_or_the_host_transport() -> None:
+async def test_hook_receives_nccl_or_the_host_transport_as_transport_name() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         carried = []
 
@@ -688,7 +688,7 @@ async def test_hook_shows_nccl_or_the_host_transport() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_scan_is_refused_by_the_nccl_path() -> None:
+async def test_scan_is_refused_by_the_nccl_implementation() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
         plan = next(plan for plan in plans_of(pg) if plan.signature.op == "SCAN")
@@ -699,8 +699,8 @@ async def test_scan_is_refused_by_the_nccl_path() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_wrong_device_messages_are_refused() -> None:
-    """Check wrong messages of the device layer; others are refused when they are decoded."""
+async def test_wrong_control_messages_about_devices_are_refused() -> None:
+    """Check wrong messages that only the device layer refuses; other messages are refused when they are decoded."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
@@ -715,7 +715,7 @@ async def test_wrong_device_messages_are_refused() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_failed_part_of_a_staged_call_fails_it() -> None:
+async def test_error_in_a_staged_call_fails_the_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gate = gpu.gate(0)
@@ -732,7 +732,7 @@ async def test_failed_part_of_a_staged_call_fails_it() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_group_works_with_few_kept_plans(limits: Limits) -> None:
+async def test_device_calls_work_with_a_small_plan_cache(limits: Limits) -> None:
     limits(kept_plans=1)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

@@ -1,4 +1,4 @@
-"""Blocks and lists of calls on CUDA arrays: one agreement, one group of NCCL calls, one launch."""
+"""Blocks and lists of calls on CUDA arrays: one agreement, one NCCL call group, one launch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
 class Counts:
-    """The numbers of NCCL calls, launches and agreements since `reset`, over all ranks."""
+    """Counts of NCCL calls, launches and agreements since `reset`, over all ranks."""
 
     def __init__(self, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nccl: Counter[str] = Counter()
@@ -53,13 +53,13 @@ class Counts:
 
 @both
 @sizes
-async def test_block_of_every_kind_gives_right_results(way: str, world_size: int) -> None:
+async def test_block_of_every_kind_of_call_gives_correct_results(way: str, world_size: int) -> None:
     with gpus(world_size, way) as gpu:
         await run_ranks(world_size, check_block_of_every_kind, gpu)
 
 
 @sizes
-async def test_block_is_one_nccl_group_and_one_launch(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_block_is_launched_once_as_one_nccl_call_group(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         await check_allreduce(pg, gpu)
         await pg.barrier()
@@ -75,7 +75,7 @@ async def test_block_is_one_nccl_group_and_one_launch(world_size: int, monkeypat
         await run_ranks(world_size, body, gpu, Counts(gpu, monkeypatch))
 
 
-async def test_each_list_is_one_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_list_call_is_one_nccl_call_group(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
@@ -94,7 +94,7 @@ async def test_each_list_is_one_nccl_group(monkeypatch: pytest.MonkeyPatch) -> N
         assert [host(each).tolist() for each in own] == [[rank + 10 * at] * 2 for at in range(2)]
         await pg.barrier()
         assert counts.nccl["group_start"] == counts.nccl["group_end"] == 3 * size
-        assert (counts.launches, counts.agreements) == (3 * size, 1)  # only the keyed list needs an agreement
+        assert (counts.launches, counts.agreements) == (3 * size, 1)  # only the keyed list call needs an agreement
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu, Counts(gpu, monkeypatch))
@@ -131,7 +131,7 @@ async def test_unsupported_calls_of_a_block_are_staged(world_size: int, monkeypa
 
 
 @both
-async def test_block_of_staged_calls_only_completes(way: str) -> None:
+async def test_block_of_only_staged_calls_completes(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensors = [gpu.tensor(np.full(2, 1 << pg.rank()), pg.rank()) for _ in range(3)]
         await pg.allreduce_coalesced([*tensors, gpu.tensor(np.zeros(0, int), pg.rank())], ReduceOp.BOR)
@@ -142,7 +142,7 @@ async def test_block_of_staged_calls_only_completes(way: str) -> None:
 
 
 @both
-async def test_list_of_empty_arrays_completes(way: str) -> None:
+async def test_list_call_on_empty_arrays_completes(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         empty = [gpu.tensor(np.zeros(0), pg.rank()) for _ in range(3)]
         assert await pg.allreduce_coalesced(empty) == empty
@@ -173,7 +173,7 @@ async def test_keyed_lists_and_calls_of_several_tasks_complete() -> None:
 
 
 @both
-async def test_members_that_share_memory_are_refused(way: str) -> None:
+async def test_block_of_calls_that_share_memory_is_refused(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         whole = gpu.tensor(np.ones(6), rank)
@@ -191,7 +191,7 @@ async def test_members_that_share_memory_are_refused(way: str) -> None:
             await block()
         with pytest.raises(ValueError, match=r"members 0 .* and 1 .* share memory"):
             pg.allreduce_coalesced([whole, whole])
-        # Two members may read the same memory, and adjacent arrays do not overlap.
+        # Allowed: two calls of a block read the same memory, and outputs are adjacent without overlap.
         out = [gpu.tensor(np.zeros(12), rank) for _ in range(2)]
         await pg.allgather_into_tensor_coalesced(out, [whole, whole])
         await pg.allreduce_coalesced([part(0, 3), part(3, 6)])
@@ -204,7 +204,7 @@ async def test_members_that_share_memory_are_refused(way: str) -> None:
 
 @both
 @pytest.mark.parametrize("what", ["count", "op", "length", "order"])
-async def test_different_blocks_are_a_mismatch(way: str, what: str) -> None:
+async def test_different_blocks_are_reported_as_a_mismatch(way: str, what: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         last = pg.rank() == 2
         tensors = [gpu.tensor(np.ones(3 + each), pg.rank()) for each in range(3)]
@@ -233,7 +233,7 @@ async def test_different_blocks_are_a_mismatch(way: str, what: str) -> None:
 
 
 @both
-async def test_blocks_with_different_exchange_counts_are_a_mismatch(way: str) -> None:
+async def test_blocks_with_different_exchange_counts_are_reported_as_a_mismatch(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         inputs = [gpu.tensor(np.ones(2 + (rank == 1 and peer == 0)), rank) for peer in range(2)]
@@ -255,7 +255,7 @@ async def test_blocks_with_different_exchange_counts_are_a_mismatch(way: str) ->
         await run_ranks(2, body, gpu)
 
 
-async def test_list_in_a_group_that_requires_nccl_raises_without_it() -> None:
+async def test_list_call_in_an_nccl_only_group_raises_an_error_without_nccl() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
         with pytest.raises(BackendUnavailableError, match="must use NCCL, but rank 0"):
@@ -289,7 +289,7 @@ async def test_cancelled_await_leaves_the_block_in_flight() -> None:
 
 
 @both
-async def test_exception_inside_a_block_sends_nothing(way: str) -> None:
+async def test_exception_inside_a_block_starts_no_calls(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensors = [gpu.tensor(np.ones(3), pg.rank()) for _ in range(2)]
         works: list[Any] = []
@@ -310,7 +310,7 @@ async def test_exception_inside_a_block_sends_nothing(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_comparing_group_reports_mismatches_and_continues() -> None:
+async def test_group_that_compares_calls_reports_mismatches_and_continues() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_block_of_every_kind(pg, gpu)
         with pytest.raises(CollectiveMismatchError, match="member 1"):
@@ -348,7 +348,7 @@ async def test_abort_waits_for_the_launcher() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_scattered_outputs_on_one_rank_use_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_separate_output_arrays_on_one_rank_use_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
@@ -356,7 +356,7 @@ async def test_scattered_outputs_on_one_rank_use_scratch_memory(monkeypatch: pyt
         counts.reset()
         await pg.barrier()
         whole, one = gpu.tensor(np.zeros((size, 2)), rank), gpu.tensor(np.ones(2), rank)
-        # Only on rank 0 are the outputs separate arrays.
+        # The outputs are adjacent rows of one array, except on rank 0, where they are separate arrays.
         parts = [gpu.torch.Tensor(row, "float64", rank) for row in whole.values]
         separate = [gpu.tensor(np.zeros(2), rank) for _ in range(size)]
         async with pg.coalescing():
@@ -375,7 +375,7 @@ async def test_scattered_outputs_on_one_rank_use_scratch_memory(monkeypatch: pyt
 
 
 @both
-async def test_noncontiguous_members_are_written_back(way: str) -> None:
+async def test_noncontiguous_arrays_of_a_block_are_written_back(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         whole = gpu.tensor(np.full((4, 4), rank + 1), rank)
@@ -395,7 +395,7 @@ async def test_noncontiguous_members_are_written_back(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_list_of_many_members_is_one_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_list_call_on_many_arrays_is_one_nccl_call_group(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)

@@ -1,4 +1,4 @@
-"""Every collective on CUDA arrays, by NCCL and staged: a pairwise cover, and all combinations in `make matrix`."""
+"""Every collective on CUDA arrays, with NCCL and staged: a pairwise cover, or all combinations in `make matrix`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPACE = {"dtype": WIDE, "count": COUNTS, "root": range(max(SIZES)), "world_size"
 
 
 class DeviceCall(Call):
-    """A case on one rank, with arrays on its device."""
+    """A test case of collectives on one rank, with arrays on the rank's device."""
 
     def __init__(self, case: Case, rank: int, gpu: Gpus) -> None:
         super().__init__(case, rank)
@@ -70,7 +70,7 @@ async def check_cases(world_size: int, way: str, cases: list[Case]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
-async def test_pairwise_cover_of_calls_gives_right_results(world_size: int, way: str) -> None:
+async def test_pairwise_cover_of_device_calls_gives_correct_results(world_size: int, way: str) -> None:
     await check_cases(world_size, way, [case for case in pairs() if case["world_size"] == world_size])
 
 
@@ -91,8 +91,10 @@ def is_native(kind: str, op: str, dtype: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_only_reductions_that_nccl_lacks_are_staged(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check all reductions in one group, each compared with NumPy."""
+async def test_only_reductions_that_nccl_does_not_support_are_staged(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check all reductions in one group, comparing each result with NumPy."""
     staged = [0] * world_size
 
     def count_staged(operation: Any) -> None:
@@ -115,5 +117,5 @@ async def test_only_reductions_that_nccl_lacks_are_staged(world_size: int, monke
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("dtype", WIDE)
-async def test_all_calls_give_right_results(dtype: str, world_size: int, way: str) -> None:
+async def test_all_combinations_of_device_calls_give_correct_results(dtype: str, world_size: int, way: str) -> None:
     await check_cases(world_size, way, [case for case in everything(dtype, world_size) if case["count"] in COUNTS])

@@ -25,8 +25,8 @@ LARGE = EAGER_WINDOW + 1
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-async def test_group_agrees_on_nccl_after_messages_alone(late: int) -> None:
-    """Check the agreement when each rank has sent or received a message, whatever rank is last."""
+async def test_group_agrees_on_nccl_after_only_messages_were_exchanged(late: int) -> None:
+    """Check the agreement after each rank has sent or received a message, for each choice of the last rank."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -56,7 +56,7 @@ async def test_group_agrees_on_nccl_after_messages_alone(late: int) -> None:
 
 
 async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check three ranks in three groups of two, where each rank calls another group first."""
+    """Check three ranks in three groups of two, where each rank calls a different group first."""
     firsts = []
 
     def decide_late(decided: Any, side: DeviceState, number: int, decision: Decision) -> None:
@@ -83,7 +83,7 @@ async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest
         await run_ranks(3, body, gpu)
 
 
-async def test_jobs_with_devices_in_opposite_orders_do_not_wait_for_each_other(
+async def test_groups_with_devices_in_opposite_orders_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def take_delayed(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
@@ -106,8 +106,8 @@ async def test_jobs_with_devices_in_opposite_orders_do_not_wait_for_each_other(
         await asyncio.gather(run_ranks(2, body, gpu, [0, 1]), run_ranks(2, body, gpu, [1, 0]))
 
 
-async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a group whose rank 0 never learns that its turn has started."""
+async def test_failed_group_passes_its_device_turn_to_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a group whose rank 0 is never notified of the start of its turn."""
     suppressed = []
 
     def take_and_suppress(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
@@ -137,7 +137,7 @@ async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("late", [0, 1])
-async def test_rank_may_create_its_group_after_calls_of_others(late: int) -> None:
+async def test_rank_can_create_its_group_after_the_calls_of_other_ranks(late: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if rank == late:
@@ -156,7 +156,7 @@ async def test_rank_may_create_its_group_after_calls_of_others(late: int) -> Non
         await run_ranks(3, body, gpu)
 
 
-async def test_messages_for_closed_or_foreign_groups_are_not_kept() -> None:
+async def test_device_messages_for_closed_groups_or_groups_of_other_ranks_are_dropped() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         endpoint = comm_of(pg).endpoint
         part = await pg.split_group([[0, 1]])
@@ -174,7 +174,7 @@ async def test_messages_for_closed_or_foreign_groups_are_not_kept() -> None:
 
 
 class SuppressedTurn:
-    """A hook that suppresses the start of the first turn on one device.
+    """A patch that suppresses the start of the first turn on one device.
 
     Attributes:
         calls: the suppressed callback; a test may call it later.
@@ -242,7 +242,7 @@ async def test_leaving_rank_does_not_block_other_groups(
         await run_ranks(3, body, gpu)
 
 
-async def test_leaving_rank_still_creates_the_awaited_communicator(
+async def test_leaving_rank_still_creates_the_communicator_that_other_ranks_wait_for(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     turns = SuppressedTurn(monkeypatch)
@@ -270,7 +270,7 @@ async def test_leaving_rank_still_creates_the_awaited_communicator(
         await run_ranks(3, body, gpu)
 
 
-async def test_rank_that_left_before_the_agreement_makes_the_group_stage() -> None:
+async def test_group_stages_arrays_if_a_rank_left_before_the_agreement_on_nccl() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         part = await pg.split_group([[0, 1, 2]])
@@ -301,7 +301,7 @@ async def test_rank_that_left_before_the_agreement_makes_the_group_stage() -> No
         await run_ranks(3, body, gpu)
 
 
-async def test_late_turn_messages_are_ignored() -> None:
+async def test_turn_messages_after_the_nccl_decision_are_ignored() -> None:
     """Check turn messages that arrive after the decision."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -360,7 +360,7 @@ CARD = {"library": 22809, "why": "", "bus": "", "unfinished": False, "float8": F
     ],
     ids=str,
 )
-async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str, Any], when: str) -> None:
+async def test_invalid_device_message_fails_the_group(sender: int, note: dict[str, Any], when: str) -> None:
     """Check invalid messages before and after the group has a device on the receiving rank."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -382,7 +382,7 @@ async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str,
         await run_ranks(2, body, gpu)
 
 
-async def test_rank_that_fails_during_the_agreement_blocks_no_other_rank() -> None:
+async def test_rank_that_fails_during_the_nccl_agreement_blocks_no_other_rank() -> None:
     """Check a rank whose group fails after it has reported its turn and before it receives the decision."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -397,7 +397,7 @@ async def test_rank_that_fails_during_the_agreement_blocks_no_other_rank() -> No
             await until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")
-            # A decision for staging needs no communicator, so the rank ignores it.
+            # A late decision for staging creates no communicator, so the rank ignores the decision.
             deciding.handle_late({"number": 1, "decision": Decision(False, "")})
         with pytest.raises(GroupError, match="enough"):
             await work
@@ -412,7 +412,7 @@ async def test_rank_that_fails_during_the_agreement_blocks_no_other_rank() -> No
         assert calls.count("init") == 6
 
 
-async def test_message_of_a_nonmember_is_kept_for_another_group_with_the_id() -> None:
+async def test_device_message_of_a_nonmember_is_kept_for_another_group_with_the_same_id() -> None:
     made: list[int] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

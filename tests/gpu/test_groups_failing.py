@@ -39,7 +39,7 @@ both = pytest.mark.parametrize("way", WAYS)
 
 
 def start_list_of_one(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
-    """Start a list of one allreduce, which is not a block of device calls."""
+    """Start a list call with one allreduce, which is not a block of device calls."""
     return pg.allreduce_coalesced([gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
 
 
@@ -48,7 +48,7 @@ calls = pytest.mark.parametrize("call", [start_allreduce, start_list])
 
 @both
 @calls
-async def test_rank_that_does_not_call_is_named(way: str, call: Any) -> None:
+async def test_timeout_error_names_a_rank_that_does_not_call(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         work = start_unless_revoked(pg, gpu, call, timeout=0.1) if pg.rank() != 2 else None
@@ -61,7 +61,7 @@ async def test_rank_that_does_not_call_is_named(way: str, call: Any) -> None:
 
 @both
 @pytest.mark.parametrize("call", [start_allreduce, start_list_of_one, start_list])
-async def test_stuck_device_is_named(way: str, call: Any) -> None:
+async def test_timeout_error_names_a_stuck_device(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gate = gpu.gate(pg.rank()) if pg.rank() == 1 else None
@@ -80,7 +80,7 @@ async def test_stuck_device_is_named(way: str, call: Any) -> None:
 
 @both
 @calls
-async def test_lost_rank_is_named(way: str, call: Any) -> None:
+async def test_error_names_a_lost_rank_during_device_calls(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         if pg.rank() == 0:
@@ -102,7 +102,7 @@ async def test_lost_rank_is_named(way: str, call: Any) -> None:
 @both
 @calls
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_group_that_ends_while_its_device_is_busy_fails_its_works(way: str, call: Any, end: str) -> None:
+async def test_end_of_a_group_fails_its_pending_device_calls(way: str, call: Any, end: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gate = gpu.gate(pg.rank())
@@ -120,7 +120,7 @@ async def test_group_that_ends_while_its_device_is_busy_fails_its_works(way: str
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "pinned"])
-async def test_failed_copy_names_rank_and_device(call: str) -> None:
+async def test_error_of_a_failed_copy_names_rank_and_device(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             gpu.cuda.fail_next(call)
@@ -134,7 +134,7 @@ async def test_failed_copy_names_rank_and_device(call: str) -> None:
 
 @both
 @pytest.mark.parametrize("how", ["call", "batch", "block"])
-async def test_message_that_a_device_refuses_fails_the_group(how: str, way: str) -> None:
+async def test_device_error_in_a_message_fails_the_group(how: str, way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         await pg.barrier()
@@ -161,7 +161,7 @@ async def test_message_that_a_device_refuses_fails_the_group(how: str, way: str)
 
 @pytest.mark.parametrize("call", ["collective", "message"])
 async def test_staging_memory_is_reused_only_when_the_device_is_done(call: str) -> None:
-    """Check memory of a failed group: the pending copy still writes to it."""
+    """Check memory of a failed group, to which a pending copy still writes."""
 
     def start_call(pg: ProcessGroup, gpu: Gpus) -> Any:
         tensor = gpu.tensor(np.ones(1000), pg.rank())
@@ -235,7 +235,7 @@ async def test_collective_on_a_stream_captured_within_its_block_fails_the_group(
 
 
 @both
-async def test_failed_device_is_named(way: str) -> None:
+async def test_error_names_a_failed_device(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         if pg.rank() == 1:
@@ -265,7 +265,7 @@ async def test_failed_device_is_named(way: str) -> None:
     ],
 )
 async def test_refused_nccl_call_fails_the_group(failing: str, call: Any, limits: Limits) -> None:
-    limits(device_release=0.05)  # the time for which other ranks wait for a rank that failed to start
+    limits(device_release=0.05)  # seconds for which other ranks wait for a rank that failed to start
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
@@ -291,7 +291,7 @@ async def test_failed_call_in_an_nccl_group_fails_the_group() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_asynchronous_nccl_error_is_found() -> None:
+async def test_asynchronous_nccl_error_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         assert dispatcher_of(pg).device_calls is not None
@@ -411,7 +411,7 @@ async def test_rank_that_closes_alone_aborts_the_communicator(limits: Limits) ->
     assert [end.destroyed or end.aborted for end in ends] == [True] * 2
 
 
-async def test_bit_ops_are_staged_in_groups_with_nccl() -> None:
+async def test_bitwise_ops_are_staged_in_groups_with_nccl() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         before = gpu.cuda.calls["copy_to_host"]
@@ -425,7 +425,7 @@ async def test_bit_ops_are_staged_in_groups_with_nccl() -> None:
         assert gpu.cuda.calls["copy_to_host"] == 2
 
 
-async def test_late_rank_finds_that_the_others_have_left(limits: Limits) -> None:
+async def test_late_rank_detects_at_shutdown_that_the_other_ranks_have_left(limits: Limits) -> None:
     limits(device_parting=60)
     ends: list[Any] = []
 
@@ -447,7 +447,7 @@ async def test_late_rank_finds_that_the_others_have_left(limits: Limits) -> None
 
 
 @both
-async def test_on_stream_of_a_call_that_never_starts_fails(way: str) -> None:
+async def test_on_stream_of_a_call_that_never_starts_raises_an_error(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             await pg.recv_object(0)
@@ -462,7 +462,7 @@ async def test_on_stream_of_a_call_that_never_starts_fails(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_on_stream_raises_the_failure() -> None:
+async def test_on_stream_raises_the_failure_of_its_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.nccl.fail_next("all_reduce", "no memory")
         with pytest.raises(GroupError, match=r"ALLREDUCE .* failed on rank 0, device 0: all_reduce: no memory"):
@@ -472,7 +472,7 @@ async def test_on_stream_raises_the_failure() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_failed_error_query_fails_the_group() -> None:
+async def test_failed_async_error_query_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         end: Any = nccl_end(pg)

@@ -30,7 +30,7 @@ from .groups import Gpus, end_group, gpus, host
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_messages_of_any_length_and_dtype_arrive(transport: str) -> None:
+async def test_device_messages_of_any_length_and_dtype_arrive(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         for dtype in WIDE:
@@ -54,7 +54,7 @@ async def test_messages_of_any_length_and_dtype_arrive(transport: str) -> None:
         await run_ranks(2, body, gpu, transport=transport)
 
 
-async def test_message_does_not_overtake_one_that_is_being_copied() -> None:
+async def test_message_does_not_overtake_a_message_that_is_being_copied() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             gate = gpu.gate(0)
@@ -76,7 +76,7 @@ async def test_message_does_not_overtake_one_that_is_being_copied() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_early_receives_match_messages_in_send_order() -> None:
+async def test_early_device_receives_match_messages_in_send_order() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             first, second = np.zeros(2), np.zeros(2)
@@ -96,7 +96,7 @@ async def test_early_receives_match_messages_in_send_order() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_receives_from_any_rank_and_batches_match() -> None:
+async def test_device_receives_from_any_rank_and_in_batches_match() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         if rank == 0:
@@ -121,7 +121,7 @@ async def test_receives_from_any_rank_and_batches_match() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_incoming_yields_device_messages() -> None:
+async def test_incoming_iterator_yields_device_messages() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             gate = gpu.gate(0)
@@ -141,7 +141,7 @@ async def test_incoming_yields_device_messages() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_announced_message_is_freed_after_sending() -> None:
+async def test_announced_device_message_is_freed_after_sending() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             await pg.barrier()
@@ -163,7 +163,7 @@ async def test_announced_message_is_freed_after_sending() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_receive_without_awaiters_is_withdrawn() -> None:
+async def test_device_receive_without_awaiters_is_withdrawn() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.zeros(1), pg.rank())
         if pg.rank() == 0:
@@ -183,7 +183,7 @@ async def test_receive_without_awaiters_is_withdrawn() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_message_of_another_length_is_a_mismatch() -> None:
+async def test_device_message_of_another_length_is_reported_as_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.zeros(2 + pg.rank()), pg.rank())
         work = pg.recv(tensor, 0) if pg.rank() else pg.send(tensor, 1)
@@ -197,7 +197,7 @@ async def test_message_of_another_length_is_a_mismatch() -> None:
 
 
 class BlockedLocking:
-    """A hook that records the threads in `FakeCuda.pinned` and blocks them until `go` is set."""
+    """A patch that records the threads in `FakeCuda.pinned` and blocks them until `go` is set."""
 
     def __init__(self, gpu: Gpus) -> None:
         self.threads: list[int] = []
@@ -210,7 +210,7 @@ class BlockedLocking:
             assert self.go.wait(10)
 
 
-async def test_loop_never_waits_for_page_locked_memory() -> None:
+async def test_event_loop_never_waits_for_page_locked_memory() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         for count in (1, 3000, 300_000):
@@ -227,8 +227,8 @@ async def test_loop_never_waits_for_page_locked_memory() -> None:
     assert threading.get_ident() not in locking.threads
 
 
-async def test_receives_keep_their_order_while_they_wait_for_memory() -> None:
-    counts = (1, 300_000, 0)  # eager, granted, and empty
+async def test_device_receives_keep_their_order_while_they_wait_for_memory() -> None:
+    counts = (1, 300_000, 0)  # counts of an eager, a granted and an empty message
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
@@ -251,7 +251,7 @@ async def test_receives_keep_their_order_while_they_wait_for_memory() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_matched_receive_without_memory_cannot_be_withdrawn() -> None:
+async def test_matched_device_receive_without_memory_cannot_be_withdrawn() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             await pg.send(np.full(1, 1.0), 1)
@@ -274,7 +274,7 @@ async def test_matched_receive_without_memory_cannot_be_withdrawn() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_group_that_ends_before_memory_is_locked_frees_it() -> None:
+async def test_end_of_the_group_frees_page_locked_memory_that_is_allocated_later() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             works = [pg.recv(gpu.tensor(np.ones(9), 1), 0) for _ in range(2)]
@@ -298,7 +298,7 @@ async def test_group_that_ends_before_memory_is_locked_frees_it() -> None:
 
 
 @pytest.mark.parametrize("sender", [0, 1])
-async def test_failed_memory_lock_ends_the_group(sender: int) -> None:
+async def test_failed_allocation_of_page_locked_memory_fails_the_group(sender: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         works = []
         if pg.rank() == 0:
@@ -314,7 +314,7 @@ async def test_failed_memory_lock_ends_the_group(sender: int) -> None:
 
 
 @pytest.mark.parametrize("sender", [0, 1])
-async def test_failed_copy_ends_the_group(sender: int) -> None:
+async def test_failed_copy_of_a_message_fails_the_group(sender: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.zeros(2), pg.rank())
         if pg.rank() == 0:
@@ -329,7 +329,7 @@ async def test_failed_copy_ends_the_group(sender: int) -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_group_that_ends_during_copies_fails_its_messages(end: str) -> None:
+async def test_end_of_the_group_fails_messages_that_are_being_copied(end: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gate = gpu.gate(pg.rank())
         other = 1 - pg.rank()
@@ -342,7 +342,7 @@ async def test_group_that_ends_during_copies_fails_its_messages(end: str) -> Non
 
 
 @pytest.mark.parametrize("called", [False, True])
-async def test_batch_with_a_refused_array_starts_nothing(called: bool) -> None:
+async def test_batch_with_a_refused_array_starts_no_message(called: bool) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if called:
@@ -370,7 +370,7 @@ async def test_null_rank_own_rank_and_probes_work_with_device_arrays(way: str) -
         mine, untouched = gpu.tensor(np.full(200_000, rank), rank), gpu.tensor(np.full(3, 7), rank)
         assert pg.send(mine, PROC_NULL).done()
         assert await pg.recv(untouched, PROC_NULL) is untouched
-        # Messages to and from the null rank are not part of the batch that the peer waits for.
+        # Messages with PROC_NULL do not belong to the batch that the peer waits for.
         got = gpu.tensor(np.zeros(200_000, int), rank)
         await pg.batch([Send(mine, other), Recv(untouched, PROC_NULL), Recv(got, other), Send(mine, PROC_NULL)])
         assert (host(got) == other).all()
@@ -391,7 +391,7 @@ async def test_null_rank_own_rank_and_probes_work_with_device_arrays(way: str) -
 
 
 @pytest.mark.parametrize("way", ["staged", "nccl"])
-async def test_planned_calls_can_be_repeated(way: str) -> None:
+async def test_planned_device_calls_can_be_started_repeatedly(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         x = gpu.tensor(np.full(5, 1.0), pg.rank())
         plan = pg.plan(pg.allreduce, x)

@@ -78,7 +78,7 @@ async def kill_rank_1(pg: ProcessGroup, reports: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_process_that_dies_is_reported(tmp_path: Path) -> None:
+async def test_killed_process_with_a_fake_device_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match="rank 1"):
         await testing.run_processes(3, kill_rank_1, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["0", "2"]
@@ -86,7 +86,7 @@ async def test_process_that_dies_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "unix"])
-async def test_ranks_in_processes_make_every_call(transport: str) -> None:
+async def test_ranks_in_processes_make_every_device_call(transport: str) -> None:
     options = GroupOptions(transport=transport)  # type: ignore[arg-type]
     whys = await testing.run_processes(3, make_every_call, options=options)
     assert whys == ["ranks 0 and 1 use the same device, 00000000:00:00.0, which NCCL refuses"] * 3

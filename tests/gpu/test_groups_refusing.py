@@ -20,15 +20,15 @@ SETTING = "NCCL_COMM_BLOCKING"
 
 
 async def refusal_of(work: Work[Any]) -> str:
-    """Await a work that must be refused; return the error message."""
+    """Await a work that must be refused; return the text of the error."""
     with pytest.raises(BackendUnavailableError) as caught:
         await work
     return str(caught.value)
 
 
 async def first_call(pg: ProcessGroup, tensor: Any, setting: tuple[int, ...]) -> str:
-    """Make the first call of a group, with the setting on some ranks; return the error message."""
-    with pytest.MonkeyPatch.context() as patch:  # each rank reads the setting when it makes the call
+    """Make the first call of a group, with the setting on some ranks; return the text of the error."""
+    with pytest.MonkeyPatch.context() as patch:  # each rank reads the variable when it makes the call
         if pg.rank() in setting:
             patch.setenv(SETTING, "0")
         work = pg.allreduce(tensor)
@@ -40,7 +40,7 @@ async def first_call(pg: ProcessGroup, tensor: Any, setting: tuple[int, ...]) ->
     ("world_size", "setting", "named"),
     [(1, (0,), "rank 0 has"), (2, (1,), "rank 1 has"), (3, (0,), "rank 0 has"), (3, (0, 2), "ranks 0, 2 have")],
 )
-async def test_all_ranks_refuse_nonblocking_communicators(
+async def test_all_ranks_refuse_nonblocking_nccl_communicators(
     way: str, world_size: int, setting: tuple[int, ...], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "aiocoll")
@@ -69,7 +69,7 @@ async def test_all_ranks_refuse_nonblocking_communicators(
 
 
 @pytest.mark.parametrize("backends", [{"cpu": "aio", "cuda": "aio"}, {"cpu": "aio", "cuda": "nccl"}])
-async def test_groups_of_any_backend_refuse_nonblocking_communicators(backends: dict[str, str]) -> None:
+async def test_groups_of_any_backend_refuse_nonblocking_nccl_communicators(backends: dict[str, str]) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, backends.get("cuda") == "nccl")
         assert "cannot use CUDA arrays: rank 1 has" in await first_call(pg, gpu.tensor(np.ones(2), pg.rank()), (1,))
@@ -78,7 +78,7 @@ async def test_groups_of_any_backend_refuse_nonblocking_communicators(backends: 
         await run_ranks(2, body, gpu)
 
 
-async def test_comparing_groups_refuse_nonblocking_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_that_compare_calls_refuse_nonblocking_nccl_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, "0")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -89,7 +89,7 @@ async def test_comparing_groups_refuse_nonblocking_communicators(monkeypatch: py
         await testing.run_ranks(2, body, gpu, options=GroupOptions(debug="detail"))
 
 
-async def test_empty_call_is_refused_too() -> None:
+async def test_empty_call_with_nonblocking_nccl_communicators_is_refused() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         assert "rank 0 has" in await first_call(pg, gpu.tensor(np.ones(0), pg.rank()), (0,))
 
@@ -97,12 +97,12 @@ async def test_empty_call_is_refused_too() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_messages_work_with_nonblocking_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_work_with_nonblocking_nccl_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, "0")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        for _ in range(2):  # before and after the first refused call
+        for _ in range(2):  # call before and after the first refused call
             for count in (3, 100_000):
                 out, into = gpu.tensor(np.full(count, rank), rank), gpu.tensor(np.zeros(count, int), rank)
                 await asyncio.gather(pg.send(out, 1 - rank).join(), pg.recv(into, 1 - rank).join())
@@ -116,7 +116,9 @@ async def test_messages_work_with_nonblocking_communicators(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("value", "unfinished"), [(None, False), ("", False), ("1", False), ("0", True), (" 0 ", True)]
 )
-def test_setting_is_recognized(value: str | None, unfinished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_for_nonblocking_nccl_communicators_is_recognized(
+    value: str | None, unfinished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(SETTING, raising=False)
     if value is not None:
         monkeypatch.setenv(SETTING, value)
@@ -124,7 +126,7 @@ def test_setting_is_recognized(value: str | None, unfinished: bool, monkeypatch:
         assert cards.card(gpu.cuda, gpu.nccl, 0, "", True)["unfinished"] is unfinished
 
 
-def test_only_the_first_of_many_ranks_are_named() -> None:
+def test_error_names_only_the_first_of_many_ranks_with_the_setting() -> None:
     card = {"library": 22809, "why": "", "bus": "a", "unfinished": True}
     found = cards.decide([card] * 100, [0] * 100)
     assert found.refused

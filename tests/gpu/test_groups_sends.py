@@ -1,4 +1,4 @@
-"""Messages of CUDA arrays in groups that use NCCL, which carries messages longer than the eager window."""
+"""Messages of CUDA arrays in NCCL groups; NCCL carries messages longer than the eager window."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..ranks import LINKS, run_ranks, until
 from ..reductions import WIDE
 from .groups import Gpus, check_allreduce, gpus, host, uses_nccl
 
-#: The smallest count of 8-byte elements that NCCL carries, and the largest that it does not carry.
+#: Counts of 8-byte elements: the smallest message that NCCL sends, and the largest that it does not send.
 LARGE, SMALL = EAGER_WINDOW // 8 + 1, EAGER_WINDOW // 8
 
 
@@ -55,7 +55,7 @@ def has_value(tensor: Any, value: float) -> bool:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_long_messages_use_nccl_and_short_ones_do_not_wait(transport: str) -> None:
+async def test_long_messages_use_nccl_and_short_messages_are_sent_without_waiting(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -83,7 +83,7 @@ async def test_long_messages_use_nccl_and_short_ones_do_not_wait(transport: str)
         await run_ranks(2, body, gpu, transport=transport)
 
 
-async def test_messages_of_every_dtype_are_sent_without_a_copy() -> None:
+async def test_nccl_messages_of_every_dtype_are_sent_without_a_copy() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -105,7 +105,7 @@ async def test_messages_of_every_dtype_are_sent_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_ring_in_a_batch_is_one_nccl_group(world_size: int) -> None:
+async def test_ring_exchange_in_a_batch_is_one_nccl_call_group(world_size: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await create_communicator(pg, gpu)
@@ -126,7 +126,7 @@ async def test_ring_in_a_batch_is_one_nccl_group(world_size: int) -> None:
         assert counted == {"send": each, "recv": each, "group_start": each, "group_end": each, "destroy": world_size}
 
 
-async def test_messages_of_a_block_are_one_nccl_group() -> None:
+async def test_messages_of_a_block_are_one_nccl_call_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await create_communicator(pg, gpu)
@@ -155,7 +155,7 @@ async def test_messages_of_a_block_are_one_nccl_group() -> None:
         assert counted["group_start"] == counted["group_end"] == 3
 
 
-async def test_ranks_may_send_before_they_receive() -> None:
+async def test_all_ranks_can_send_long_messages_before_they_receive() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -170,7 +170,7 @@ async def test_ranks_may_send_before_they_receive() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_messages_and_collectives_may_have_different_orders_on_ranks() -> None:
+async def test_order_of_messages_and_collectives_can_differ_between_ranks() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -187,8 +187,8 @@ async def test_messages_and_collectives_may_have_different_orders_on_ranks() -> 
         await run_ranks(3, body, gpu)
 
 
-async def test_batch_that_other_ranks_wait_for_starts_in_parts() -> None:
-    """Check a batch of rank 0 whose second receiver first waits for the first one."""
+async def test_batch_starts_in_parts_if_other_ranks_wait_for_its_messages() -> None:
+    """Check a batch of rank 0 whose second receiver first waits for the first receiver."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -208,7 +208,7 @@ async def test_batch_that_other_ranks_wait_for_starts_in_parts() -> None:
 
 
 @pytest.mark.parametrize("sender", ["device", "host"])
-async def test_peer_array_may_be_on_the_host(sender: str) -> None:
+async def test_device_array_can_be_received_into_a_host_array_and_vice_versa(sender: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -220,7 +220,7 @@ async def test_peer_array_may_be_on_the_host(sender: str) -> None:
             on_device = (rank == 0) == (sender == "device")
             array = np.full(LARGE, 3.0 if rank == 0 else 0.0)
             tensor = gpu.tensor(array, rank) if on_device else array
-            # The other message of the batch uses NCCL and must not be delayed.
+            # The batch also has a message that uses NCCL, which must not be delayed.
             other = filled(gpu, rank, 4 if rank == 0 else 0)
             if rank == 0:
                 await pg.batch([Send(tensor, 1), Send(other, 1, tag=1)])
@@ -236,7 +236,7 @@ async def test_peer_array_may_be_on_the_host(sender: str) -> None:
         assert counted["send"] == counted["recv"] == 2
 
 
-async def test_incoming_takes_an_unexpected_device_message() -> None:
+async def test_incoming_iterator_takes_an_unexpected_device_message() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await create_communicator(pg, gpu)
         if pg.rank() == 0:
@@ -249,7 +249,7 @@ async def test_incoming_takes_an_unexpected_device_message() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_message_requested_by_incoming_is_staged() -> None:
+async def test_message_requested_by_an_incoming_iterator_is_staged() -> None:
     """Check a message that a cancelled iterator has requested and a receive then takes."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -301,7 +301,7 @@ async def test_messages_of_any_rank_arrive_in_send_order() -> None:
         await run_ranks(3, body, gpu)
 
 
-async def test_noncontiguous_array_receives_in_place() -> None:
+async def test_noncontiguous_device_array_receives_a_message_in_place() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -337,7 +337,7 @@ async def test_withdrawn_receive_does_not_delay_its_batch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_message_of_another_length_is_a_mismatch() -> None:
+async def test_nccl_message_of_another_length_is_reported_as_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -352,7 +352,7 @@ async def test_message_of_another_length_is_a_mismatch() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_unreceived_send_names_the_receiver() -> None:
+async def test_timeout_error_of_an_unreceived_send_names_the_receiver() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await create_communicator(pg, gpu)
         if pg.rank() == 0:
@@ -365,7 +365,7 @@ async def test_unreceived_send_names_the_receiver() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_short_message_names_its_busy_device() -> None:
+async def test_timeout_error_of_a_short_message_names_the_busy_device() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             gate = gpu.gate(0)
@@ -379,7 +379,7 @@ async def test_short_message_names_its_busy_device() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_rank_0_is_named_if_it_does_not_start_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_timeout_error_names_rank_0_if_rank_0_does_not_start_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, device_matched=lambda *_: None)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -404,7 +404,7 @@ async def test_rank_0_is_named_if_it_does_not_start_a_message(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
-async def test_slow_device_is_named(stuck: int) -> None:
+async def test_timeout_error_of_a_message_names_a_slow_device(stuck: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -427,7 +427,7 @@ async def test_slow_device_is_named(stuck: int) -> None:
 
 
 @pytest.mark.parametrize("call", ["send", "recv", "group_end"])
-async def test_failed_nccl_message_ends_the_group(call: str) -> None:
+async def test_failed_nccl_message_fails_the_group(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -449,7 +449,7 @@ async def test_failed_nccl_message_ends_the_group(call: str) -> None:
 
 
 @pytest.mark.parametrize("count", [LARGE, SMALL, 0])
-async def test_on_stream_orders_later_work(count: int) -> None:
+async def test_on_stream_orders_later_work_after_a_received_message(count: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -458,7 +458,7 @@ async def test_on_stream_orders_later_work(count: int) -> None:
         tensor, copy = filled(gpu, rank, 1 - rank, count), filled(gpu, rank, -1, count)
         work = pg.recv(tensor, 0) if rank else pg.send(tensor, 1)
         if rank and count == SMALL:
-            # A staged message must arrive before `on_stream` returns.
+            # Open the gate at once, since a staged message must arrive before `on_stream` returns.
             gate.open()
         assert await work.on_stream(other) is tensor
         assert not count or (rank and count == SMALL) or not work.done()
@@ -474,7 +474,7 @@ async def test_on_stream_orders_later_work(count: int) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "matched"])
-async def test_messages_continue_without_rank_0(when: str, limits: Limits) -> None:
+async def test_messages_continue_after_rank_0_has_left(when: str, limits: Limits) -> None:
     limits(device_patience=1e6, device_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -488,7 +488,7 @@ async def test_messages_continue_without_rank_0(when: str, limits: Limits) -> No
         if when == "before":
             await until(lambda: 0 in comm_of(pg).left)
         other = 3 - rank
-        # The batch of rank 1 stays incomplete until rank 0 has left.
+        # Keep the batch of rank 1 incomplete until rank 0 has left.
         tensors = [filled(gpu, rank, 2 * rank + index) for index in range(2)]
         into = [filled(gpu, rank, -1) for _ in range(2)]
         if rank == 1:
@@ -508,7 +508,7 @@ async def test_messages_continue_without_rank_0(when: str, limits: Limits) -> No
         await run_ranks(3, body, gpu)
 
 
-async def test_rank_that_leaves_during_a_message_ends_the_group() -> None:
+async def test_rank_that_leaves_during_an_nccl_message_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -531,8 +531,8 @@ async def test_rank_that_leaves_during_a_message_ends_the_group() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_messages_are_staged_after_a_rank_has_left(limits: Limits) -> None:
-    """Check that matched messages are staged too if they have not started: NCCL needs all ranks."""
+async def test_device_messages_are_staged_after_a_rank_has_left(limits: Limits) -> None:
+    """Check that matched but unstarted messages are also staged, since NCCL needs all ranks."""
     limits(device_patience=1e6, device_parting=0.05)
     held = asyncio.Event()
 
@@ -572,7 +572,7 @@ async def test_messages_are_staged_after_a_rank_has_left(limits: Limits) -> None
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_message_of_a_failed_batch_does_not_start(end: str, limits: Limits) -> None:
+async def test_messages_of_a_failed_batch_do_not_start(end: str, limits: Limits) -> None:
     limits(device_patience=1e6, device_parting=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -638,7 +638,7 @@ async def test_block_does_not_wait_for_a_refused_message(captured: str, limits: 
         await run_ranks(2, body, gpu)
 
 
-async def test_match_of_unknown_messages_is_ignored() -> None:
+async def test_match_notice_for_unknown_messages_is_ignored() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -674,7 +674,7 @@ async def test_subgroup_in_another_order_exchanges_messages() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_random_programs_end_with_right_results(seed: int) -> None:
+async def test_random_message_programs_end_with_correct_results(seed: int) -> None:
     """Check random messages in random batches, with collectives between them."""
     world_size, rounds = 4, 12
     choose = random.Random(seed)
@@ -718,7 +718,7 @@ async def test_ranks_without_a_link_to_rank_0_exchange_messages(transport: str) 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         short = filled(gpu, rank, 0, 1)
-        # Only messages between neighbours, no collective.
+        # Exchange only messages between neighbours, and make no collective.
         if rank:
             await pg.recv(short, rank - 1)
         if rank < 2:

@@ -45,7 +45,7 @@ class Libraries:
         self.reduced: dict[int, list[tuple[int, int]]] = {}
 
     def host(self, shape: tuple[int, ...], name: str, device: int) -> np.ndarray:
-        """Return device memory as a NumPy array."""
+        """Return new device memory as a NumPy array in host memory."""
         dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name, name))
         return self.gpu.cuda.allocate(int(np.prod(shape)) * dtype.itemsize, device).view(dtype).reshape(shape)
 
@@ -73,7 +73,7 @@ def libraries(request: pytest.FixtureRequest) -> Iterator[Libraries]:
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("library", "name"), CASES)
-async def test_callers_own_memory_is_reduced(
+async def test_nccl_reduces_in_the_callers_memory_without_a_copy(
     libraries: Libraries, library: str, name: str, requires_grad: bool
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -113,7 +113,7 @@ async def test_noncontiguous_array_is_copied_on_its_device(
         assert (whole[:, 1::2].astype("complex64") == 1).all()
         own_operations = [each for each in module.enqueued if each[1] == device]
         assert own_operations[0] == ("dense", device, stream)
-        # The copy back is ordered behind the reduction, before the work is done.
+        # The copy back runs after the reduction and before the work is done.
         assert [what for what, *_ in own_operations] == ["dense", "copy"]
         assert own_operations[1][2] not in (0, stream)
 
@@ -122,7 +122,7 @@ async def test_noncontiguous_array_is_copied_on_its_device(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_gathered_arrays_belong_to_the_library_of_the_input(
+async def test_gathered_arrays_have_the_type_of_the_input_array(
     pg: ProcessGroup, libraries: Libraries, library: str
 ) -> None:
     device = pg.rank()
@@ -135,12 +135,14 @@ async def test_gathered_arrays_belong_to_the_library_of_the_input(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_output_may_be_part_of_the_input(pg: ProcessGroup, libraries: Libraries, library: str) -> None:
+async def test_output_array_can_be_part_of_the_input_array(
+    pg: ProcessGroup, libraries: Libraries, library: str
+) -> None:
     device = pg.rank()
     host = libraries.host((4,), "float32", device)
     host[...] = [1, 2, 3, 4]
     whole = libraries.array(library, host, "float32", device)
-    # On rank 0, this is the part for rank 1, which is overwritten last.
+    # On rank 0, use the part for rank 1, which is overwritten last.
     part = libraries.array(library, host[2:], "float32", device)
     assert await pg.reduce_scatter_tensor(part, whole) is part
     assert host.tolist() == ([1, 2, 2, 4] if device == 0 else [1, 2, 6, 8])
@@ -170,7 +172,7 @@ async def check_gradient_tensors(
     ):
         assert values(each) == expected
         assert each.requires_grad
-    # New arrays for host tensors are NumPy arrays.
+    # New arrays that calls allocate for host tensors are NumPy arrays without gradients.
     assert not any(getattr(each, "requires_grad", False) for each in await pg.allgather(None, x))
 
 
@@ -228,13 +230,13 @@ def array_and_context(
 @both
 @pytest.mark.parametrize("stream", [0, 1, 2], ids=["null", "legacy", "per_thread"])
 @pytest.mark.parametrize("library", ["cupy", "torch", "interface"])
-async def test_default_streams_are_ordered_with_calls(
+async def test_work_on_default_streams_is_ordered_with_calls(
     libraries: Libraries, library: str, stream: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, me = libraries.gpu.cuda, threading.get_ident()
     used: list[tuple[str, int]] = []
 
-    #: By device, gates that hold up the end of an operation. Without them, `on_stream` would find it done.
+    #: By device, gates that delay the end of an operation, which `on_stream` would otherwise find done.
     held: dict[int, list[Gate]] = {}
 
     def add_gate_to(where: Any, name: str) -> None:
@@ -262,7 +264,7 @@ async def test_default_streams_are_ordered_with_calls(
         host = libraries.host((3,), "float32", device)
         host[...] = 0
         x, on_stream = array_and_context(library, libraries, host, device, stream)
-        # Each thread has another stream with this number.
+        # Stream number 2 is a different stream in each thread.
         other_gate = await asyncio.to_thread(cuda.gate, 2, device)
         gate = cuda.gate(stream, device)
         cuda.kernel(stream, lambda: host.fill(device + 1), device)
@@ -279,7 +281,7 @@ async def test_default_streams_are_ordered_with_calls(
         await work.on_stream()
         (gate,) = held.pop(device)
         gate.open()
-        await pg.barrier()  # the next wait blocks the loop, so the other rank must have passed its gate
+        await pg.barrier()  # let the other rank pass its gate first, since the next wait blocks the loop
         seen: list[Any] = []
         cuda.kernel(stream, lambda: seen.append(host.tolist()), device)
         cuda.stream_synchronize(stream, device)

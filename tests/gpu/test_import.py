@@ -50,7 +50,7 @@ except aiocoll.BackendUnavailableError as error:
     assert "(cupy is not for this test; without CuPy: libcuda.so.1: " in output
 
 
-def test_devices_are_counted_by_their_backend() -> None:
+def test_devices_are_counted_by_the_backend_of_their_library() -> None:
     backend = devices.get("cuda")
     assert (backend.kind, backend.label, backend.library) == ("cuda", "CUDA", "nccl")
     with provide(FakeCuda(3)):
@@ -76,7 +76,7 @@ def fail_to_load(name: str) -> Any:
 
 
 @pytest.mark.parametrize(("status", "count"), [(0, 2), (100, 0)])
-def test_devices_of_the_driver_are_counted(status: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_counted_by_the_cuda_driver(status: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_count(where: Any) -> int:
         where._obj.value = 2
         return 0
@@ -104,7 +104,7 @@ def test_devices_of_the_driver_are_counted(status: int, count: int, monkeypatch:
         ),
     ],
 )
-def test_missing_cupy_names_the_package_to_install(
+def test_error_for_missing_cupy_names_the_package_to_install(
     torch: str | None, driver: int | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=torch)))  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def test_missing_cupy_names_the_package_to_install(
         runtime()
 
 
-def test_unknown_driver_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_missing_cupy_mentions_an_unknown_driver_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(0, 3))
     assert "could not be determined" in install_command()
@@ -124,7 +124,7 @@ def test_unknown_driver_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 # -- providers
 
 
-def test_provided_cuda_and_nccl_are_used() -> None:
+def test_registered_cuda_and_nccl_providers_are_used() -> None:
     cuda: Any = object()
     nccl: Any = object()
     with provide(cuda, nccl):
@@ -141,7 +141,7 @@ def test_provided_cuda_and_nccl_are_used() -> None:
 
 
 @pytest.mark.parametrize("nccl", [True, False])
-def test_cupy_provides_cuda_and_nccl(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_is_used_as_provider_of_cuda_and_nccl(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log()
     for name, module in stub(log, nccl=nccl).items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -1,4 +1,4 @@
-"""The launch order on a device, with delayed messages, groups of several loops, and groups that end."""
+"""The launch order on a device, with delayed messages, groups in several event loops, and groups that end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocoll.gpu.launch_order import Lane, LaunchOrder
 
 
 class World:
-    """Devices and messages between them, delivered in random order, but in order between two ranks.
+    """Simulated devices whose messages arrive in random order, but in order between two ranks.
 
     Attributes:
         begun: by device, the group and number of each started call, in order.
@@ -35,7 +35,7 @@ class World:
 
 
 class Calls:
-    """The calls of one group, whose first rank assigns their times."""
+    """The calls of one group, whose first rank assigns the launch times."""
 
     def __init__(self, world: World, group: int, ranks: list[int]) -> None:
         self.world, self.group, self.ranks = world, group, ranks
@@ -68,7 +68,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_any_two_calls_have_one_order_without_cycles(seed: int) -> None:
+async def test_device_calls_of_overlapping_groups_get_one_order_without_cycles(seed: int) -> None:
     chosen = random.Random(seed)
     devices = chosen.randint(2, 6)
     world = World(seed, devices)
@@ -89,7 +89,7 @@ async def test_any_two_calls_have_one_order_without_cycles(seed: int) -> None:
         for one, two in combinations(begun, 2):
             before.setdefault(two, set()).add(one)
     assert not [(one, two) for two, ones in before.items() for one in ones if two in before.get(one, ())]
-    # Without cycles, some of the remaining calls always have no predecessor.
+    # If there is no cycle, some remaining call always has no predecessor.
     left = {(group.group, number) for group, number in made}
     while left:
         first = {each for each in left if not before.get(each, set()) & left}
@@ -137,14 +137,14 @@ def lane_of(order: LaunchOrder, loop: asyncio.AbstractEventLoop, group: int) -> 
 
 
 def propose_time(lane: Lane, number: int) -> list[int]:
-    """Let a lane propose a time in its loop; return a list that gets the time."""
+    """Let a lane propose a launch time in its event loop; return a list that gets the accepted time."""
     found: list[int] = []
     lane.loop.call_soon_threadsafe(lane.propose, number, found.append)
     result_in_loop(lane.loop, lambda: None)
     return found
 
 
-def test_calls_start_in_the_loops_of_their_groups(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_device_calls_start_in_the_event_loops_of_their_groups(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     begun: list[tuple[int, asyncio.AbstractEventLoop]] = []
@@ -157,13 +157,13 @@ def test_calls_start_in_the_loops_of_their_groups(loops: list[asyncio.AbstractEv
             done.set()
 
     result_in_loop(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begin(2))))
-    assert not begun  # lane `one` has not set the time of its call, which may still be earlier
+    assert not begun  # lane `one` has not set the launch time of its call, which may still be earlier
     result_in_loop(loops[0], lambda: (one.settle(1, 2), one.begin(1, lambda: begin(1))))
     assert done.wait(10)
     assert begun == [(1, loops[0]), (2, loops[1])]
 
 
-def test_proposal_waits_for_an_unshared_group(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_launch_time_proposal_waits_for_a_group_that_is_not_yet_shared(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     notified: list[int] = []
     first = result_in_loop(loops[0], lambda: order.join(1, lambda: notified.append(1)))
@@ -183,7 +183,7 @@ def test_proposal_waits_for_an_unshared_group(loops: list[asyncio.AbstractEventL
     assert not order.is_used
 
 
-def test_group_with_a_closed_loop_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_group_with_a_closed_event_loop_blocks_no_other_group(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (propose_time(lost, 1), propose_time(other, 1)) == ([1], [2])
@@ -194,8 +194,8 @@ def test_group_with_a_closed_loop_blocks_no_other(loops: list[asyncio.AbstractEv
     assert not lost.call(lambda: None)
 
 
-def test_loop_closed_before_its_turn_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
-    """Check a loop that stops after it was notified of its turn and before it handles the notice."""
+def test_event_loop_closed_before_its_turn_blocks_no_other_group(loops: list[asyncio.AbstractEventLoop]) -> None:
+    """Check an event loop that stops after it was notified of its turn and before it handles the notice."""
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (propose_time(lost, 1), propose_time(other, 1)) == ([1], [2])
@@ -208,7 +208,7 @@ def test_loop_closed_before_its_turn_blocks_no_other(loops: list[asyncio.Abstrac
 
     loops[0].call_soon_threadsafe(block_and_stop)
     lost.settle(1, 1)
-    lost.begin(1, lambda: begun.append(0))  # called in this thread, so that the other thread is notified
+    lost.begin(1, lambda: begun.append(0))  # begin in this thread, so that the other thread is notified
     result_in_loop(loops[1], lambda: (other.settle(1, 2), other.begin(1, lambda: begun.append(1))))
     assert not begun
     go_on.set()
@@ -219,7 +219,7 @@ def test_loop_closed_before_its_turn_blocks_no_other(loops: list[asyncio.Abstrac
     assert begun in ([1], [0, 1])
 
 
-async def test_group_that_leaves_in_its_turn_passes_it_on() -> None:
+async def test_group_that_leaves_during_its_turn_passes_the_turn_on() -> None:
     order = LaunchOrder()
     one, two = order.join(1, lambda: None), order.join(2, lambda: None)
     begun: list[int] = []
@@ -238,7 +238,7 @@ async def test_group_that_leaves_in_its_turn_passes_it_on() -> None:
     assert begun == [6, 2]
 
 
-def test_turn_of_a_group_that_has_left_is_passed_on(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_turn_of_a_group_that_has_left_passes_to_the_next_group(loops: list[asyncio.AbstractEventLoop]) -> None:
     order = LaunchOrder()
     one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (propose_time(one, 1), propose_time(two, 1)) == ([1], [2])
@@ -257,7 +257,9 @@ def test_turn_of_a_group_that_has_left_is_passed_on(loops: list[asyncio.Abstract
     assert begun == [2]
 
 
-def test_loop_that_closes_during_the_notification_blocks_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_event_loop_that_closes_during_the_notification_blocks_no_other_group(
+    loops: list[asyncio.AbstractEventLoop],
+) -> None:
     class Closing:
         closed = False
 

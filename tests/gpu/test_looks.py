@@ -1,4 +1,4 @@
-"""Awaits that poll the word which a device writes at the end of a call."""
+"""Awaits that poll the end word, which a device writes at the end of a call."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_ended_calls_are_reported_without_a_cuda_query(cuda: FakeCuda, dev
     assert not waiter_of(device, stream)._is_awake
 
 
-async def test_unfinished_call_is_left_to_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_end_of_an_unfinished_call_is_detected_by_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
     stream, loop = device.stream(), asyncio.get_running_loop()
     ended = loop.create_future()
     held = GatedCall(cuda, stream)
@@ -86,8 +86,10 @@ async def test_unfinished_call_is_left_to_the_completion_thread(cuda: FakeCuda, 
     await ended
 
 
-async def test_device_writes_only_after_the_first_call_of_a_row(cuda: FakeCuda, device: Device) -> None:
-    """Check that the device writes only once for several calls in a row, since a write takes time."""
+async def test_device_writes_its_end_word_only_after_the_first_of_consecutive_calls(
+    cuda: FakeCuda, device: Device
+) -> None:
+    """Check that the device writes its end word once for several consecutive calls, since a write takes time."""
     stream, reported, loop = device.stream(), list[int](), asyncio.get_running_loop()
     for number in range(5):
         launch(device, stream, lambda _, number=number: reported.append(number))  # type: ignore[misc]
@@ -99,14 +101,14 @@ async def test_device_writes_only_after_the_first_call_of_a_row(cuda: FakeCuda, 
     await until(lambda: reported == list(range(5)))
     other, held = loop.create_future(), GatedCall(cuda, stream)
     wait_until_seen(device, stream)
-    device.launch(stream, held, None, other.set_result)  # launched by the launcher thread, which polls itself
+    device.launch(stream, held, None, other.set_result)  # the launcher thread launches this call and polls for its end
     await until(lambda: waiter_of(device, stream)._is_awake)
     held.open()
     await other
     assert cuda.calls["stream_write"] == 1
 
 
-async def test_ends_found_by_the_thread_are_reported_first(cuda: FakeCuda, device: Device) -> None:
+async def test_call_ends_found_by_the_completion_thread_are_reported_first(cuda: FakeCuda, device: Device) -> None:
     stream, reported, loop = device.stream(), list[int](), asyncio.get_running_loop()
     device.launch(stream, do_nothing, None, lambda _: reported.append(1))
     wait_until_seen(device, stream)
@@ -117,14 +119,14 @@ async def test_ends_found_by_the_thread_are_reported_first(cuda: FakeCuda, devic
     await until(lambda: reported == [1, 2])
 
 
-async def test_closed_stream_is_not_polled(device: Device) -> None:
+async def test_closed_device_stream_is_not_polled(device: Device) -> None:
     stream = device.stream()
     assert await device.close_stream(stream, 10)
     assert device.look(stream, asyncio.get_running_loop()) is None
 
 
 @pytest.mark.parametrize("why", ["refused", "no polling", "not ready"])
-async def test_completion_thread_waits_for_a_device_that_cannot_write(why: str, cuda: FakeCuda) -> None:
+async def test_completion_thread_waits_if_the_device_cannot_write_end_words(why: str, cuda: FakeCuda) -> None:
     device = Device.of(cuda, 0)
     if why != "not ready":
         device.prepare(why == "refused")
@@ -152,8 +154,10 @@ async def test_device_error_is_found_by_the_completion_thread(cuda: FakeCuda, de
     assert "it is broken" in str(await ended)
 
 
-async def test_unseen_end_on_another_stream_is_found_by_the_thread(cuda: FakeCuda, device: Device) -> None:
-    """Check two streams that share the word of a device: the completion thread finds the overwritten end."""
+async def test_overwritten_end_of_another_stream_is_found_by_the_completion_thread(
+    cuda: FakeCuda, device: Device
+) -> None:
+    """Check two streams that share the end word of a device: the completion thread finds the overwritten end."""
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
     held = GatedCall(cuda, first)
     ends = [loop.create_future() for _ in range(2)]
@@ -167,7 +171,7 @@ async def test_unseen_end_on_another_stream_is_found_by_the_thread(cuda: FakeCud
     await asyncio.gather(*ends)
 
 
-async def test_refused_write_keeps_memory_of_earlier_writes(cuda: FakeCuda, device: Device) -> None:
+async def test_refused_end_word_write_keeps_the_memory_of_earlier_writes(cuda: FakeCuda, device: Device) -> None:
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
     held = GatedCall(cuda, first)
     ends = [loop.create_future() for _ in range(2)]
@@ -183,7 +187,7 @@ async def test_refused_write_keeps_memory_of_earlier_writes(cuda: FakeCuda, devi
     await asyncio.gather(*ends)
 
 
-def test_end_numbers_wrap_around_without_zero(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_word_numbers_wrap_around_and_skip_zero(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end_word, "_MOST", 3)
     word, stream = EndWord(cuda), cuda.stream_create()
     assert word.follow(stream) == 0
@@ -198,7 +202,7 @@ def test_end_numbers_wrap_around_without_zero(cuda: FakeCuda, monkeypatch: pytes
     assert not word.is_last_number(2)
 
 
-def test_ends_of_another_loop_are_posted_to_it(cuda: FakeCuda, device: Device) -> None:
+def test_call_ends_of_another_event_loop_are_posted_to_that_loop(cuda: FakeCuda, device: Device) -> None:
     stream, reported = device.stream(), list[str]()
     launched, looked = threading.Event(), threading.Event()
 
@@ -231,7 +235,7 @@ def slow_clock(pg: ProcessGroup) -> None:
     reading = count()
 
     def ticks() -> float:
-        time.sleep(0)  # yield the GIL, which the fake kernels need
+        time.sleep(0)  # yield the GIL to the threads of the fake kernels
         return next(reading) * 1e-10
 
     comm.runtime.ticks = ticks
@@ -253,7 +257,7 @@ async def wait_until_idle(pg: ProcessGroup, gpu: Gpus) -> None:
 
 
 @pytest.mark.usefixtures("no_error_queries")
-async def test_await_ends_in_the_iteration_of_its_call() -> None:
+async def test_await_of_a_finished_call_ends_in_the_same_loop_iteration() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         slow_clock(pg)
@@ -274,7 +278,7 @@ async def test_await_ends_in_the_iteration_of_its_call() -> None:
 
 
 @pytest.mark.usefixtures("no_error_queries")
-async def test_loop_does_not_poll_while_a_thread_waits() -> None:
+async def test_event_loop_does_not_poll_while_the_completion_thread_waits() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor, polling = await repeat_allreduce(pg, gpu), comm_of(pg).polling
         await wait_until_idle(pg, gpu)
@@ -293,7 +297,7 @@ async def test_loop_does_not_poll_while_a_thread_waits() -> None:
 
 
 @pytest.mark.usefixtures("no_error_queries")
-async def test_closed_group_does_not_poll() -> None:
+async def test_closed_group_does_not_poll_the_device() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         sub = await pg.split_group([list(range(pg.size()))])
         assert sub is not None

@@ -1,4 +1,4 @@
-"""Matching of device messages: units of messages that start together, and their start."""
+"""Matching of device messages: units of messages that start together, and the moment of their start."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def ring(size: int, number: int = 1) -> Iterator[tuple[Match, list[MessageBatch]
         yield Match(rank, other, rank), [MessageBatch(rank, number, 2), MessageBatch(other, number, 2)]
 
 
-def test_single_message_starts_at_once(world: World) -> None:
+def test_single_matched_message_starts_at_once(world: World) -> None:
     for number in range(3):
         world.matching.matched(Match(1, 2, number), [MessageBatch(1, 0, 1), MessageBatch(2, 0, 1)])
     assert world.begun == [[Match(1, 2, number)] for number in range(3)]
@@ -72,7 +72,7 @@ def test_single_message_starts_at_once(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_ring_starts_as_one_unit(world: World, size: int) -> None:
+def test_ring_of_batched_messages_starts_as_one_unit(world: World, size: int) -> None:
     messages = list(ring(size))
     for match, batches in messages:
         assert not world.begun
@@ -89,7 +89,7 @@ def test_batch_starts_with_messages_outside_batches(world: World) -> None:
     assert world.is_empty()
 
 
-def test_staged_message_does_not_delay_its_batch(world: World) -> None:
+def test_staged_message_does_not_delay_the_other_messages_of_its_batch(world: World) -> None:
     world.matching.matched(Match(0, 1, 1), [MessageBatch(0, 5, 3), MessageBatch(1, 0, 1)])
     world.matching.record_uncarried(MessageBatch(0, 5, 3))
     assert not world.begun
@@ -102,7 +102,7 @@ def test_staged_message_does_not_delay_its_batch(world: World) -> None:
     assert world.is_empty()
 
 
-def test_matched_messages_start_after_the_patience(world: World) -> None:
+def test_matched_messages_of_an_incomplete_batch_start_after_the_maximum_wait(world: World) -> None:
     messages = list(ring(4))
     for match, batches in messages[:2]:
         world.matching.matched(match, batches)
@@ -116,7 +116,7 @@ def test_matched_messages_start_after_the_patience(world: World) -> None:
     assert world.is_empty()
 
 
-def test_clear_drops_waiting_messages(world: World) -> None:
+def test_clear_drops_messages_that_have_not_started(world: World) -> None:
     world.matching.matched(*next(ring(3)))
     world.matching.clear()
     assert world.is_empty()
@@ -124,7 +124,7 @@ def test_clear_drops_waiting_messages(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_message_starts_once_in_any_order(world: World, seed: int) -> None:
+def test_each_message_starts_once_for_any_order_of_matches(world: World, seed: int) -> None:
     choose = random.Random(seed)
     ends: dict[tuple[int, int], int] = {}
     messages = []
@@ -162,6 +162,6 @@ def test_large_batches_cost_little_per_message(world: World) -> None:
                 match = Match(src, dst, src * size + dst)
                 world.matching.matched(match, [MessageBatch(src, 1, 2 * size - 2), MessageBatch(dst, 1, 2 * size - 2)])
     assert [len(unit) for unit in world.begun] == [size * (size - 1)]
-    # A batch moves only to a unit at least twice as large.
+    # Each batch moves only to a unit at least twice as large, so at most log2(size) times.
     assert moves <= size * size.bit_length()
     assert world.is_empty()

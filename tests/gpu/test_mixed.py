@@ -48,7 +48,7 @@ PLACES: list[tuple[Callable[[], Any], str, Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_arrays_in_different_places_are_refused(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mix_of_host_and_device_arrays_in_one_call_is_refused(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", Cupy())  # type: ignore[arg-type]
     make, second, first = CALLS[call]
 

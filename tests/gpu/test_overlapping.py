@@ -46,10 +46,10 @@ def no_staging(gpu: Gpus) -> Iterator[None]:
 
 @pytest.mark.parametrize("verify", ["behind", "before"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (2, 2), (2, 3)])
-async def test_rows_and_columns_may_be_called_in_opposite_orders(
+async def test_ranks_can_call_row_and_column_groups_in_opposite_orders(
     rows: int, columns: int, verify: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check orders that would deadlock without a common launch order: the devices would wait in a cycle."""
+    """Check call orders that would deadlock without a common launch order, since devices would wait in a cycle."""
     limits(slot_patience=60.0)
     monkeypatch.setenv("AIOCOLL_VERIFY", verify)
 
@@ -76,8 +76,8 @@ async def test_rows_and_columns_may_be_called_in_opposite_orders(
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_groups_may_be_called_in_random_orders(seed: int, limits: Limits) -> None:
-    """Check random orders, with one group called more often, so that the groups' times differ."""
+async def test_ranks_can_call_overlapping_groups_in_random_orders(seed: int, limits: Limits) -> None:
+    """Check random call orders, with one group called more often, so that the groups' launch times differ."""
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -101,7 +101,7 @@ async def test_groups_may_be_called_in_random_orders(seed: int, limits: Limits) 
 
 
 async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> None:
-    """Check collectives, batches and blocks in the world and two subgroups at the same time."""
+    """Check collectives, batches and blocks in the world group and two subgroups at the same time."""
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -130,7 +130,7 @@ async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> No
         await run_ranks(4, body, gpu)
 
 
-async def test_first_group_on_a_device_launches_ahead_until_a_second_exists(limits: Limits) -> None:
+async def test_first_group_on_a_device_launches_calls_ahead_until_a_second_group_exists(limits: Limits) -> None:
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
@@ -159,8 +159,8 @@ async def test_first_group_on_a_device_launches_ahead_until_a_second_exists(limi
 
 
 @pytest.mark.parametrize("forced", [False, True])
-async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> None:
-    """Check that rank 0's launched call delays the other group, whose call rank 1 makes first, only briefly."""
+async def test_call_launched_ahead_delays_other_groups_only_briefly(forced: bool) -> None:
+    """Check that rank 0's early launch only briefly delays the other group, whose call rank 1 makes first."""
     looked = asyncio.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -203,8 +203,8 @@ async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> Non
         await run_ranks(2, body, gpu)
 
 
-async def test_calls_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
-    """Check messages and calls, with and without keys, if the wait for a slot has no patience."""
+async def test_calls_without_an_agreed_launch_slot_are_staged_after_the_maximum_wait(limits: Limits) -> None:
+    """Check messages and calls, with and without keys, when the maximum wait for a launch slot is zero."""
     limits(slot_patience=0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -231,7 +231,7 @@ async def test_calls_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
 
 
 @pytest.mark.parametrize("failing", ["row", "column"])
-async def test_group_that_fails_blocks_no_other(failing: str, limits: Limits) -> None:
+async def test_failed_group_blocks_no_other_group_on_its_device(failing: str, limits: Limits) -> None:
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -259,8 +259,8 @@ async def test_group_that_fails_blocks_no_other(failing: str, limits: Limits) ->
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
-async def test_group_that_a_rank_has_left_blocks_no_other(leaver: int, limits: Limits) -> None:
-    """Check a group that has launched calls ahead and cannot agree on a common place any more."""
+async def test_group_that_a_rank_has_left_blocks_no_other_group_on_its_device(leaver: int, limits: Limits) -> None:
+    """Check a group that has launched calls ahead and can no longer agree on a common launch slot."""
     limits(device_parting=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -291,8 +291,8 @@ async def test_group_that_a_rank_has_left_blocks_no_other(leaver: int, limits: L
         await run_ranks(3, body, gpu)
 
 
-async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Limits) -> None:
-    """Check messages that rank 0 has numbered before it leaves, without proposals from both ends."""
+async def test_messages_without_a_launch_time_are_staged_when_rank_0_leaves(limits: Limits) -> None:
+    """Check messages that rank 0 has numbered before it leaves, but for which both ends have proposed no time."""
     limits(slot_patience=60.0, device_parting=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -306,7 +306,7 @@ async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Lim
                 await group.allreduce(gpu.tensor(np.ones(1), rank))
         await until(lambda: state_of(first).slots.is_shared)
         await pg.barrier()
-        state_of(first).slots._lane.is_shared = rank == 0  # so that no time is proposed
+        state_of(first).slots._lane.is_shared = rank == 0  # prevents proposals of a launch time
         await pg.barrier()
         large = gpu.tensor(np.full(LARGE, rank), rank)
         work = None if rank == 0 else held.send(large, 2) if rank == 1 else held.recv(large, 1)
@@ -340,8 +340,8 @@ async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Lim
     ],
     ids=str,
 )
-async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str, Any], way: str) -> None:
-    """Check messages around slot 5, which rank 0 has requested and which has a time on rank 1."""
+async def test_invalid_device_message_fails_the_group(sender: int, note: dict[str, Any], way: str) -> None:
+    """Check messages about launch slot 5, which rank 0 has requested and which has a time on rank 1."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, comm = pg.rank(), comm_of(pg)
@@ -359,8 +359,8 @@ async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str,
         await run_ranks(2, body, gpu)
 
 
-async def test_late_proposals_are_ignored(limits: Limits) -> None:
-    """Check a proposal that arrives after its call was staged."""
+async def test_launch_time_proposals_for_staged_calls_are_ignored(limits: Limits) -> None:
+    """Check a launch time proposal that arrives after its call was staged."""
     limits(slot_patience=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

@@ -31,7 +31,7 @@ def test_simulated_machine_has_torch_without_cupy() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_world_operations_work_on_simulated_devices(devices: int) -> None:
+def test_array_operations_of_device_tests_work_on_simulated_devices(devices: int) -> None:
     with world("played", devices=devices) as made:
         assert made.devices == devices
         for device in range(devices):
@@ -44,12 +44,12 @@ def test_world_operations_work_on_simulated_devices(devices: int) -> None:
             assert made.host(made.tensor(np.zeros(0), device)).size == 0
 
 
-def test_one_rank_reduces_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_rank_reduces_tensors_on_the_simulated_machine(capsys: pytest.CaptureFixture[str]) -> None:
     single_rank.main("played")
     assert capsys.readouterr().out.splitlines() == [f"played, {dtype}: reduced" for dtype in ("bfloat16", "float32")]
 
 
-def test_unopened_gate_releases_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_that_is_never_opened_releases_the_device_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with world("played") as made:
         monkeypatch.setattr(real, "SHUT", 0.01)
         tensor = made.tensor(np.zeros(3))

@@ -75,20 +75,20 @@ def run_and_log(step: Step, folder: Path, limit: float = 60) -> tuple[Outcome, s
         ),
     ],
 )
-def test_missing_requirements_are_listed_with_reasons(gone: dict[str, Any], expected: dict[str, str]) -> None:
+def test_gpu_run_lists_missing_requirements_with_reasons(gone: dict[str, Any], expected: dict[str, str]) -> None:
     found = EVERYTHING | gone | {"modules": EVERYTHING["modules"] | gone.get("modules", {})}
     assert machine_info.missing_parts(found, fake=False) == expected
     needed = {name: why for name, why in expected.items() if name.startswith("pytest")}
     assert machine_info.missing_parts(found, fake=True) == needed
 
 
-def test_plugins_of_packages_that_are_not_installed_are_named() -> None:
+def test_gpu_run_loads_pytest_plugins_of_packages_that_are_not_installed() -> None:
     assert machine_info.plugin_options(EVERYTHING) == []
     assert machine_info.plugin_options({"plugins": ["asyncio", "xdist"]}) == ["-p", "aiocoll.testing.plugin"]
     assert machine_info.plugin_options({"plugins": []})[:2] == ["-p", "pytest_asyncio.plugin"]
 
 
-def test_hanging_query_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requirement_whose_query_hangs_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang() -> None:
         raise KeyboardInterrupt
 
@@ -101,7 +101,7 @@ def test_hanging_query_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert machine_info.missing_parts(found, fake=False)["device"] == "the query hung, or crashed the process"
 
 
-def test_description_of_this_machine_is_complete(tmp_path: Path) -> None:
+def test_description_of_this_machine_contains_all_parts(tmp_path: Path) -> None:
     # In a separate process, since CUDA never closes what it opens.
     file = tmp_path / "found.json"
     subprocess.run([sys.executable, "-m", "tests.gpu.machine_info", str(file)], cwd=ROOT, check=True)
@@ -116,7 +116,7 @@ def test_description_of_this_machine_is_complete(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(_gpus() > 0, reason="a CUDA device is available: run `make gpu`")
-def test_run_without_a_device_runs_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_run_without_a_device_runs_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert module.main([str(tmp_path)]) == 2
     output = capsys.readouterr().out
     assert "missing: device: " in output
@@ -125,8 +125,8 @@ def test_run_without_a_device_runs_no_step(tmp_path: Path, capsys: pytest.Captur
     assert [step["name"] for step in results["steps"]] == ["versions and interfaces"]
 
 
-def test_undescribed_machine_is_reported(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """Check the case that the process which describes the machine hangs or writes nothing."""
+def test_machine_that_cannot_be_described_is_reported(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Let the process that describes the machine hang or write nothing."""
     assert not run.check_machine()
     assert "The machine could not be described; versions and interfaces" in capsys.readouterr().out
 
@@ -134,7 +134,7 @@ def test_undescribed_machine_is_reported(run: Run, capsys: pytest.CaptureFixture
 # -- the steps
 
 
-def test_steps_have_a_fixed_order() -> None:
+def test_steps_of_the_gpu_run_have_a_fixed_order() -> None:
     found = all_steps(fake=False, folder=Path("there"), plugins=["-p", "plugin"], missing=())
     names = [step.name for step in found]
     kinds = ("cupy", "torch")
@@ -154,7 +154,7 @@ def test_steps_have_a_fixed_order() -> None:
         assert ("plugin" in step.words) == ("pytest" in step.words)
 
 
-def test_steps_of_cupy_are_left_out_with_torch_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_steps_are_omitted_on_a_machine_with_torch_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_info.metadata, "version", lambda name: "2.13.0")
     with torch_machine():
         found = machine_info.describe_machine()
@@ -172,7 +172,7 @@ def test_steps_of_cupy_are_left_out_with_torch_alone(run: Run, monkeypatch: pyte
     assert {step.after for step in chosen} == {None, "raw by library", "aiocoll"}
 
 
-def test_check_of_requirements_needs_no_package() -> None:
+def test_requirement_check_imports_no_third_party_package() -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -182,7 +182,7 @@ print(*({{"aiocoll", "numpy", "msgpack", "pytest", "ml_dtypes"}} & {{*sys.module
     assert processes.run_code(code) == ""
 
 
-def test_each_adapter_has_its_steps_on_the_fake() -> None:
+def test_each_adapter_has_separate_steps_on_the_fake_device() -> None:
     found = all_steps(fake=True, folder=Path("there"), plugins=[], missing=())
     for adapter in ADAPTERS:
         names = [step.name for step in found if step.environment.get(ADAPTER) == adapter]
@@ -190,7 +190,7 @@ def test_each_adapter_has_its_steps_on_the_fake() -> None:
         assert names == [f"{name} by {adapter}" for name in ("alone fake", *paired, "streams fake", "overlapping")]
 
 
-def test_step_with_a_missing_requirement_does_not_pass(run: Run) -> None:
+def test_step_with_a_missing_requirement_is_not_reported_as_passed(run: Run) -> None:
     run.missing = {"torch": "no", "nccl": "no"}
     chosen = [
         python_step("", "raw")._replace(needs=("nccl",)),
@@ -211,7 +211,7 @@ def test_step_with_a_missing_requirement_does_not_pass(run: Run) -> None:
 @pytest.mark.parametrize(
     ("states", "well"), [(["passed", "left out"], True), *((["passed", bad], False) for bad in module.FAILURES)]
 )
-def test_summary_fails_if_a_step_failed(
+def test_gpu_run_summary_reports_failure_if_a_step_failed(
     run: Run, states: list[str], well: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number, state in enumerate(states):
@@ -224,13 +224,13 @@ def test_summary_fails_if_a_step_failed(
     assert [step["state"] for step in results["steps"]] == states
 
 
-def test_step_without_time_is_not_run(run: Run) -> None:
+def test_step_is_skipped_if_too_little_time_is_left(run: Run) -> None:
     run.until = 0.0
     run.run_steps([python_step("")])
     assert run.outcomes["it"].why == "no time was left"
 
 
-def test_existing_python_path_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_keep_the_existing_python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for before, path in ((None, [ROOT]), ("/some/site:/other", [ROOT, "/some/site", "/other"])):
         monkeypatch.delenv("PYTHONPATH", raising=False)
         if before is not None:
@@ -251,14 +251,14 @@ def test_existing_python_path_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
         ("import os; os.kill(os.getpid(), 9)", "failed", "killed by SIGKILL"),
     ],
 )
-def test_outcome_of_a_step_has_state_and_reason(code: str, state: str, why: str, tmp_path: Path) -> None:
+def test_step_outcome_contains_state_and_reason(code: str, state: str, why: str, tmp_path: Path) -> None:
     ended, output = run_and_log(python_step(code), tmp_path)
     assert (ended.state, ended.why) == (state, why)
     assert output.startswith("of the step before")
 
 
 @pytest.mark.slow
-def test_step_with_only_skipped_tests_fails(tmp_path: Path) -> None:
+def test_step_whose_tests_are_all_skipped_fails(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import pytest\ndef test_it():\n    pytest.skip('no')\n")
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path), str(file))
@@ -267,13 +267,13 @@ def test_step_with_only_skipped_tests_fails(tmp_path: Path) -> None:
     assert ended.why.startswith("no test passed: 1 skipped")
 
 
-def test_hanging_step_is_killed(tmp_path: Path) -> None:
+def test_hanging_step_is_killed_at_its_time_limit(tmp_path: Path) -> None:
     ended, _ = run_and_log(python_step("import threading; threading.Event().wait()"), tmp_path, limit=0.2)
     assert ended.state == "hung"
     assert ended.why == "killed after 0.2 s; the log has the stacks"
 
 
-#: Code that hangs, and whose child in another session hangs too.
+#: Code that hangs, with a child in another session that hangs too.
 HANG = """
 import subprocess, sys, threading
 def where_it_hangs(number):
@@ -285,7 +285,7 @@ where_it_hangs(sys.argv[1])
 """
 
 
-def test_hanging_processes_write_their_stacks_and_end() -> None:
+def test_hanging_step_processes_write_their_stacks_and_are_ended() -> None:
     hanging = subprocess.Popen(
         [sys.executable, "-c", HANG, "1", HANG],
         stdout=subprocess.PIPE,
@@ -297,7 +297,7 @@ def test_hanging_processes_write_their_stacks_and_end() -> None:
         assert process.stdout is not None
         assert {process.stdout.readline(), process.stdout.readline()} == {b"1\n", b"2\n"}
         end_process(process)
-        output = process.stdout.read().decode()  # until both processes have ended
+        output = process.stdout.read().decode()  # reads until both processes have ended
     assert output.count("in where_it_hangs") == 2
 
 
@@ -305,13 +305,13 @@ def test_hanging_processes_write_their_stacks_and_end() -> None:
 
 
 @pytest.mark.slow
-def test_failed_ranks_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_rank_step_names_failed_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     message = two.main("raw", "nonsense", "fake", str(tmp_path))
     assert message == "raw, nonsense: rank 0 ended with code 1, rank 1 ended with code 1"
     assert "AssertionError" in capfd.readouterr().err
 
 
-def test_rank_with_a_failed_peer_is_not_awaited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_rank_step_waits_only_briefly_for_a_rank_whose_peer_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two, "GRACE", 0.0)
     codes = ["raise SystemExit(3)", "import threading; threading.Event().wait()"]
     ranks = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
@@ -321,7 +321,7 @@ def test_rank_with_a_failed_peer_is_not_awaited_for_long(monkeypatch: pytest.Mon
     ranks[1].wait()
 
 
-def test_hung_ranks_are_named(
+def test_two_rank_step_names_hung_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(two, "LIMIT", 0.0)
@@ -337,7 +337,7 @@ def test_hung_ranks_are_named(
     assert capfd.readouterr().out.count("NCCL INFO Bootstrap") == 2
 
 
-def test_way_of_two_ranks_depends_on_the_nccl_version() -> None:
+def test_nccl_settings_for_two_ranks_on_one_device_depend_on_the_nccl_version() -> None:
     hosts = [two.rank_settings(rank, two.way_for_version(22809))["NCCL_HOSTID"] for rank in range(2)]
     assert len(set(hosts)) == 2
     assert "NCCL_HOSTID" not in two.rank_settings(0, two.way_for_version(23004))
@@ -355,7 +355,7 @@ def test_way_of_two_ranks_depends_on_the_nccl_version() -> None:
         pytest.param("", marks=pytest.mark.soak, id="everything"),
     ],
 )
-def test_run_on_the_fake_device_passes(only: str, tmp_path: Path) -> None:
+def test_gpu_run_on_the_fake_device_passes(only: str, tmp_path: Path) -> None:
     words = ["--fake", *(["--only", only] if only else []), str(tmp_path)]
     ran = subprocess.run(
         [sys.executable, "tests/gpu/run.py", *words], cwd=ROOT, capture_output=True, text=True, check=False
@@ -386,8 +386,8 @@ atexit.register(played.__exit__, None, None, None)
 
 
 @pytest.mark.slow
-def test_run_with_torch_alone_passes(tmp_path: Path) -> None:
-    """Check the steps as on such a machine; only the work of the libraries is simulated."""
+def test_gpu_run_with_torch_alone_passes(tmp_path: Path) -> None:
+    """Run the steps as on a machine with torch alone; only the work of the libraries is simulated."""
     (tmp_path / "sitecustomize.py").write_text(ALONE)
     (tmp_path / "torch-2.13.0.dist-info").mkdir()
     (tmp_path / "torch-2.13.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
@@ -407,7 +407,7 @@ def test_run_with_torch_alone_passes(tmp_path: Path) -> None:
     assert results["found"]["cuda"]["by"] == "ctypes_cuda"
 
 
-def test_unknown_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_run_refuses_an_unknown_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "check_machine", lambda run: run.found.update(EVERYTHING) is None)
     with pytest.raises(SystemExit) as error:
         module.main(["--fake", "--only", "aiocoll,unknown", str(tmp_path)])

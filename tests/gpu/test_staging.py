@@ -24,7 +24,7 @@ def cuda() -> Iterator[FakeCuda]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 40_000, 65_537, 100_000, 131_072, 1_000_001])
-def test_block_is_a_little_larger_than_requested(cuda: FakeCuda, nbytes: int) -> None:
+def test_page_locked_block_is_slightly_larger_than_requested(cuda: FakeCuda, nbytes: int) -> None:
     block = Staging(cuda, call_now).take(nbytes)
     assert nbytes <= block.nbytes <= max(nbytes * 1.25, nbytes + SMALLEST)
     assert block.nbytes % SMALLEST == 0
@@ -32,7 +32,7 @@ def test_block_is_a_little_larger_than_requested(cuda: FakeCuda, nbytes: int) ->
     assert block.dtype.name == "uint8"
 
 
-def test_returned_blocks_are_reused_last_first(cuda: FakeCuda) -> None:
+def test_returned_page_locked_blocks_are_reused_in_last_in_first_out_order(cuda: FakeCuda) -> None:
     pool = Staging(cuda, call_now)
     first, second, larger = pool.take(10), pool.take(10), pool.take(10_000)
     for block in (first, second, larger):
@@ -45,7 +45,7 @@ def test_returned_blocks_are_reused_last_first(cuda: FakeCuda) -> None:
     assert cuda.calls["pinned"] == 3
 
 
-def test_oldest_blocks_are_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits) -> None:
+def test_oldest_page_locked_blocks_are_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits) -> None:
     limits(staging_kept=3 * SMALLEST)
     pool = Staging(cuda, call_now)
     small, large = [pool.take(1) for _ in range(3)], pool.take(2 * SMALLEST)
@@ -65,7 +65,7 @@ def test_oldest_blocks_are_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits
     assert cuda.live()["pinned"] == 0
 
 
-def test_refused_memory_raises(cuda: FakeCuda) -> None:
+def test_refused_page_locked_allocation_raises_an_error(cuda: FakeCuda) -> None:
     pool = Staging(cuda, call_now)
     cuda.fail_next("pinned", "out of memory")
     with pytest.raises(DeviceError, match="out of memory"):
@@ -74,7 +74,7 @@ def test_refused_memory_raises(cuda: FakeCuda) -> None:
     assert pool.kept == SMALLEST
 
 
-def test_memory_is_freed_by_the_given_function(cuda: FakeCuda, limits: Limits) -> None:
+def test_page_locked_memory_is_freed_by_the_given_function(cuda: FakeCuda, limits: Limits) -> None:
     """Check that another thread can free memory, because freeing waits for the device and must not block the loop."""
     limits(staging_kept=SMALLEST)
     calls: list[Callable[[], None]] = []

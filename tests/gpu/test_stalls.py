@@ -14,14 +14,14 @@ from ..ranks import hub, run_ranks, until
 from .groups import Gpus, check_allreduce, check_failure, gpus, ones
 
 
-async def test_lost_rank_is_reported_while_queries_stall() -> None:
+async def test_lost_rank_is_reported_while_cuda_queries_block() -> None:
     """Check the surviving rank, whose kernel waits for the lost one until an abort ends it."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         await pg.barrier()
         gpu.cuda.stalls = True
-        gate = gpu.gate(1) if pg.rank() == 1 else None  # so that its kernel does not start
+        gate = gpu.gate(1) if pg.rank() == 1 else None  # keeps rank 1's kernel from starting
         work = pg.allreduce(ones(pg, gpu))
         if gate is None:
             await until(lambda: len(gpu.cuda.stalled) == 2)
@@ -37,7 +37,7 @@ async def test_lost_rank_is_reported_while_queries_stall() -> None:
     assert not gpu.cuda.overdue
 
 
-async def test_on_stream_fails_although_the_launcher_is_stuck() -> None:
+async def test_on_stream_raises_an_error_while_the_launcher_thread_is_stuck() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gpu.cuda.stalls = True
@@ -58,7 +58,7 @@ async def test_on_stream_fails_although_the_launcher_is_stuck() -> None:
     assert threading.main_thread().name not in gpu.cuda.stalled
 
 
-async def test_loop_never_queries_the_device() -> None:
+async def test_event_loop_never_makes_cuda_queries() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.cuda.stalls = True
         for number in range(20):

@@ -1,4 +1,4 @@
-"""Turns on a device, which start in order, one at a time."""
+"""Turns of groups on a device, which start in order, one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from aiocoll.gpu.turns import Turns
 
 
-async def test_turn_starts_when_the_previous_one_has_ended() -> None:
+async def test_device_turn_starts_when_the_previous_turn_has_ended() -> None:
     turns, begun = Turns(), [asyncio.Event() for _ in range(3)]
     taken = [turns.take(each.set) for each in begun]
     for index, turn in enumerate(taken):
@@ -21,7 +21,7 @@ async def test_turn_starts_when_the_previous_one_has_ended() -> None:
         turn.end()
 
 
-async def test_turn_ended_before_its_start_never_starts() -> None:
+async def test_device_turn_that_ends_before_its_start_never_starts() -> None:
     turns, order = Turns(), []
     first, second, third = (turns.take(partial(order.append, number)) for number in range(3))
     second.end()
@@ -38,7 +38,7 @@ async def test_turn_ended_before_its_start_never_starts() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_turn_of_a_closed_loop_is_passed_on(waits: bool) -> None:
+def test_device_turn_of_a_closed_event_loop_passes_to_the_next(waits: bool) -> None:
     turns = Turns()
 
     async def leave_one() -> None:
@@ -64,7 +64,7 @@ def test_turn_of_a_closed_loop_is_passed_on(waits: bool) -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_started_turn_of_a_closed_loop_has_ended(others: int) -> None:
+def test_started_device_turn_ends_when_its_event_loop_is_closed(others: int) -> None:
     turns, begun = Turns(), []
 
     async def leave_some() -> None:

@@ -21,7 +21,7 @@ ORDERED = ("oneround", "bruck", "pairwise", "linear", "fold")
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize(("kind", "algorithm"), ALGORITHMS, ids=lambda value: value)
-async def test_algorithm_is_used_and_gives_the_closed_form(
+async def test_forced_algorithm_is_used_and_computes_the_closed_form_results(
     kind: str, algorithm: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world_size = 2 if algorithm == "exchange" else 5
@@ -35,7 +35,7 @@ async def test_algorithm_is_used_and_gives_the_closed_form(
     if kind in ("barrier", "monitored_barrier"):
         await run_ranks(world_size, lambda pg: getattr(pg, kind)(), transport=transport)
     else:
-        # Unlike SUM, PREMUL_SUM always uses links, and it adds SCALE steps.
+        # Use PREMUL_SUM, which unlike SUM always uses links, and also has SCALE steps.
         op, dtype = ("affine", "int64") if algorithm in ORDERED else ("PREMUL_SUM", "float32")
         roots = range(world_size) if kind in ROOTED else (0, 0)
         case = {"kind": kind, "op": op, "dtype": dtype, "world_size": world_size}
@@ -49,7 +49,7 @@ async def test_algorithm_is_used_and_gives_the_closed_form(
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "PREMUL_SUM"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16"])
 async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: str, transport: str) -> None:
-    """Sum random values: ranks that added them in different orders would round differently."""
+    """Sum random values, which would round differently if ranks added them in different orders."""
     if dtype == "complex64" and op == "MIN":
         pytest.skip("MIN is not defined on complex numbers")
 
@@ -60,7 +60,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
         for count in (1, 7, 100, 5_000, 300_000):
             tensor = random.standard_normal(count) + (1j * random.standard_normal(count) if dtype[0] == "c" else 0)
             tensor = tensor.astype(dtype)
-            # The offset makes the alignment differ from rank to rank.
+            # The offset gives the arrays of different ranks different alignments.
             moved = np.empty(count + 8, dtype)[pg.rank() : count + pg.rank()]
             moved[:] = tensor
             results.append((await pg.allreduce(moved, chosen)).tobytes())
@@ -73,7 +73,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=repr)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-async def test_nan_of_any_rank_is_in_the_result(pg: ProcessGroup, dtype: str, op: ReduceOp) -> None:
+async def test_nan_of_any_rank_appears_in_the_result(pg: ProcessGroup, dtype: str, op: ReduceOp) -> None:
     tensor = np.zeros(pg.size() + 1, dtype)
     tensor[pg.rank()] = np.nan
     await pg.allreduce(tensor, op)
@@ -91,8 +91,8 @@ async def test_integer_averages_truncate_toward_zero(pg: ProcessGroup, values: l
 
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("kind", ["allreduce", "reduce", "reduce_scatter", "scan", "exscan"])
-async def test_non_commutative_op_gets_the_ranks_in_order(kind: str, transport: str) -> None:
-    """Check in the op that the left operand has only lower ranks than the right one: elements are bit sets of ranks."""
+async def test_noncommutative_op_receives_operands_in_rank_order(kind: str, transport: str) -> None:
+    """Use elements that are bit sets of ranks; the op checks that its left operand has only lower ranks."""
     wrong: list[tuple[Any, Any]] = []
 
     def join(a: Any, b: Any, out: Any) -> None:
@@ -122,7 +122,7 @@ async def test_non_commutative_op_gets_the_ranks_in_order(kind: str, transport: 
     assert not wrong
 
 
-async def test_custom_op_gets_arrays_of_the_tensors_dtype() -> None:
+async def test_custom_op_receives_arrays_of_the_tensors_dtype() -> None:
     seen = set()
 
     def add(a: Any, b: Any, out: Any) -> None:
@@ -138,8 +138,8 @@ async def test_custom_op_gets_arrays_of_the_tensors_dtype() -> None:
     assert seen == {"bfloat16"}
 
 
-def test_checker_finds_a_wrong_element() -> None:
-    """Check the comparison on which the whole test matrix relies."""
+def test_result_check_of_the_tests_finds_a_wrong_element() -> None:
+    """Check the comparison of results on which the whole test matrix relies."""
     call = Call({"kind": "allreduce", "dtype": "float16", "op": "SUM", "root": 0, "world_size": 3, "count": "1000"}, 0)
     from ..reductions import equal
 

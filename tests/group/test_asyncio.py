@@ -67,13 +67,13 @@ async def test_works_are_accepted_by_every_wait_function_of_asyncio(pg: ProcessG
         works: list[Work[Any]] = [pg.allreduce(np.ones(count + index)) for index in range(count)]
         assert await way(works) == set(works)
         assert all(work.result()[0] == pg.size() for work in works)
-        assert await way(works) == set(works)  # the works have ended already
+        assert await way(works) == set(works)  # wait again for works that have already ended
         assert [callbacks_of(work) for work in works] == [None] * count
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.ranks(2)
-async def test_works_of_a_block_start_when_they_are_waited_for(pg: ProcessGroup, way: Wait) -> None:
+async def test_waiting_for_works_of_a_block_starts_the_block(pg: ProcessGroup, way: Wait) -> None:
     async with pg.coalescing():
         works: list[Work[Any]] = [pg.allreduce(np.ones(3)), pg.allreduce(2)]
         assert await way(works) == set(works)
@@ -81,7 +81,7 @@ async def test_works_of_a_block_start_when_they_are_waited_for(pg: ProcessGroup,
 
 
 @pytest.mark.ranks(2)
-async def test_wait_returns_at_the_requested_condition(pg: ProcessGroup) -> None:
+async def test_asyncio_wait_returns_at_the_requested_condition(pg: ProcessGroup) -> None:
     other = 1 - pg.rank()
     later = pg.recv_object(other, tag=2)
     first = pg.recv_object(other, tag=1)
@@ -99,8 +99,8 @@ async def test_wait_returns_at_the_requested_condition(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(2)
-async def test_wait_returns_at_the_first_failure(pg: ProcessGroup) -> None:
-    """Check also that the group survives a receive that timed out."""
+async def test_asyncio_wait_returns_at_the_first_failure(pg: ProcessGroup) -> None:
+    """Check also that the group still works after a receive has timed out."""
     never = pg.recv_object(1 - pg.rank(), tag=1)
     fails = pg.recv_object(1 - pg.rank(), tag=2, timeout=0.01)
     done, pending = await asyncio.wait([never, fails], return_when=asyncio.FIRST_EXCEPTION)
@@ -119,7 +119,7 @@ async def test_wait_returns_at_the_first_failure(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_cancelled_wait_leaves_its_works_alone(pg: ProcessGroup) -> None:
+async def test_cancelled_asyncio_wait_does_not_cancel_its_works(pg: ProcessGroup) -> None:
     other = 1 - pg.rank()
     work = pg.recv_object(other)
     waiting = asyncio.ensure_future(asyncio.wait([work]))
@@ -133,7 +133,9 @@ async def test_cancelled_wait_leaves_its_works_alone(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("retrieves", [False, True])
-async def test_wait_does_not_retrieve_failures(retrieves: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_asyncio_wait_does_not_mark_failures_as_retrieved(
+    retrieves: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             works: list[Work[Any]] = [pg.allreduce(1, timeout=0.01)]
@@ -151,7 +153,7 @@ async def test_wait_does_not_retrieve_failures(retrieves: bool, caplog: pytest.L
 
 
 @pytest.mark.ranks(2)
-async def test_done_callbacks_are_removed_by_equality(pg: ProcessGroup) -> None:
+async def test_remove_done_callback_removes_equal_callbacks(pg: ProcessGroup) -> None:
     called: list[str] = []
 
     class Owner:
@@ -190,7 +192,7 @@ async def test_done_callbacks_run_in_the_given_context(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(1)
-async def test_wait_in_another_loop_is_refused(pg: ProcessGroup) -> None:
+async def test_asyncio_wait_in_another_event_loop_is_refused(pg: ProcessGroup) -> None:
     works: list[Work[Any]] = [pg.allreduce(1), pg.recv_object(0)]
     errors: list[BaseException] = []
 

@@ -30,7 +30,7 @@ from ..ranks import LINKS, over, until
 
 
 def grid_of(pg: ProcessGroup, dims: Sequence[int], periods: Any = None) -> CartesianGroup[ProcessGroup]:
-    """Return the grid that contains this rank; fail if the rank is outside."""
+    """Return the grid that contains this rank; fail if the rank is outside of the grid."""
     cart = pg.cart(dims, periods)
     assert cart is not None
     return cart
@@ -56,7 +56,7 @@ def test_grid_lengths_are_as_equal_as_possible() -> None:
     ]
     for size, dims, expected in cases:
         assert balanced(size, dims) == expected
-    # No other lengths with this product are closer to each other.
+    # No other grid lengths with this product are closer to each other.
     for size in range(1, 61):
         for count in (2, 3):
             found = balanced(size, [0] * count)
@@ -82,7 +82,7 @@ def test_grid_coordinates_are_in_row_major_order() -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 6, 7)
-async def test_grid_gives_coordinates_and_neighbours_of_each_rank(pg: ProcessGroup) -> None:
+async def test_grid_returns_coordinates_and_neighbours_of_each_rank(pg: ProcessGroup) -> None:
     size = pg.size()
     for dims, periods in (([0], [True]), ([0, 0], [True, False]), ([0, 1, 0], None), ([size], False), ([0, 0], True)):
         cart = grid_of(pg, dims, periods)
@@ -112,7 +112,7 @@ async def test_grid_gives_coordinates_and_neighbours_of_each_rank(pg: ProcessGro
 
 
 @pytest.mark.ranks(7)
-async def test_ranks_beyond_the_grid_get_none(pg: ProcessGroup) -> None:
+async def test_ranks_outside_the_grid_receive_none(pg: ProcessGroup) -> None:
     cart = pg.cart([2, 3])
     assert (cart is None) == (pg.rank() == 6)
     if cart is not None:
@@ -125,7 +125,7 @@ async def test_ranks_beyond_the_grid_get_none(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(6)
-async def test_subgrids_are_rows_and_columns(pg: ProcessGroup) -> None:
+async def test_subgrids_contain_the_rows_or_columns_of_the_grid(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [3, 2], [True, False])
     row, column = cart.coords()
     rows, columns, both, one = cart.sub(1), cart.sub([0]), cart.sub([1, 0]), grid_of(pg, [1, 6]).sub(0)
@@ -204,7 +204,7 @@ async def test_halo_supports_every_dtype_layout_and_width(pg: ProcessGroup) -> N
         ml_dtypes.bfloat16,
         ml_dtypes.float8_e4m3fn,
     ):
-        before, expected = halo_arrays(cart, [3, 2, 2], [1, 1, 0], dtype)  # the third axis has two values per cell
+        before, expected = halo_arrays(cart, [3, 2, 2], [1, 1, 0], dtype)  # the third axis holds two values per cell
         await cart.halo(before)
         np.testing.assert_array_equal(before, expected)
     for widths in ([2, 1], [0, 1], [1, 0], [0, 0], [3, 3]):
@@ -234,7 +234,7 @@ async def test_halo_supports_torch_tensors(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(4)
 @over("memory", "unix", "shm")
 async def test_large_halos_complete_concurrently(pg: ProcessGroup) -> None:
-    """Check that halos start at the call, progress without an await and may end in any order."""
+    """Check that halo exchanges start at the call, progress without an await and may end in any order."""
     cart = grid_of(pg, [2, 2], [True, False])
     # Each face is larger than 300 KiB, so that it needs the receiver's grant on both axes.
     arrays = []
@@ -257,8 +257,8 @@ async def test_large_halos_complete_concurrently(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_overtaking_halos_do_not_mix(pg: ProcessGroup) -> None:
-    """Let a short halo overtake a long one on the ranks of column 0, and follow it on those of column 1."""
+async def test_concurrent_halos_that_overtake_each_other_do_not_mix_data(pg: ProcessGroup) -> None:
+    """Let a short halo exchange overtake a long one on the ranks of column 0, and follow it on those of column 1."""
     cart = grid_of(pg, [2, 2], True)
     row, column = cart.coords()
     long, short = np.zeros((3, 500_000)), np.zeros((3, 3))
@@ -275,7 +275,7 @@ async def test_overtaking_halos_do_not_mix(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_halo_does_not_match_the_programs_messages(pg: ProcessGroup) -> None:
+async def test_halo_messages_do_not_match_receives_of_the_program(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2], True)
     other = 1 - pg.rank()
     theirs = np.zeros(1)
@@ -301,7 +301,7 @@ async def test_halo_faces_of_different_sizes_raise_a_mismatch_error(pg: ProcessG
 
 
 @pytest.mark.ranks(2)
-async def test_halo_ends_with_an_abort(pg: ProcessGroup) -> None:
+async def test_abort_of_the_group_fails_a_pending_halo(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2])
     work = cart.halo(np.zeros(3)) if pg.rank() else None
     await pg.barrier()
@@ -315,7 +315,7 @@ async def test_halo_ends_with_an_abort(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_halo_with_wrong_arguments_starts_nothing(pg: ProcessGroup) -> None:
+async def test_halo_with_wrong_arguments_starts_no_exchange(pg: ProcessGroup) -> None:
     calls: list[tuple[Any, type[Exception], str]] = [
         (lambda: pg.cart([3]), ValueError, r"dims=\[3\] needs 3 ranks, but the group has 2"),
         (lambda: pg.cart([3, 0]), ValueError, "are not a multiple of 3"),
@@ -394,7 +394,7 @@ async def test_halo_works_with_compared_calls_and_in_a_dry_run() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_closed_group_ends_its_halos(pg: ProcessGroup) -> None:
+async def test_close_of_the_group_fails_pending_halos(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2, 1])
     if pg.rank() == 0:
         work = cart.halo(np.zeros((3, 3)))

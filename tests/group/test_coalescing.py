@@ -66,7 +66,7 @@ def ones(count: int = 4, value: float = 1.0) -> Any:
 
 
 def mixed_cases(world_size: int) -> Iterator[Case]:
-    """Yield calls of every kind, dtype and op, with varying counts and roots."""
+    """Yield collective calls of every kind, dtype and op, with varying counts and roots."""
     counts, roots = cycle(each for each in COUNTS if each != "1000000"), cycle(range(world_size))
     for kind, dtype, op in product(REDUCING + MOVING, DTYPES, OPS):
         if kind in MOVING and op != "SUM":
@@ -77,7 +77,7 @@ def mixed_cases(world_size: int) -> Iterator[Case]:
 
 
 async def run_all_calls(pg: ProcessGroup) -> list[bytes]:
-    """Make all calls in one block, each in its own task; check the results and return the sums as bytes."""
+    """Make all calls in one block, each in a separate task; check the results and return the sums as bytes."""
     calls = [(case, Call(case, pg.rank())) for case in mixed_cases(pg.size())]
     async with pg.coalescing() as batch:
         found = await asyncio.gather(*(call.run(pg) for _, call in calls))
@@ -93,14 +93,14 @@ async def run_all_calls(pg: ProcessGroup) -> list[bytes]:
     [(1, "memory"), (3, "memory"), (2, "shm")]
     + [pytest.param(size, transport, marks=pytest.mark.matrix) for size in SIZES for transport in LINKS],
 )
-async def test_block_may_have_every_kind_dtype_and_op(world_size: int, transport: str) -> None:
+async def test_block_can_contain_calls_of_every_kind_dtype_and_op(world_size: int, transport: str) -> None:
     first, *others = await run_ranks(world_size, run_all_calls, transport=transport)
     assert all(each == first for each in others), "ranks have sums with different bits"
 
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_block_may_mix_small_large_staged_and_scalar_calls(pg: ProcessGroup) -> None:
+async def test_block_can_mix_small_large_staged_and_scalar_calls(pg: ProcessGroup) -> None:
     size, mine = pg.size(), pg.rank() + 1.0
     total = size * (size + 1) / 2
     small, large = ones(5, mine), ones(LARGE // 8 + 1, mine)
@@ -134,7 +134,7 @@ async def test_block_may_mix_small_large_staged_and_scalar_calls(pg: ProcessGrou
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "alltoall"])
-async def test_uneven_blocks_known_to_two_ranks_are_fused(kind: str) -> None:
+async def test_uneven_alltoall_calls_of_a_block_are_fused(kind: str) -> None:
     """Pack 16 MiB, which takes several loop iterations on the virtual clock."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -178,7 +178,7 @@ def run_virtual_in_thread(world_size: int, fn: Any, **how: Any) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix", "memory"])
-async def test_bucket_is_one_message_per_peer_and_step(transport: str, frames: Frames) -> None:
+async def test_fused_calls_take_one_message_per_peer_and_step(transport: str, frames: Frames) -> None:
     counted = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -203,7 +203,7 @@ async def test_bucket_is_one_message_per_peer_and_step(transport: str, frames: F
     assert counted[0] == counted[1]
 
 
-async def test_small_calls_of_a_block_are_one_frame_per_peer(frames: Frames) -> None:
+async def test_small_calls_of_a_block_take_one_frame_per_peer(frames: Frames) -> None:
     async def rank(pg: ProcessGroup) -> None:
         async with pg.coalescing():
             for number in range(50):
@@ -213,11 +213,11 @@ async def test_small_calls_of_a_block_are_one_frame_per_peer(frames: Frames) -> 
         assert comm_of(pg).entered == 1
 
     await run_ranks(2, rank, transport="tcp")
-    # Two frames carry the ranks' summands, and one carries the broadcast tensors.
+    # Expect two frames with the ranks' summands, and one with the broadcast tensors.
     assert frames.count == 3
 
 
-async def test_empty_block_takes_no_number(frames: Frames) -> None:
+async def test_empty_block_takes_no_sequence_number(frames: Frames) -> None:
     async def rank(pg: ProcessGroup) -> None:
         async with pg.coalescing() as batch:
             pass
@@ -229,7 +229,7 @@ async def test_empty_block_takes_no_number(frames: Frames) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_custom_ops_of_one_name_are_not_confused(pg: ProcessGroup) -> None:
+async def test_custom_ops_with_the_same_name_are_not_fused(pg: ProcessGroup) -> None:
     def adding_op() -> ReduceOp:
         return ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))
 
@@ -249,7 +249,7 @@ async def test_custom_ops_of_one_name_are_not_confused(pg: ProcessGroup) -> None
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task"])
-async def test_await_inside_a_block_sends_the_recorded_calls(pg: ProcessGroup, how: str) -> None:
+async def test_await_inside_a_block_starts_the_recorded_calls(pg: ProcessGroup, how: str) -> None:
     async def await_work(work: Work[Any]) -> None:
         await work
 
@@ -287,7 +287,7 @@ async def test_calls_of_one_loop_iteration_are_sent_together(pg: ProcessGroup) -
 
 
 @pytest.mark.ranks(2)
-async def test_done_callback_does_not_send_the_block(pg: ProcessGroup) -> None:
+async def test_adding_a_done_callback_does_not_start_the_block(pg: ProcessGroup) -> None:
     notified: list[Work[Any]] = []
     async with pg.coalescing() as batch:
         work = pg.allreduce(ones())
@@ -300,7 +300,7 @@ async def test_done_callback_does_not_send_the_block(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_block_ends_after_all_its_calls(pg: ProcessGroup) -> None:
+async def test_block_ends_when_all_its_calls_have_completed(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         works = [pg.allreduce(ones(LARGE)), pg.allreduce(ones()), *(pg.allgather_object(1) for _ in range(3))]
         awaited = asyncio.ensure_future(works[0].join())
@@ -314,7 +314,7 @@ async def test_block_ends_after_all_its_calls(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_keyed_calls_of_a_block_match_keyed_calls_outside(pg: ProcessGroup) -> None:
+async def test_keyed_calls_of_a_block_match_keyed_calls_outside_of_a_block(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         async with pg.coalescing() as batch:
             keyed = pg.allreduce(ones(), key="k")
@@ -332,7 +332,7 @@ async def test_keyed_calls_of_a_block_match_keyed_calls_outside(pg: ProcessGroup
 
 
 @pytest.mark.ranks(1)
-async def test_wrong_key_is_refused_at_the_call(pg: ProcessGroup) -> None:
+async def test_wrong_key_in_a_block_is_refused_at_the_call(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         with pytest.raises(TypeError, match="key must be a str"):
             pg.allreduce(ones(), key=3)  # type: ignore[arg-type]
@@ -345,7 +345,7 @@ async def test_wrong_key_is_refused_at_the_call(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_messages_of_a_block_are_sent_with_it(pg: ProcessGroup) -> None:
+async def test_messages_of_a_block_are_sent_when_the_block_starts(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     incoming, other, third = ones(3, 0), ones(3, 0), ones(2, 0)
     async with pg.coalescing() as batch:
@@ -374,7 +374,7 @@ async def test_messages_of_a_block_are_sent_with_it(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_recorded_receive_without_awaiters_is_withdrawn(pg: ProcessGroup) -> None:
+async def test_receive_of_a_block_without_awaiters_is_withdrawn(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         if pg.rank() == 0:
             work = pg.recv(ones(), 1)
@@ -391,7 +391,7 @@ async def test_recorded_receive_without_awaiters_is_withdrawn(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(2)
-async def test_failed_receive_is_raised_at_the_end_unless_retrieved(pg: ProcessGroup) -> None:
+async def test_end_of_a_block_raises_a_failed_receive_unless_it_was_retrieved(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         with pytest.raises(TimeoutError):
             await pg.recv(ones(), 1 - pg.rank(), timeout=0.01)
@@ -402,7 +402,7 @@ async def test_failed_receive_is_raised_at_the_end_unless_retrieved(pg: ProcessG
 
 
 @pytest.mark.ranks(2)
-async def test_block_cannot_nest_in_a_block_of_its_group(pg: ProcessGroup) -> None:
+async def test_block_inside_a_block_of_the_same_group_is_refused(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         with pytest.raises(
             RuntimeError, match="already has a coalescing block here, and blocks of one group do not nest"
@@ -422,7 +422,7 @@ async def test_block_cannot_nest_in_a_block_of_its_group(pg: ProcessGroup) -> No
         pg.allreduce(ones())
 
 
-async def test_blocks_of_two_groups_nest_within_a_task() -> None:
+async def test_blocks_of_two_groups_can_be_nested_within_a_task() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -450,7 +450,7 @@ async def test_blocks_of_two_groups_nest_within_a_task() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_task_that_outlives_its_block_makes_plain_calls(pg: ProcessGroup) -> None:
+async def test_task_that_outlives_its_block_makes_calls_outside_of_the_block(pg: ProcessGroup) -> None:
     go = asyncio.Event()
 
     async def make_late_call() -> tuple[int | None, Any]:
@@ -463,7 +463,7 @@ async def test_task_that_outlives_its_block_makes_plain_calls(pg: ProcessGroup) 
         pg.allreduce(ones())
     go.set()
     async with pg.coalescing():
-        # This second block does not record the late call either.
+        # Even this second block does not record the late call of the task.
         seq, result = await task
     assert (seq, result.tolist()) == (2, [2.0] * 4)
 
@@ -471,7 +471,7 @@ async def test_task_that_outlives_its_block_makes_plain_calls(pg: ProcessGroup) 
 # -- memory
 
 
-async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frames: Frames) -> None:
+async def test_block_calls_that_share_memory_are_refused_before_anything_is_sent(frames: Frames) -> None:
     async def check_refusals(pg: ProcessGroup) -> None:
         whole, raw = np.zeros(10), bytearray(16)
         pairs: list[tuple[Any, Any]] = [
@@ -491,13 +491,13 @@ async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frame
                 await pg.allreduce(whole[2:3])
         assert comm_of(pg).entered == 0
         assert pg.pending() == []
-        # Two calls may read the same memory, or write adjacent memory.
+        # Allowed: two calls read the same memory, or write adjacent memory.
         async with pg.coalescing():
             works = [pg.allgather(None, whole), pg.allgather(None, whole), pg.gather(None, whole, 0)]
         async with pg.coalescing():
             pg.allreduce(whole[:5])
             pg.allreduce(whole[5:])
-            # A call may use one of its outputs as its input.
+            # Allowed: a call uses one of its outputs as its input.
             outputs = [np.zeros(2) for _ in range(pg.size())]
             pg.allgather(outputs, outputs[pg.rank()])
             pg.allgather(None, ones(1))
@@ -511,7 +511,7 @@ async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frame
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_exception_inside_a_block_sends_no_more_calls(pg: ProcessGroup, frames: Frames) -> None:
+async def test_exception_inside_a_block_drops_the_recorded_calls(pg: ProcessGroup, frames: Frames) -> None:
     await pg.barrier()
     await pg.barrier()
     frames.take_count()
@@ -538,7 +538,7 @@ async def test_exception_inside_a_block_sends_no_more_calls(pg: ProcessGroup, fr
     assert (await pg.allreduce(tensor)).tolist() == [2.0] * 4
 
 
-async def test_failed_block_is_not_logged_as_unretrieved(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failure_of_a_block_is_not_logged_as_unretrieved(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(KeyError):  # noqa: PT012
             async with pg.coalescing():
@@ -555,7 +555,7 @@ async def test_failed_block_is_not_logged_as_unretrieved(caplog: pytest.LogCaptu
 
 
 @pytest.mark.ranks(2)
-async def test_calls_sent_before_an_exception_continue(pg: ProcessGroup) -> None:
+async def test_block_calls_started_before_an_exception_continue(pg: ProcessGroup) -> None:
     with pytest.raises(KeyError):  # noqa: PT012
         async with pg.coalescing():
             sent = pg.allreduce(ones())
@@ -569,7 +569,7 @@ async def test_calls_sent_before_an_exception_continue(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(2)
-async def test_cancelled_block_leaves_nothing_pending(pg: ProcessGroup) -> None:
+async def test_cancelled_block_leaves_no_pending_calls(pg: ProcessGroup) -> None:
     works: list[Work[Any]] = []
 
     async def record_calls() -> None:
@@ -598,7 +598,7 @@ async def test_cancelled_block_leaves_nothing_pending(pg: ProcessGroup) -> None:
 # -- the end of the group
 
 
-async def test_revocation_fails_recorded_calls() -> None:
+async def test_revocation_of_the_group_fails_recorded_calls() -> None:
     recorded = asyncio.Barrier(2)
 
     async def rank(pg: ProcessGroup) -> None:
@@ -619,14 +619,14 @@ async def test_revocation_fails_recorded_calls() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_closing_a_group_sends_recorded_calls_first(pg: ProcessGroup) -> None:
+async def test_closing_a_group_starts_recorded_calls_first(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         work = pg.allreduce(ones())
         await pg.shutdown()
         assert work.result().tolist() == [2.0] * 4
 
 
-async def test_closing_a_group_without_time_fails_recorded_calls() -> None:
+async def test_closing_a_group_with_timeout_zero_fails_recorded_calls() -> None:
     store = HashStore()
     closed = asyncio.Event()
 
@@ -648,7 +648,7 @@ async def test_closing_a_group_without_time_fails_recorded_calls() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_flush_times_out_after_the_shortest_member_timeout(pg: ProcessGroup) -> None:
+async def test_block_times_out_after_the_shortest_timeout_of_its_calls(pg: ProcessGroup) -> None:
     if pg.rank() == 1:
         error = await pg.wait_revoked()
     else:
@@ -661,7 +661,7 @@ async def test_flush_times_out_after_the_shortest_member_timeout(pg: ProcessGrou
 
 
 @pytest.mark.ranks(3)
-async def test_incomplete_flush_is_not_reported_as_completed(pg: ProcessGroup) -> None:
+async def test_incomplete_block_is_not_reported_as_completed(pg: ProcessGroup) -> None:
     async with pg.coalescing() as batch:
         pg.allreduce(ones())
         pg.allgather_object(1)
@@ -687,7 +687,7 @@ async def test_incomplete_flush_is_not_reported_as_completed(pg: ProcessGroup) -
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_block_of_list_calls_gives_their_results(pg: ProcessGroup, frames: Frames) -> None:
+async def test_block_of_list_calls_returns_their_results(pg: ProcessGroup, frames: Frames) -> None:
     size, rank = pg.size(), pg.rank()
     total = size * (size + 1) // 2
     tensors = [ones(3, rank + 1), np.full((2, 2), rank + 1, "int32"), ones(LARGE // 8, rank + 1)]
@@ -720,7 +720,7 @@ async def test_block_of_list_calls_gives_their_results(pg: ProcessGroup, frames:
 
 
 @pytest.mark.ranks(2)
-async def test_wrong_tensor_of_a_list_is_refused_before_sending(pg: ProcessGroup) -> None:
+async def test_wrong_tensor_in_a_list_call_is_refused_before_sending(pg: ProcessGroup) -> None:
     with pytest.raises(TypeError, match="tensor must be"):
         pg.allreduce_coalesced([ones(), "text"])
     with pytest.raises(TypeError, match="tensors must be a list of arrays, not ndarray"):
@@ -742,7 +742,7 @@ async def test_wrong_tensor_of_a_list_is_refused_before_sending(pg: ProcessGroup
 
 
 class StartingInterceptor:
-    """An interceptor that starts the calls unchanged."""
+    """An interceptor that starts all calls unchanged."""
 
     moves_nothing = False
     records = False
@@ -770,7 +770,7 @@ class IdleInterceptor(StartingInterceptor):
 
 
 @pytest.mark.ranks(2)
-async def test_group_interceptor_gets_the_fused_calls(pg: ProcessGroup) -> None:
+async def test_group_interceptor_receives_the_fused_calls(pg: ProcessGroup) -> None:
     interceptor = StartingInterceptor(pg)
     dispatcher_of(pg).intercept(interceptor)
     outputs = [ones(2, -1) for _ in range(pg.size())]
@@ -789,7 +789,7 @@ async def test_group_interceptor_gets_the_fused_calls(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_interceptor_without_data_leaves_arrays_unchanged(pg: ProcessGroup) -> None:
+async def test_interceptor_that_completes_calls_without_data_leaves_arrays_unchanged(pg: ProcessGroup) -> None:
     dispatcher_of(pg).intercept(IdleInterceptor(pg))
     tensors = [ones(2, 5), ones(3, 6)]
     outputs = [[ones(2, -1) for _ in range(pg.size())] for _ in range(2)]
@@ -823,7 +823,7 @@ async def test_message_that_fails_the_group_fails_the_whole_block(pg: ProcessGro
 
 
 @pytest.mark.ranks(1, 2)
-async def test_keyed_list_may_have_many_tensors(pg: ProcessGroup) -> None:
+async def test_keyed_list_call_in_a_block_can_have_many_tensors(pg: ProcessGroup) -> None:
     """Use far more tensors than one loop iteration packs, in a block that ends before the next iteration."""
     tensors = [np.ones(1000) for _ in range(1000)]
     async with pg.coalescing():

@@ -19,7 +19,7 @@ from ..ranks import LINKS, over
 @pytest.mark.ranks(3)
 @over(*LINKS)
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [0, 100_000, 1], [1, 2, 300_000]])
-async def test_parts_may_have_any_length(pg: ProcessGroup, counts: list[int]) -> None:
+async def test_parts_of_collectives_can_have_any_length(pg: ProcessGroup, counts: list[int]) -> None:
     rank, world = pg.rank(), range(3)
 
     def part(source: int, block: int, count: int) -> Any:
@@ -56,7 +56,7 @@ async def test_parts_may_have_any_length(pg: ProcessGroup, counts: list[int]) ->
 
 
 @pytest.mark.ranks(2)
-async def test_outputs_are_allocated_on_request(pg: ProcessGroup) -> None:
+async def test_collectives_allocate_outputs_if_none_are_passed(pg: ProcessGroup) -> None:
     tensor = np.full((2, 3), pg.rank(), "float32")
     for gathered in (await pg.allgather(None, tensor), await pg.gather(None, tensor, 1)):
         for source, each in enumerate(gathered or []):
@@ -68,11 +68,11 @@ async def test_outputs_are_allocated_on_request(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(3)
 @over(*LINKS)
 @pytest.mark.parametrize("count", [1, 1000, 300_000])
-async def test_base_collectives_use_one_whole_tensor(pg: ProcessGroup, count: int) -> None:
+async def test_single_tensor_collectives_read_or_write_one_tensor_for_all_ranks(pg: ProcessGroup, count: int) -> None:
     size, rank = pg.size(), pg.rank()
     output = np.zeros((size, count))
     output[rank] = rank
-    # In place: this rank's part of the output is the input.
+    # In place: the input is this rank's part of the output.
     assert await pg.allgather_into_tensor(output, output[rank]) is output
     assert all((output[source] == source).all() for source in range(size))
     part = np.zeros(count)
@@ -90,7 +90,7 @@ async def test_base_collectives_use_one_whole_tensor(pg: ProcessGroup, count: in
 
 
 @pytest.mark.ranks(2)
-async def test_strided_tensors_are_staged(pg: ProcessGroup) -> None:
+async def test_strided_tensors_are_staged_in_collectives(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     whole = np.zeros((4, 6))
     columns = whole[:, ::2]
@@ -115,7 +115,7 @@ async def test_strided_tensors_are_staged(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_objects_with_a_buffer_are_accepted(pg: ProcessGroup) -> None:
+async def test_objects_with_the_buffer_protocol_are_accepted(pg: ProcessGroup) -> None:
     raw = bytearray([pg.rank() + 1] * 5)
     assert await pg.allreduce(raw) is raw
     assert raw == bytes([3] * 5)
@@ -136,8 +136,8 @@ async def test_narrow_floats_are_summed(pg: ProcessGroup, name: str) -> None:
 
 
 @pytest.mark.ranks(5)
-async def test_many_small_summands_are_rounded_once(pg: ProcessGroup) -> None:
-    """Check that rounding happens once: bfloat16 has no 257, so that rounding after each addition would leave 256."""
+async def test_sum_of_many_small_narrow_floats_is_rounded_once(pg: ProcessGroup) -> None:
+    """Check that the sum is rounded once: bfloat16 has no 257, so rounding after each addition would leave 256."""
     tensor = np.full(10, 256 if pg.rank() == 0 else 1, ml_dtypes.bfloat16)
     await pg.allreduce(tensor)
     assert (tensor.astype("float32") == 260).all()
@@ -175,7 +175,7 @@ async def test_torch_tensors_are_used_without_a_copy(pg: ProcessGroup) -> None:
         ((np.uint8(200), np.uint8(100)), ReduceOp.SUM, np.uint8(44)),
     ],
 )
-async def test_numbers_are_accepted_and_returned(
+async def test_collectives_accept_and_return_python_numbers(
     pg: ProcessGroup, values: tuple[Any, Any], op: ReduceOp, expected: Any
 ) -> None:
     result = await pg.allreduce(values[pg.rank()], op)
@@ -274,7 +274,7 @@ def ones(count: int = 4) -> Any:
         (lambda pg: pg.alltoall_base(ones(), ones(), None, 4), TypeError, "input_split_sizes"),
     ],
 )
-async def test_wrong_arguments_take_no_sequence_number(
+async def test_call_with_wrong_arguments_takes_no_sequence_number(
     pg: ProcessGroup, call: Any, error: type[Exception], message: str
 ) -> None:
     if pg.rank() == 0:
@@ -287,7 +287,7 @@ async def test_wrong_arguments_take_no_sequence_number(
 
 
 @pytest.mark.ranks(2)
-async def test_overlapping_memory_is_refused(pg: ProcessGroup) -> None:
+async def test_arguments_with_overlapping_memory_are_refused(pg: ProcessGroup) -> None:
     shared = np.zeros(8)
     with pytest.raises(ValueError, match=r"tensor shares memory with the output of rank [01]"):
         pg.allgather_into_tensor(shared, shared[4:] if pg.rank() == 0 else shared[:4])
@@ -301,7 +301,7 @@ async def test_overlapping_memory_is_refused(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_second_call_of_the_same_shape_gives_its_own_result(pg: ProcessGroup) -> None:
+async def test_second_call_with_the_same_shape_returns_a_separate_result(pg: ProcessGroup) -> None:
     rank, world = pg.rank(), pg.size()
     total = sum(range(1, world + 1))
     base = np.arange(24.0)
@@ -337,7 +337,7 @@ async def test_second_call_of_the_same_shape_gives_its_own_result(pg: ProcessGro
 
 
 @pytest.mark.ranks(2)
-async def test_second_call_of_the_same_shape_is_checked(pg: ProcessGroup) -> None:
+async def test_arguments_of_a_second_call_with_the_same_shape_are_checked(pg: ProcessGroup) -> None:
     tensor = np.ones(4)
     for _ in range(2):
         await pg.allreduce(tensor)

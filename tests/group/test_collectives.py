@@ -42,7 +42,7 @@ MARGIN = 8
 
 
 def valid(case: Case) -> bool:
-    """Return whether a case, possibly an incomplete one, is a valid call."""
+    """Return whether a case, which may be incomplete, can become a valid call."""
     root, kind, op = case.get("root", 0), case.get("kind"), case.get("op")
     if root >= case.get("world_size", max(SIZES)) or (root and kind is not None and kind not in ROOTED):
         return False
@@ -61,7 +61,7 @@ def pairs() -> Iterator[Case]:
     yield from cover({"kind": MOVING, **SPACE}, valid)
 
 
-# All ranks share the process, and each checks its results against the data of all: data is needed p times.
+# Cached: all p ranks share the process, and each compares its results with the data of all ranks.
 _data = lru_cache(maxsize=64)(data)
 
 
@@ -82,14 +82,14 @@ class Call:
         self.size = case["world_size"]
         self.rank = rank
         self.count = COUNTS[case["count"]](self.size)
-        # The whole is cut into one part per rank. Parts have equal or nearly equal lengths, or are empty.
+        # Cut the whole array into one part per rank, of equal or nearly equal length, possibly empty.
         self.cuts = [part * self.count // self.size for part in range(self.size + 1)]
 
     def whole(self, rank: int) -> Any:
         return _data(self.dtype, self.op, rank, 0, self.count)
 
     def part(self, rank: int, part: int) -> Any:
-        """Return a rank's data for one part of the whole."""
+        """Return a rank's data for one part of the whole array."""
         start, stop = self.cuts[part : part + 2]
         return _data(self.dtype, self.op, rank, start, stop - start)
 
@@ -97,7 +97,7 @@ class Call:
         return _total(self.op, self.dtype, ranks, start, stop - start, self.size)
 
     def mine(self, values: Any) -> Any:
-        """Return `values` between margins, which reveal writes beyond the array."""
+        """Return `values` between margins, which reveal writes beyond the array bounds."""
         around = np.full(len(values) + 2 * MARGIN, 1, numpy_dtype(self.dtype))
         around[MARGIN : len(around) - MARGIN] = values
         self.margins.append(around)
@@ -184,7 +184,7 @@ class Call:
 
 
 async def check(pg: ProcessGroup, cases: list[Case]) -> list[bytes]:
-    """Run cases one after the other; return the bytes of the allreduced tensors."""
+    """Run cases one after the other; check the results and return the bytes of the allreduced tensors."""
     seen = []
     for case in cases:
         call = Call(case, pg.rank())
@@ -204,7 +204,9 @@ async def run(world_size: int, transport: str, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", SIZES)
-async def test_collectives_give_the_closed_form_in_a_pairwise_cover(world_size: int, transport: str) -> None:
+async def test_collectives_give_closed_form_results_for_a_pairwise_cover_of_arguments(
+    world_size: int, transport: str
+) -> None:
     await run(
         world_size,
         transport,
@@ -212,7 +214,7 @@ async def test_collectives_give_the_closed_form_in_a_pairwise_cover(world_size: 
     )
 
 
-def test_pairwise_cover_has_every_pair() -> None:
+def test_pairwise_cover_contains_every_pair_of_argument_values() -> None:
     cases = list(pairs())
     for kind, op in product(REDUCING, OPS):
         met = any(case["kind"] == kind and case.get("op") == op for case in cases)
@@ -238,7 +240,7 @@ def everything(dtype: str, world_size: int) -> Iterator[Case]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_collectives_give_the_closed_form_in_the_full_product(
+async def test_collectives_give_closed_form_results_for_all_combinations_of_arguments(
     dtype: str, world_size: int, transport: str
 ) -> None:
     await run(world_size, transport, list(everything(dtype, world_size)))

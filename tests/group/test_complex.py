@@ -34,7 +34,7 @@ async def check_reductions(pg: ProcessGroup, count: int, dtype: str) -> None:
     mine = inputs[rank]
     total = np.sum(inputs, axis=0, dtype=dtype)
     parts = total.view(total.real.dtype)
-    mean = (parts / parts.dtype.type(size)).view(dtype)  # NumPy's division by a complex number rounds differently
+    mean = (parts / parts.dtype.type(size)).view(dtype)  # NumPy's complex division rounds differently
     turns = [np.full(count, (1, 1j, -2, -1j)[each % 4], dtype) for each in range(size)]
     assert is_equal(await pg.allreduce(mine.copy()), total)
     assert is_equal(await pg.allreduce(mine.copy(), ReduceOp.AVG), mean)
@@ -74,7 +74,7 @@ async def check_movements(pg: ProcessGroup, count: int, dtype: str) -> None:
     assert gathered is None if rank != last else all(map(is_equal, gathered, by_rank))
     scattered = await pg.scatter(blank(count + rank), by_rank if rank == last else None, last)
     assert is_equal(scattered, by_rank[rank])
-    # Values and lengths depend on the sender and the receiver.
+    # Send values and lengths that depend on the sender and the receiver.
     sent = [data(rank * 10 + to, count + rank + to, dtype) for to in world]
     come = [data(by * 10 + rank, count + rank + by, dtype) for by in world]
     assert all(map(is_equal, await pg.alltoall([blank(len(each)) for each in come], sent), come))
@@ -132,7 +132,7 @@ async def test_complex_numbers_work_in_every_call_at_every_size(pg: ProcessGroup
 
 
 @pytest.mark.ranks(3)
-async def test_complex_scalars_keep_their_type(pg: ProcessGroup) -> None:
+async def test_complex_scalars_keep_their_python_type(pg: ProcessGroup) -> None:
     got = await pg.allreduce(1 + pg.rank() * 1j)
     assert (type(got), got) == (complex, 3 + 3j)
     narrow = await pg.allreduce(np.complex64(1j))
@@ -140,7 +140,7 @@ async def test_complex_scalars_keep_their_type(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_complex_nan_stays_in_its_part(pg: ProcessGroup) -> None:
+async def test_complex_nan_stays_in_the_real_or_imaginary_part(pg: ProcessGroup) -> None:
     tensor = np.array([complex(np.nan, 1) if pg.rank() else 1j, 1], "complex64")
     await pg.allreduce(tensor)
     assert np.isnan(tensor[0].real)
@@ -160,7 +160,7 @@ CALLS: dict[str, Callable[[ProcessGroup, Any, ReduceOp], object]] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", CALLS)
-async def test_complex_numbers_have_no_order_and_bit_ops(pg: ProcessGroup, kind: str) -> None:
+async def test_ordering_and_bitwise_ops_on_complex_numbers_are_refused(pg: ProcessGroup, kind: str) -> None:
     for name, dtype in product(("MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR"), DTYPES):
         tensor = np.full(4, 1j, dtype)
         with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it accepts"):

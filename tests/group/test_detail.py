@@ -50,7 +50,7 @@ async def run_detailed(world_size: int, fn: Callable[..., Any], *args: Any, tran
 
 
 async def mismatch_of(work: Work[Any]) -> CollectiveMismatchError:
-    """Return the mismatch with which a work fails."""
+    """Return the mismatch error with which a work fails."""
     with pytest.raises(CollectiveMismatchError) as caught:
         await work
     return caught.value
@@ -93,8 +93,8 @@ def check(case: Case, texts: list[list[str]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
-def test_mismatch_is_raised_on_every_rank_and_the_group_continues(number: int) -> None:
-    """Use alternating ranks and orders; `test_mismatch_is_raised_on_every_rank_in_all_places_and_orders` has all."""
+def test_compared_mismatch_is_raised_on_every_rank_and_the_group_continues(number: int) -> None:
+    """Check one odd rank and order of calls per case; `..._for_all_ranks_and_orders` below checks all combinations."""
     case = TABLE[number]
     orders = list(DELAYS.values())
     for turn in range(2):
@@ -115,7 +115,7 @@ def test_mismatch_is_raised_on_every_rank_and_the_group_continues(number: int) -
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_mismatch_is_raised_on_every_rank_in_all_places_and_orders(case: Case) -> None:
+def test_compared_mismatch_is_raised_on_every_rank_for_all_ranks_and_orders(case: Case) -> None:
     for world_size, odd in (*PLACES, (7, 0), (7, 5)):
         for order in DELAYS.values():
             for latency in (None, LATENCY):
@@ -123,7 +123,7 @@ def test_mismatch_is_raised_on_every_rank_in_all_places_and_orders(case: Case) -
 
 
 @pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
-async def test_mismatch_is_raised_on_every_rank_over_sockets(start: int) -> None:
+async def test_compared_mismatch_is_raised_on_every_rank_over_sockets(start: int) -> None:
     async def check_case(index: int) -> None:
         world_size, odd = PLACES[index % len(PLACES)]
         transport = ("unix", "tcp", "shm")[index % 3]
@@ -134,8 +134,8 @@ async def test_mismatch_is_raised_on_every_rank_over_sockets(start: int) -> None
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "reduce", "broadcast", "scan", "exscan"])
-def test_different_shapes_of_one_count_are_a_mismatch(kind: str) -> None:
-    """Check calls that would match without the comparison."""
+def test_different_shapes_with_the_same_element_count_are_reported_as_a_mismatch(kind: str) -> None:
+    """Check calls that would match without the comparison of shapes."""
     calls: dict[str, Callable[[ProcessGroup, Any], Work[Any]]] = {
         "allreduce": lambda pg, x: pg.allreduce(x),
         "reduce": lambda pg, x: pg.reduce(x, 1),
@@ -178,7 +178,7 @@ async def check_uneven_parts(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-async def test_equal_calls_are_carried_out(world_size: int, transport: str) -> None:
+async def test_equal_calls_are_carried_out_after_the_comparison(world_size: int, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         for count in (0, 1, pg.size() - 1, pg.size() + 1, 100_000):
             array = np.full(count, pg.rank() + 1.0)
@@ -190,7 +190,7 @@ async def test_equal_calls_are_carried_out(world_size: int, transport: str) -> N
         await pg.barrier()
         await pg.monitored_barrier()
         assert await pg.alltoall_object(list(range(pg.size()))) == [pg.rank()] * pg.size()
-        # An array that cannot be sent raises on this rank only.
+        # A call on an unsupported object raises an error on this rank only.
         with pytest.raises(TypeError):
             pg.allreduce("no array")
         await check_still_works(pg)
@@ -198,7 +198,7 @@ async def test_equal_calls_are_carried_out(world_size: int, transport: str) -> N
     await run_detailed(world_size, rank, transport=transport)
 
 
-async def test_mismatch_shows_a_limited_number_of_calls() -> None:
+async def test_mismatch_error_shows_a_limited_number_of_calls() -> None:
     async def rank(pg: ProcessGroup) -> CollectiveMismatchError:
         return await mismatch_of(pg.allreduce(np.zeros(pg.rank() + 1)))
 
@@ -207,7 +207,7 @@ async def test_mismatch_shows_a_limited_number_of_calls() -> None:
         assert str(error).endswith("; and 2 more distinct calls of other ranks")
 
 
-def test_equal_calls_of_many_ranks_are_counted() -> None:
+def test_mismatch_error_counts_equal_calls_of_many_ranks() -> None:
     calls = [
         packed(description(rank, Signature("BARRIER", None, (), None, None), (), None, 1), None) for rank in range(1)
     ]
@@ -251,7 +251,7 @@ def test_wrong_number_of_arrays_is_raised_on_all_ranks(kind: str, more: int) -> 
     assert len(set(run_virtual(3, rank, options=DETAIL))) == 1
 
 
-def test_mistake_of_all_ranks_is_reported_once() -> None:
+def test_wrong_number_of_arrays_on_all_ranks_is_reported_once() -> None:
     async def rank(pg: ProcessGroup) -> None:
         error = await mismatch_of(pg.scatter_object([1, 2], pg.rank()))
         assert "the following: root, number of ranks. Group" in str(error)
@@ -264,7 +264,7 @@ def test_mistake_of_all_ranks_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize("kind", MISCOUNTED)
-def test_mistake_of_a_single_rank_group_is_a_wrong_argument(kind: str) -> None:
+def test_wrong_number_of_arrays_in_a_single_rank_group_raises_a_value_error(kind: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(ValueError, match="per rank: 1, not 2"):
             MISCOUNTED[kind](pg, 2)
@@ -298,7 +298,7 @@ def test_consecutive_ordered_and_keyed_mismatches_are_all_raised() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_mixed_calls_in_random_order_raise_equal_errors_on_all_ranks(seed: int) -> None:
-    """Mix ordered and keyed calls of all kinds, some of which differ, over links with latency."""
+    """Mix ordered and keyed calls of all kinds, some of which differ between ranks, over links with latency."""
     names = [*KINDS]
 
     async def rank(pg: ProcessGroup) -> list[str | None]:
@@ -346,8 +346,8 @@ async def make_calls_in_a_block(pg: ProcessGroup, *calls: Callable[[], Work[Any]
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_block_is_compared_as_one_call(transport: str) -> None:
-    """Check that a block takes one number on every rank, however many buckets it has, so that later calls match."""
+async def test_coalescing_block_is_compared_as_one_call(transport: str) -> None:
+    """Check that a block takes one sequence number on every rank, whatever its buckets, so that later calls match."""
 
     async def rank(pg: ProcessGroup) -> None:
         async with pg.coalescing() as batch:
@@ -367,8 +367,8 @@ async def test_block_is_compared_as_one_call(transport: str) -> None:
     await run_detailed(3, rank, transport=transport)
 
 
-def test_block_mismatch_is_raised_on_all_ranks() -> None:
-    """Drop or change the last of 40 calls on rank 1."""
+def test_mismatch_of_coalescing_blocks_is_raised_on_all_ranks() -> None:
+    """Omit or change the last of the 40 calls of a block on rank 1."""
 
     async def rank(pg: ProcessGroup) -> None:
         for missing in (True, False):
@@ -404,7 +404,7 @@ def test_keyed_calls_of_a_block_are_compared() -> None:
 # -- works
 
 
-def test_cancelled_await_does_not_stop_the_call() -> None:
+def test_cancelled_await_does_not_cancel_the_compared_call() -> None:
     async def rank(pg: ProcessGroup) -> None:
         work = pg.allreduce(np.ones(3) if pg.rank() else np.ones(4))
         later = pg.allreduce(1)
@@ -432,7 +432,7 @@ def test_unretrieved_mismatch_is_logged(caplog: pytest.LogCaptureFixture) -> Non
         assert "test_detail.py" in record.getMessage()
 
 
-def test_refused_call_is_incomplete_on_all_ranks() -> None:
+def test_mismatched_call_counts_as_incomplete_on_all_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         await mismatch_of(pg.allreduce(np.zeros(pg.rank() + 1)))
@@ -446,7 +446,7 @@ def test_refused_call_is_incomplete_on_all_ranks() -> None:
                 assert all(each in completed for each in (1, 3, ("k", 2)))
                 assert 2 not in completed
                 assert ("k", 1) not in completed
-            # The successor compares calls, too.
+            # The successor group compares calls, too.
             await mismatch_of(smaller.allreduce(np.zeros(smaller.rank() + 1)))
 
     run_virtual(3, rank, options=DETAIL)
@@ -457,7 +457,7 @@ def test_refused_call_is_incomplete_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("absent", [0, 1, 3])
 @pytest.mark.parametrize("timeout", [2.0, 0.5])
-def test_timeout_names_ranks_that_never_call(absent: int, timeout: float) -> None:
+def test_timeout_error_of_a_compared_call_names_ranks_that_never_call(absent: int, timeout: float) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == absent:
@@ -475,7 +475,7 @@ def test_timeout_names_ranks_that_never_call(absent: int, timeout: float) -> Non
     run_virtual(4, rank, options=DETAIL, latency=LATENCY)
 
 
-def test_timeout_includes_the_comparison_and_the_data() -> None:
+def test_timeout_covers_the_comparison_and_the_data_transfer() -> None:
     """Let rank 1 call after 3 s and rank 2 never: the call of rank 0 still times out after 5 s."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -495,7 +495,7 @@ def test_timeout_includes_the_comparison_and_the_data() -> None:
     run_virtual(3, rank, options=DETAIL)
 
 
-def test_stall_of_a_comparison_is_one_warning_with_the_missing_rank(caplog: pytest.LogCaptureFixture) -> None:
+def test_stalled_comparison_logs_one_warning_that_names_the_missing_rank(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(40 if pg.rank() == 1 else 0)
         await pg.allreduce(np.zeros(3))
@@ -508,7 +508,7 @@ def test_stall_of_a_comparison_is_one_warning_with_the_missing_rank(caplog: pyte
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_rank_that_has_left_is_named(transport: str) -> None:
+async def test_error_names_a_rank_that_has_left_the_group(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 1:
@@ -521,7 +521,7 @@ async def test_rank_that_has_left_is_named(transport: str) -> None:
     await run_detailed(3, rank, transport=transport)
 
 
-def test_monitored_barrier_names_the_missing_ranks() -> None:
+def test_compared_monitored_barrier_names_the_missing_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() in (1, 3):
@@ -542,11 +542,11 @@ def test_monitored_barrier_names_the_missing_ranks() -> None:
 
 @pytest.mark.parametrize("kind", [*SIZED, "barrier", "gather", "scatter", "alltoall_object", "broadcast_object"])
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_ranks_without_comparison_are_a_mismatch(kind: str, odd: int) -> None:
+def test_rank_that_does_not_compare_calls_is_reported_as_a_mismatch(kind: str, odd: int) -> None:
     call: Call = KINDS[kind]
 
     async def rank(pg: ProcessGroup) -> None:
-        # Groups made from this group get these options.
+        # Set the options of the group, which groups made from it inherit.
         options = GroupOptions.resolve(None if pg.rank() == odd else DETAIL, {})
         parts_of(pg).reconfigurer._spec = parts_of(pg).reconfigurer._spec._replace(options=options)
         other = await pg.split_group([0, 1, 2], group_name="mixed")
@@ -570,7 +570,7 @@ def test_ranks_without_comparison_are_a_mismatch(kind: str, odd: int) -> None:
         run_virtual(3, rank, options=GroupOptions(warn_after=30.0), latency=latency)
 
 
-async def test_detail_is_enabled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_comparison_is_enabled_by_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await mismatch_of(pg.allreduce(np.zeros(pg.rank() + 1)))
         await check_still_works(pg)
@@ -583,7 +583,7 @@ async def test_detail_is_enabled_by_the_environment(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_messages_are_compared_by_two_ranks_only(transport: str) -> None:
+async def test_messages_are_compared_only_by_sender_and_receiver(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() < 2:
             other = 1 - pg.rank()
@@ -627,13 +627,13 @@ def test_custom_ops_are_compared_by_name() -> None:
 
 
 @pytest.mark.parametrize("kind", SIZED)
-def test_small_call_against_a_large_one_is_a_mismatch(kind: str) -> None:
+def test_small_call_against_a_large_call_is_reported_as_a_mismatch(kind: str) -> None:
     case = Case(kind, "counts", counting(kind, 1_000_000, "uint8"), counting(kind, 1, "uint8"))
     for odd in (0, 1):
         check(case, run_virtual(2, mismatch_texts, case, odd, DELAYS["odd-late"], options=DETAIL))
 
 
-async def test_arrays_are_released_without_garbage_collection() -> None:
+async def test_arrays_of_compared_calls_are_released_without_garbage_collection() -> None:
     async def body(pg: ProcessGroup) -> None:
         for _ in range(2):
             array = np.ones(3)

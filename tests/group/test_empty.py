@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs m
 
 
 class Puts:
-    """Counts of the chunk queues: bytes copied into them, and chunks put by reference."""
+    """Counts of chunk queue writes: bytes copied into chunks, and chunks put by reference."""
 
     def __init__(self) -> None:
         self.clear()
@@ -49,7 +49,7 @@ class Puts:
 
 @pytest.fixture
 def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
-    """Count the puts of all links; disable the accelerator, whose puts Python cannot count."""
+    """Count the chunk queue writes of all links; disable the accelerator, whose writes Python cannot count."""
     counts, has = Puts(), Communicator.is_on_all_cards
     monkeypatch.setattr(Chunks, "connect", lambda *_: None)
     monkeypatch.setattr(Communicator, "is_on_all_cards", lambda comm, name: name != "native" and has(comm, name))
@@ -90,7 +90,7 @@ async def registered_array(pg: ProcessGroup, values: Any) -> Any:
 
 
 async def make_mapped(pg: ProcessGroup, array: Any) -> None:
-    """Make calls on the array until the neighbours have mapped it."""
+    """Make calls on a registered array until the neighbours have mapped its memory."""
     for _ in range(WARM):
         await pg.allreduce(array, ReduceOp.MAX)
 
@@ -104,7 +104,7 @@ SIZES = [2, 3, 4, 7]
 def is_possible(case: Case) -> bool:
     op, dtype, world_size = case.get("op"), case.get("dtype"), case.get("world_size", 0)
     if world_size > RING_RANKS and op not in (None, "SUM"):
-        return False  # with so many ranks, arrays of any kind travel in frames
+        return False  # arrays of groups this large are sent in frames
     return op is None or dtype is None or allowed(op, dtype)
 
 
@@ -120,8 +120,8 @@ FULL = [
 @pytest.mark.parametrize("cases", [COVER, pytest.param(FULL, marks=pytest.mark.matrix)], ids=["cover", "all"])
 @pytest.mark.ranks(*SIZES, timeout=240.0)
 @over("shm")
-async def test_registered_arrays_give_the_results_of_plain_ones(pg: ProcessGroup, cases: list[Case]) -> None:
-    """Compare the bits with those of plain arrays, and the values with the closed form."""
+async def test_registered_arrays_give_the_same_results_as_plain_arrays(pg: ProcessGroup, cases: list[Case]) -> None:
+    """Compare the result bits with those of plain arrays, and the values with the closed form."""
     world_size = pg.size()
     count = world_size * 40_000 + 1
     for op, dtype in [(case["op"], case["dtype"]) for case in cases if case["world_size"] == world_size]:
@@ -138,12 +138,12 @@ async def test_registered_arrays_give_the_results_of_plain_ones(pg: ProcessGroup
 @pytest.mark.slow
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_registered_arrays_work_with_counts_around_pieces(pg: ProcessGroup) -> None:
+async def test_registered_arrays_work_with_counts_near_multiples_of_the_piece_size(pg: ProcessGroup) -> None:
     for pieces in (0, 1, 2, 2 * QUEUE.chunks_count + 1):
         for more in (-1, 0, 1):
             count = max(0, pieces * pg.size() * PIECE // 8 + more)
             array = await pg.empty(count, np.int64)
-            for turn in range(2):  # in the second turn, the peers have mapped the array
+            for turn in range(2):  # in the second turn, the peers have already mapped the array
                 array[:] = np.arange(count) + pg.rank() * turn
                 await pg.allreduce(array)
                 expected = np.arange(count) * pg.size() + turn * pg.size() * (pg.size() - 1) // 2
@@ -188,7 +188,7 @@ async def test_registered_arrays_are_accepted_by_all_other_calls(pg: ProcessGrou
 @pytest.mark.ranks(2, 3, 4)
 @over("shm")
 async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) -> None:
-    """Check an array that the neighbours have mapped, and its slices and other views."""
+    """Check a registered array that the neighbours have mapped, and its slices and other views."""
     array = await registered_array(pg, np.zeros((100, 10_000), np.float32))
     await make_mapped(pg, array)
     for part in (array, array[3:], array.reshape(-1)[7:], array.T.T, array.view(np.int32), memoryview(array)):
@@ -203,7 +203,7 @@ async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) ->
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_array_outside_of_registered_memory_is_staged(pg: ProcessGroup, puts: Puts) -> None:
+async def test_array_outside_of_registered_memory_is_copied(pg: ProcessGroup, puts: Puts) -> None:
     array = await registered_array(pg, np.ones(LARGE))
     await make_mapped(pg, array)
     await pg.barrier()
@@ -217,15 +217,15 @@ async def test_array_outside_of_registered_memory_is_staged(pg: ProcessGroup, pu
     assert puts.nbytes == 2 * (LARGE + LARGE // 2) * 8
 
 
-def test_schedule_overwrites_no_piece_before_it_is_taken() -> None:
-    """Derive the order of events from the schedule alone: a piece must be taken before it is overwritten."""
+def test_schedule_overwrites_no_piece_before_the_neighbour_has_read_the_piece() -> None:
+    """Derive the order of events from the schedule alone; a piece must be read before it is overwritten."""
     for size in range(2, 8):
         for pieces in (1, 2, 3, 7):
             _check_hazard(size, order(2 * (size - 1), pieces))
 
 
 def _check_hazard(size: int, entries: tuple[tuple[int, int, int], ...]) -> None:
-    # The direct causes of each event. An event is (rank, "put" or "take", number).
+    # By event (rank, "put" or "take", chunk number), the events that directly precede it.
     causes: dict[tuple[int, str, int], set[tuple[int, str, int]]] = {}
     for rank in range(size):
         for number, (_, _, before) in enumerate(entries):
@@ -269,8 +269,8 @@ async def test_keyed_calls_on_registered_arrays_match_in_any_order(puts: Puts) -
 
 @pytest.mark.ranks(4)
 @over("shm")
-async def test_work_is_done_after_all_reads_of_its_array(pg: ProcessGroup) -> None:
-    """Overwrite the result as soon as the work is done."""
+async def test_work_completes_after_all_ranks_have_read_its_array(pg: ProcessGroup) -> None:
+    """Overwrite the result array as soon as the work is done."""
     array = await pg.empty(LARGE, np.int64)
     for turn in range(30):
         array[:] = turn + pg.rank()
@@ -283,7 +283,7 @@ async def test_work_is_done_after_all_reads_of_its_array(pg: ProcessGroup) -> No
 # -- failing in the middle
 
 
-async def test_failed_operation_returns_its_memory_to_the_owner(puts: Puts) -> None:
+async def test_failed_operation_never_completes_with_data_written_after_the_failure(puts: Puts) -> None:
     """Check that no rank completes with data that the owner writes after the failure."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
 
@@ -293,7 +293,7 @@ async def test_failed_operation_returns_its_memory_to_the_owner(puts: Puts) -> N
         groups[pg.rank()] = pg, array
         await pg.barrier()
         if pg.rank() == 0:
-            # All in one loop iteration, so that rank 1 calls before it can receive the abort.
+            # Make all steps in one loop iteration, so that rank 1 calls before it can receive the abort.
             puts.clear()
             array[:] = 1
             works = [pg.allreduce(array)]
@@ -313,9 +313,9 @@ async def test_failed_operation_returns_its_memory_to_the_owner(puts: Puts) -> N
 
 
 async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
-    """Let an operation fail after it has put all its pieces and released the lane, but before a peer has read them."""
+    """Let an operation fail after it has put all its pieces and released the lane, before a peer has read them."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
-    count = 2 * PIECE // 8  # one piece for each rank's part
+    count = 2 * PIECE // 8  # each rank's part is one piece
 
     async def rank(pg: ProcessGroup) -> None:
         array = await registered_array(pg, np.zeros(count))
@@ -326,9 +326,9 @@ async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
             other, theirs = groups[1]
             theirs[:] = array[:] = 1
             puts.clear()
-            for each in (pg, other):  # the clock stands still, so that no rank postpones a step
+            for each in (pg, other):  # stop the clock, so that no rank postpones a step
                 comm_of(each).runtime.ticks = lambda: 0.0
-            # All in one loop iteration, so that rank 0 fails before rank 1 looks again.
+            # Make all steps in one loop iteration, so that rank 0 fails before rank 1 polls again.
             works = [other.allreduce(theirs), pg.allreduce(array)]
             assert puts.places == 3, f"{puts.places} pieces were put, not two of rank 0 and one of rank 1"
             pg.abort("over")
@@ -344,7 +344,7 @@ async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
 
 @pytest.mark.ranks(3)
 @over("shm")
-async def test_survivors_continue_after_an_abort(pg: ProcessGroup) -> None:
+async def test_ranks_with_registered_arrays_continue_after_an_abort(pg: ProcessGroup) -> None:
     array = await registered_array(pg, np.zeros(LARGE))
     await make_mapped(pg, array)
     await pg.barrier()
@@ -360,8 +360,8 @@ async def test_survivors_continue_after_an_abort(pg: ProcessGroup) -> None:
             assert np.all(array == 3 + 3 * turn)
 
 
-async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(puts: Puts) -> None:
-    """Check that the pieces of the failed group are released only once, even if a rank was about to read one."""
+async def test_chunk_queue_stays_usable_after_a_reduce_function_raises(puts: Puts) -> None:
+    """Check that the chunks of the failed group are freed once, even if a rank was about to read one."""
 
     async def rank(pg: ProcessGroup) -> None:
         def fail(a: Any, b: Any, out: Any) -> None:
@@ -387,7 +387,7 @@ async def test_raising_reduce_function_leaves_the_chunk_queue_in_order(puts: Put
 # -- release
 
 
-async def test_dropped_registered_arrays_leave_no_memory() -> None:
+async def test_deleted_registered_arrays_release_their_memory() -> None:
     gc.collect()  # cycles of earlier tests may still hold mappings
 
     async def rank(pg: ProcessGroup) -> None:
@@ -403,7 +403,7 @@ async def test_dropped_registered_arrays_leave_no_memory() -> None:
         del array
         await until(lambda: segment_count(pg) == 1)
         await pg.barrier()
-        # A message over the socket may arrive later than data in shared memory.
+        # Wait, since a message over the socket may arrive later than data in shared memory.
         await until(lambda: (len(os.listdir("/proc/self/fd")), mappings()) == before)
         await pg.barrier()
         await pg.allreduce(kept)
@@ -423,7 +423,7 @@ async def test_registered_array_outlives_its_group() -> None:
     assert np.array_equal(first, np.arange(5, LARGE))
     second[:] = 0
     assert np.array_equal(first, np.arange(5, LARGE))
-    # Only the two views still hold memory: one mapping each, of its owner.
+    # Only the two views still reference memory, each one mapping of its owner.
     gc.collect()  # frees the links
     assert mappings() == 2
     del first, second
@@ -431,7 +431,7 @@ async def test_registered_array_outlives_its_group() -> None:
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_last_view_of_a_registered_array_may_be_dropped_in_any_thread(pg: ProcessGroup) -> None:
+async def test_last_view_of_a_registered_array_can_be_deleted_in_any_thread(pg: ProcessGroup) -> None:
     for _ in range(5):
         holder = [await registered_array(pg, np.ones(LARGE))]
         await pg.allreduce(holder[0])
@@ -441,8 +441,8 @@ async def test_last_view_of_a_registered_array_may_be_dropped_in_any_thread(pg: 
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_address_of_a_dropped_array_is_no_longer_registered(pg: ProcessGroup) -> None:
-    """Check that other memory at this address would not be taken for registered memory."""
+async def test_address_of_a_deleted_registered_array_is_no_longer_registered(pg: ProcessGroup) -> None:
+    """Check that other memory at the same address is not taken for registered memory."""
     array = await registered_array(pg, np.ones(LARGE))
     registry = comm_of(pg).endpoint.registered_memory
     (segment,) = registry.segments
@@ -507,7 +507,7 @@ async def test_empty_refuses_invalid_shapes_and_dtypes(
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_empty_method_raises_in_a_closed_group(pg: ProcessGroup) -> None:
+async def test_empty_method_of_a_closed_group_raises_an_error(pg: ProcessGroup) -> None:
     pg.abort("over")
     with pytest.raises(GroupRevokedError):
         await pg.empty(3, int)
@@ -516,7 +516,7 @@ async def test_empty_method_raises_in_a_closed_group(pg: ProcessGroup) -> None:
         await pg.empty(3, int)
 
 
-async def test_empty_completes_when_the_group_ends_meanwhile() -> None:
+async def test_empty_completes_although_the_group_ends_during_the_call() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
         await asyncio.sleep(0)
@@ -531,7 +531,7 @@ async def test_empty_completes_when_the_group_ends_meanwhile() -> None:
 
 @pytest.mark.ranks(2)
 @over("shm")
-async def test_loop_runs_during_the_reservation_of_empty(pg: ProcessGroup) -> None:
+async def test_event_loop_runs_while_empty_reserves_memory(pg: ProcessGroup) -> None:
     making = asyncio.ensure_future(pg.empty(4 * LARGE, np.float64))
     turns = 0
     while not making.done():
@@ -541,7 +541,7 @@ async def test_loop_runs_during_the_reservation_of_empty(pg: ProcessGroup) -> No
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EPERM, errno.EMFILE])
-async def test_empty_returns_an_ordinary_array_without_shared_memory(
+async def test_empty_returns_an_ordinary_array_if_shared_memory_is_unavailable(
     code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -559,8 +559,8 @@ async def test_empty_returns_an_ordinary_array_without_shared_memory(
     assert os.strerror(code) in warnings[0]
 
 
-async def test_empty_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the size first: the kernel would not refuse it, but kill a process."""
+async def test_empty_refuses_an_array_larger_than_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the size is tested first: the kernel would not refuse it, but kill a process."""
     replaced(monkeypatch, memory_available=lambda: LARGE)
 
     async def rank(pg: ProcessGroup) -> None:
@@ -575,7 +575,7 @@ async def test_empty_larger_than_the_memory_is_refused(monkeypatch: pytest.Monke
 @pytest.mark.ranks(2)
 @over("shm")
 @pytest.mark.parametrize("turns", range(1, 8))
-async def test_cancelled_empty_leaves_no_memory(pg: ProcessGroup, turns: int) -> None:
+async def test_cancelled_call_of_empty_leaves_no_memory(pg: ProcessGroup, turns: int) -> None:
     making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -586,7 +586,7 @@ async def test_cancelled_empty_leaves_no_memory(pg: ProcessGroup, turns: int) ->
 
 
 async def _correct_by_turn(pg: ProcessGroup) -> list[bool]:
-    """Reduce slices of a registered array; return whether each result is right."""
+    """Reduce slices of a registered array one by one; return whether each result is correct."""
     array = await pg.empty(3 * LARGE, np.float32)
     results = []
     for turn in range(6):

@@ -39,7 +39,7 @@ def seconds(pg: ProcessGroup, call: Callable[[], Any]) -> float:
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("count", [0, 1, 1000, 100_000, 1_000_000])
 @over("memory", "shm")
-async def test_estimate_equals_the_prediction(pg: ProcessGroup, count: int) -> None:
+async def test_estimated_time_equals_the_predicted_time_of_the_algorithm(pg: ProcessGroup, count: int) -> None:
     p = pg.size()
     one, whole = np.zeros(count, np.float32), np.zeros(count * p, np.float32)
     none = [one] * p if pg.rank() == 0 else None
@@ -102,13 +102,13 @@ async def test_estimate_includes_sparse_arrays(pg: ProcessGroup) -> None:
     with pg.time_estimator() as estimate:
         assert await pg.allreduce(tensor) is tensor
     (one,) = estimate.calls
-    # 100 indices and 100 values for each of the two other ranks.
+    # The bytes are 100 indices and 100 values for each of the two other ranks.
     assert (one.op, one.nbytes) == ("ALLREDUCE_SPARSE", 2 * 100 * 16)
     assert one.seconds == seconds_of(Load(1, 2, 2, one.nbytes, 0, 0), comm_of(pg).tuning.machine)
 
 
 @pytest.mark.ranks(3)
-async def test_estimate_of_a_gather_with_unknown_counts_in_a_block_is_made(pg: ProcessGroup) -> None:
+async def test_gather_with_unknown_counts_in_a_block_can_be_estimated(pg: ProcessGroup) -> None:
     with pg.time_estimator() as estimate:
         async with pg.coalescing():
             pg.allgather(None, np.zeros(5))
@@ -131,7 +131,7 @@ async def test_estimate_grows_with_the_bytes(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over("shm")
-async def test_estimate_for_shared_memory_has_its_own_formulas(pg: ProcessGroup) -> None:
+async def test_estimate_for_shared_memory_uses_separate_formulas(pg: ProcessGroup) -> None:
     a, v, b, g = 1000.0, 100.0, 0.5, 0.25
     comm_of(pg).tuning = Tuning(shm=Machine(a, v, b, g), medium="shm")
     with pg.time_estimator() as estimate:
@@ -140,7 +140,7 @@ async def test_estimate_for_shared_memory_has_its_own_formulas(pg: ProcessGroup)
         pg.allreduce(np.zeros(1 << 20))
     assert [each.algorithm for each in estimate.calls] == ["oneshot", "oneshot", "relay"]
     small, barrier, large = (each.seconds for each in estimate.calls)
-    # Two copies and a sum of three arrays of 128 bytes; `v` is the cost per peer.
+    # The formula has two copies and a sum of three arrays of 128 bytes; `v` is the cost per peer.
     assert small == a + 2 * v + (2 + 3) * 128 * g
     assert barrier == a + 2 * v
     assert large == predict("ring", "allreduce", 8 << 20, 3, Machine(a, v, b, g))
@@ -161,7 +161,7 @@ async def test_estimate_supports_several_hosts(pg: ProcessGroup, hosts: tuple[in
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 1024])
-async def test_fake_backend_gives_estimates(world_size: int) -> None:
+async def test_dry_run_group_returns_estimates(world_size: int) -> None:
     async with new_group("fake", rank=world_size - 1, world_size=world_size) as pg:
         with pg.time_estimator() as estimate:
             for call in ARRAYS.values():
@@ -220,7 +220,7 @@ async def test_estimate_writes_no_frame_to_open_links(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.ranks(2)
-async def test_wrong_arguments_are_refused_and_not_estimated(pg: ProcessGroup) -> None:
+async def test_calls_with_wrong_arguments_are_refused_and_not_estimated(pg: ProcessGroup) -> None:
     with pg.time_estimator() as estimate:
         with pytest.raises(TypeError, match="op"):
             pg.allreduce(np.ones(1), "sum")  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def failed_estimate(pg: ProcessGroup) -> Estimate:
 
 
 @pytest.mark.ranks(2)
-async def test_estimates_can_nest(pg: ProcessGroup) -> None:
+async def test_estimate_blocks_can_be_nested(pg: ProcessGroup) -> None:
     with pg.time_estimator() as outer:
         pg.barrier()
         inner = failed_estimate(pg)
@@ -301,7 +301,7 @@ async def test_coalesced_calls_are_estimated_as_fused(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-async def test_many_coalesced_tensors_are_estimated_at_once_and_unchanged(pg: ProcessGroup) -> None:
+async def test_estimate_of_many_coalesced_tensors_leaves_them_unchanged(pg: ProcessGroup) -> None:
     """Use far more tensors than one loop iteration packs."""
     tensors = [np.zeros(1000) for _ in range(1000)]
     with pg.time_estimator() as estimate:

@@ -79,7 +79,7 @@ CALLS: dict[str, Call] = {
 
 @contextmanager
 def all_garbage() -> Iterator[list[Any]]:
-    """Yield a list; at the end, add the objects that only the garbage collector has found."""
+    """Yield a list that gets, at the end, the objects which only the garbage collector has found."""
     found: list[Any] = []
     gc.collect()
     gc.disable()
@@ -97,7 +97,7 @@ def all_garbage() -> Iterator[list[Any]]:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("count", [2, 40_000, 400_000])
 @pytest.mark.parametrize("name", CALLS)
-async def test_call_leaves_no_reference_cycles(name: str, count: int, transport: str) -> None:
+async def test_finished_call_leaves_no_reference_cycles(name: str, count: int, transport: str) -> None:
     await testing.run_ranks(SIZE, check_no_garbage, name, count, options=options(transport))
 
 
@@ -111,7 +111,7 @@ async def check_no_garbage(pg: ProcessGroup, name: str, count: int) -> None:
         await CALLS[name](pg, np.zeros(count))
         await pg.barrier()
 
-    await call()  # creates the objects that all calls of this kind share
+    await call()  # the first call creates the objects that all calls of this kind share
     if pg.rank() == 0:
         with all_garbage() as garbage:
             await pg.barrier()

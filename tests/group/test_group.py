@@ -34,7 +34,7 @@ from ..ranks import LINKS, hub, in_a_fork, over, run_ranks, until
 
 
 @pytest.mark.ranks(3)
-async def test_group_has_its_name_rank_and_size(pg: ProcessGroup) -> None:
+async def test_group_returns_its_name_rank_and_size(pg: ProcessGroup) -> None:
     assert pg.size() == 3
     assert pg.global_ranks == (0, 1, 2)
     assert pg.timeout == 300.0
@@ -54,7 +54,7 @@ async def test_group_has_its_name_rank_and_size(pg: ProcessGroup) -> None:
 
 
 async def make_calls(pg: ProcessGroup) -> None:
-    await pg.barrier()  # the rank that aborts may pass it before the others
+    await pg.barrier()  # the aborting rank may pass the barrier before the others
     await pg.allreduce(np.ones(4))
 
 
@@ -81,7 +81,7 @@ async def test_abort_fails_every_rank_and_keeps_the_first_cause(pg: ProcessGroup
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_timeout_fails_every_rank_and_names_the_missing(pg: ProcessGroup) -> None:
+async def test_timeout_fails_every_rank_and_names_the_missing_ranks(pg: ProcessGroup) -> None:
     if pg.rank() == 2:
         assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
     else:
@@ -120,7 +120,7 @@ async def test_short_timeout_expires_while_other_calls_start(pg: ProcessGroup) -
         assert isinstance(work.exception(), CollectiveTimeoutError)
 
 
-async def test_group_timeout_is_the_default() -> None:
+async def test_timeout_of_the_group_is_the_default_timeout_of_its_calls() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -153,9 +153,9 @@ async def test_raising_custom_op_fails_every_rank(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
+async def test_broken_link_fails_the_call_on_every_rank(pg: ProcessGroup) -> None:
     work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3)
-    with suppress(GroupError):  # rank 0 may cut the link before the others have all objects
+    with suppress(GroupError):  # rank 0 may cut the link before the other ranks have received all objects
         await pg.allgather_object("opens the data links")
     if pg.rank() == 0:
         hub(pg).cut(1, 2)
@@ -170,7 +170,7 @@ async def test_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_rank_that_left_is_named_where_it_is_needed(pg: ProcessGroup) -> None:
+async def test_error_of_a_call_that_needs_a_rank_that_has_left_names_the_rank(pg: ProcessGroup) -> None:
     await pg.barrier()
     if pg.rank() == 2:
         return
@@ -183,7 +183,7 @@ async def test_rank_that_left_is_named_where_it_is_needed(pg: ProcessGroup) -> N
 @pytest.mark.ranks(4)
 @over(*LINKS)
 @pytest.mark.parametrize("leaver", [0, 1, 3])
-async def test_leaving_does_not_disturb_independent_ranks(pg: ProcessGroup, leaver: int) -> None:
+async def test_rank_that_leaves_does_not_disturb_calls_between_other_ranks(pg: ProcessGroup, leaver: int) -> None:
     await pg.barrier()
     if pg.rank() == leaver:
         return
@@ -211,10 +211,10 @@ async def test_message_sent_before_leaving_is_received(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS[1:])
-async def test_goodbye_does_not_overtake_data_on_an_unaccepted_link(
+async def test_goodbye_does_not_overtake_data_on_a_link_that_is_not_yet_accepted(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let rank 0 accept the data link so late that the goodbye on the control link arrives first."""
+    """Let rank 0 accept the data link only after the goodbye on the control link has arrived."""
     receive = stream.receive_message
 
     async def receive_slowly(stream: ByteStream, nbytes: int) -> bytes:
@@ -235,7 +235,7 @@ async def test_goodbye_does_not_overtake_data_on_an_unaccepted_link(
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_collective_survives_the_leaving_of_a_finished_rank(transport: str) -> None:
+async def test_collective_completes_although_a_finished_rank_has_left(transport: str) -> None:
     """Let rank 0 call after rank 2 has contributed and left, but before rank 1 has called."""
     left = asyncio.Event()
 
@@ -262,7 +262,7 @@ async def test_collective_survives_the_leaving_of_a_finished_rank(transport: str
 
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("call", ["barrier", "allreduce", "allgather_object"])
-async def test_leaving_right_after_a_collective_is_no_failure(call: str, transport: str) -> None:
+async def test_leaving_right_after_a_collective_causes_no_failure(call: str, transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await {
             "barrier": pg.barrier,
@@ -275,8 +275,8 @@ async def test_leaving_right_after_a_collective_is_no_failure(call: str, transpo
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_ranks_can_leave_one_after_another(transport: str) -> None:
-    """Let ranks leave in several orders, and send notices to the ranks that stay."""
+async def test_ranks_can_leave_a_group_in_any_order(transport: str) -> None:
+    """Let ranks leave in several orders, each sending notices to the remaining ranks."""
 
     async def rank(pg: ProcessGroup, order: list[int]) -> None:
         mine = order.index(pg.rank())
@@ -291,8 +291,8 @@ async def test_ranks_can_leave_one_after_another(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_failure_reaches_all_after_the_first_ranks_left(transport: str) -> None:
-    """Abort when rank 2 is the hub, because ranks 0 and 1 have left."""
+async def test_failure_is_reported_to_all_ranks_after_the_first_ranks_have_left(transport: str) -> None:
+    """Abort the group after ranks 0 and 1 have left, so that rank 2 is the hub."""
     informed = set()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -328,7 +328,7 @@ async def test_closed_group_refuses_calls(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_leaving_waits_for_started_works(transport: str) -> None:
+async def test_leaving_a_group_waits_for_started_works(transport: str) -> None:
     tensors = [np.ones(300_000) for _ in range(2)]
 
     async def rank(pg: ProcessGroup) -> None:
@@ -338,7 +338,7 @@ async def test_leaving_waits_for_started_works(transport: str) -> None:
     assert all((tensor == 2).all() for tensor in tensors)
 
 
-async def test_leaving_by_exception_aborts_the_others() -> None:
+async def test_exception_in_the_group_block_aborts_the_group_on_other_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             raise LookupError("no such file")
@@ -350,7 +350,7 @@ async def test_leaving_by_exception_aborts_the_others() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_drain_waits_for_all_and_raises_the_first_error(pg: ProcessGroup) -> None:
+async def test_drain_waits_for_all_works_and_raises_the_first_error(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     works = [pg.allreduce(np.ones(1000)), pg.recv(np.zeros(3), peer, 1), pg.send(np.ones(3), peer, 1)]
     await pg.drain()
@@ -445,7 +445,7 @@ def test_forked_child_that_runs_the_loop_is_refused() -> None:
     loop.close()
 
 
-def test_group_moves_with_its_loop_to_another_thread() -> None:
+def test_group_works_after_its_event_loop_moves_to_another_thread() -> None:
     loop = asyncio.SelectorEventLoop()
     store = HashStore()
 
@@ -505,7 +505,7 @@ async def test_mismatch_is_raised_on_both_ranks(pg: ProcessGroup, field: str, ca
     message = f"Collectives differ in the following: .*{field}.*rank 0 called .*SequenceNumber=1.*rank 1 called"
 
     async def call() -> None:
-        # A rank that completed before the other one called gets the mismatch at its next call.
+        # A rank that completed before the other rank called gets the mismatch error at its next call.
         await calls[pg.rank()](pg, around[8:-8])
         await pg.wait_revoked()
         pg.barrier()
@@ -521,18 +521,18 @@ async def test_mismatch_is_raised_on_both_ranks(pg: ProcessGroup, field: str, ca
 
 @pytest.mark.ranks(5)
 @over(*LINKS)
-async def test_mismatch_of_two_ranks_is_raised_on_all(pg: ProcessGroup) -> None:
+async def test_mismatch_between_two_ranks_is_raised_on_all_ranks(pg: ProcessGroup) -> None:
     tensor = np.ones(50_000, "float32" if pg.rank() == 3 else "float64")
     with pytest.raises(CollectiveMismatchError, match=r"dtype=float32.*") as raised:
         await pg.allreduce(tensor)
     assert 3 in raised.value.ranks
-    # Other ranks may have added some of their own data, but must not have used bytes of rank 3.
+    # Other ranks may have reduced their own data, but must not have used bytes of rank 3.
     assert (tensor == 1).all() if pg.rank() == 3 else set(tensor) <= {1, 2, 3, 4}
 
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_different_call_order_is_a_mismatch(pg: ProcessGroup) -> None:
+async def test_different_order_of_calls_is_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     x, y = np.ones(10), np.ones(20)
     works = [pg.allreduce(each) for each in ((x, y) if pg.rank() else (y, x))]
     for work in works:

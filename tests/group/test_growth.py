@@ -30,7 +30,7 @@ from ..ranks import LINKS, options, until
 
 
 async def results_on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: Awaitable[Any]) -> list[Any]:
-    """Run `then` on each rank, and `others` concurrently; return all results."""
+    """Run `then` on each rank, and the coroutines `others` concurrently; return all results."""
 
     async def rank(number: int) -> Any:
         async with new_group(rank=number, world_size=world_size, **where) as pg:
@@ -41,7 +41,7 @@ async def results_on_ranks(where: dict[str, Any], world_size: int, then: Any, *o
 
 
 def waits_for_newcomers(store: HashStore) -> bool:
-    """Return whether rank 0 waits for another newcomer."""
+    """Return whether rank 0 is waiting for another newcomer."""
     return any(waiter.keys[0].startswith("aiocoll/grow/came/") for waiter in waits_of(store).values())
 
 
@@ -54,7 +54,7 @@ async def failed_growth(pg: ProcessGroup, n: int) -> tuple[type[GroupError], str
 
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-async def test_grow_fails_if_the_group_fails_before_newcomers_come(world_size: int, transport: str) -> None:
+async def test_grow_fails_if_the_group_fails_before_newcomers_arrive(world_size: int, transport: str) -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -73,8 +73,8 @@ async def test_grow_fails_if_the_group_fails_before_newcomers_come(world_size: i
 
 
 @pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_grow_fails_on_a_death_while_it_waits_for_newcomers(victim: int) -> None:
-    """Check that the survivors grow again with the newcomer that already waits."""
+async def test_grow_fails_on_the_death_of_a_rank_while_waiting_for_newcomers(victim: int) -> None:
+    """Check that the surviving ranks grow again with the newcomer that already waits."""
     store = HashStore()
     where = {"store": store, "options": options("unix")}
 
@@ -120,7 +120,7 @@ class PausingStore(HashStore):
 
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-async def test_grow_fails_if_the_group_fails_while_it_meets_newcomers(world_size: int, transport: str) -> None:
+async def test_grow_fails_if_the_group_fails_while_meeting_newcomers(world_size: int, transport: str) -> None:
     store = HashStore()
     where = {"store": store, "options": options(transport)}
     late = PausingStore(store)
@@ -146,7 +146,9 @@ async def test_grow_fails_if_the_group_fails_while_it_meets_newcomers(world_size
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("turns", range(12))
-async def test_grow_fails_if_the_group_fails_at_any_iteration_after_an_assignment(turns: int, world_size: int) -> None:
+async def test_grow_fails_if_the_group_fails_any_number_of_iterations_after_an_assignment(
+    turns: int, world_size: int
+) -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -167,7 +169,7 @@ async def test_grow_fails_if_the_group_fails_at_any_iteration_after_an_assignmen
 
 
 class UnansweringStore(HashStore):
-    """A store that never returns the reply to the first stored assignment."""
+    """A store that never returns the reply to the request that stores the first assignment."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -185,7 +187,7 @@ class UnansweringStore(HashStore):
         return await self._of_all._wait(command, arguments, timeout)
 
 
-async def test_newcomer_with_a_stored_assignment_learns_of_the_cancellation() -> None:
+async def test_newcomer_with_a_stored_assignment_is_notified_of_the_cancellation() -> None:
     store = HashStore()
     far = UnansweringStore(store)
     newcomers = [asyncio.ensure_future(await_assignment(store, 30)) for _ in range(2)]
@@ -197,7 +199,7 @@ async def test_newcomer_with_a_stored_assignment_learns_of_the_cancellation() ->
     assert inviting.cancelled()
     expected = await store.get(f"{(await newcomers[0]).prefix}/aiocoll/1/job")
     assert expected == b"off:the group that the newcomers joined does not grow: its rank 0 was lost or cancelled"
-    # The second newcomer waits for another group.
+    # Another group can still invite the second newcomer, which waits.
     assert await invite(store, Invitation(1, 1, 1, "larger"), 30) == Assignment("aiocoll/grown/2", 0, 2, "larger")
     assert await newcomers[1] == Assignment("aiocoll/grown/2", 1, 2, "larger")
 
@@ -219,7 +221,7 @@ async def test_grow_fails_if_the_group_fails_during_the_assignments() -> None:
 
 
 async def test_grow_fails_on_the_death_of_the_store_host() -> None:
-    """Close the store before rank 0 receives the cause, which is the end of the host process."""
+    """Close the store before rank 0 receives the cause, the end of the store host's process."""
     server = StoreServer(key=None)
     host, port = server.start()
     stores = [TCPStore(host, port) for _ in range(2)]
@@ -270,7 +272,7 @@ async def test_cancelled_grow_leaves_the_group_usable() -> None:
     assert await results_on_ranks({"store": HashStore()}, 1, rank) == [1]
 
 
-async def test_merge_fails_with_its_group() -> None:
+async def test_merge_fails_if_its_group_fails() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -284,7 +286,7 @@ async def test_merge_fails_with_its_group() -> None:
     await results_on_ranks({"store": store}, 2, rank)
 
 
-async def test_lost_store_is_reported_without_a_death() -> None:
+async def test_grow_reports_a_lost_store_although_no_rank_has_died() -> None:
     server = StoreServer(key=None)
     async with TCPStore(*server.start()) as store:
 
@@ -299,7 +301,7 @@ async def test_lost_store_is_reported_without_a_death() -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
-async def test_grow_takes_all_present_newcomers(world_size: int, transport: str) -> None:
+async def test_grow_includes_all_present_newcomers(world_size: int, transport: str) -> None:
     store = HashStore()
     where = {"store": store, "options": options(transport)}
 
@@ -316,8 +318,8 @@ async def test_grow_takes_all_present_newcomers(world_size: int, transport: str)
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-async def test_grow_takes_all_newcomers_present_at_an_external_store(kind: str, tmp_path: Path) -> None:
-    """Use stores that reply with some delay."""
+async def test_grow_includes_all_newcomers_present_at_an_external_store(kind: str, tmp_path: Path) -> None:
+    """Use stores whose replies have some latency."""
     async with AsyncExitStack() as stack:
         if kind == "tcp":
             server = await stack.enter_async_context(TCPStore("127.0.0.1", 0, is_master=True))
@@ -340,8 +342,8 @@ async def test_grow_takes_all_newcomers_present_at_an_external_store(kind: str, 
             assert await asyncio.gather(rank(0), rank(1), newcomer()) == [[0, 1, 2]] * 3
 
 
-async def test_newcomers_learn_of_a_timed_out_meeting() -> None:
-    """Let one of two newcomers never reach the meeting at which it was assigned a rank."""
+async def test_newcomers_are_notified_of_a_timed_out_meeting() -> None:
+    """Let one of two newcomers never appear at the meeting for which it was assigned a rank."""
     store = HashStore()
     late = PausingStore(store)
 
@@ -368,7 +370,7 @@ async def test_newcomers_learn_of_a_timed_out_meeting() -> None:
         (2, 1.0, TypeError, "at_least must be an int, not float"),
     ],
 )
-async def test_invalid_number_of_newcomers_is_refused(
+async def test_grow_refuses_an_invalid_number_of_newcomers(
     n: int, at_least: Any, error: type[Exception], message: str
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -378,7 +380,7 @@ async def test_invalid_number_of_newcomers_is_refused(
     await results_on_ranks({"store": HashStore()}, 1, rank)
 
 
-async def test_different_numbers_of_newcomers_are_a_mismatch() -> None:
+async def test_different_numbers_of_newcomers_are_reported_as_a_mismatch() -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"called grow\(\) with at_least=\[1, 2\]: pass the same at_least"):
             await pg.grow(2, at_least=pg.rank() + 1)

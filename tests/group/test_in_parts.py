@@ -14,10 +14,10 @@ from aiocoll.work import Work
 from ..internals import spied
 from ..ranks import over
 
-#: Shapes of a part. The first axis of the whole array is longer by the number of ranks.
+#: Shapes of one part. The first axis of the whole array is longer by a factor, the number of ranks.
 SHAPES = [(1,), (3,), (1000,), (2, 5)]
-DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have one width, but may be different types
-#: A function that starts a call on two arrays. The first one has the parts of all ranks.
+DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have the same width, but may be distinct types
+#: A function that starts a call on two arrays, of which the first has the parts of all ranks.
 Call = Callable[..., Work[Any]]
 
 
@@ -37,7 +37,7 @@ CALLS = [allgather, reduce_scatter, alltoall]
 
 
 def record_views(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that gets an entry for each array that calls examine without a cached plan."""
+    """Return a list with an entry for each array that a call examines without a cached plan."""
     viewed: list[Any] = []
     spy = lambda *args, **_: viewed.append(args)  # noqa: E731
     spied(patch, collective_view=spy, whole_view=spy)
@@ -45,7 +45,7 @@ def record_views(patch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def arrays(call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int) -> tuple[Any, Any]:
-    """Return the arrays of this rank's call, the whole one first; part p of rank r has the value first + p + 10 r."""
+    """Return the arrays of this rank's call, the whole array first; part p of rank r has the value first + p + 10 r."""
     size, rank = pg.size(), pg.rank()
     whole = np.zeros((size * shape[0], *shape[1:]), dtype)
     if call is allgather:
@@ -67,7 +67,7 @@ def check(call: Call, pg: ProcessGroup, whole: Any, other: Any, first: int) -> N
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 @over("shm", "memory")
-async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGroup) -> None:
+async def test_repeated_call_returns_correct_results(call: Call, pg: ProcessGroup) -> None:
     for shape in SHAPES:
         for dtype in DTYPES:
             for first in range(3):
@@ -79,7 +79,7 @@ async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGrou
 
 @pytest.mark.ranks(1)
 @over("memory")
-async def test_arrays_without_axes_are_divided(pg: ProcessGroup) -> None:
+async def test_zero_dimensional_arrays_are_divided_into_parts(pg: ProcessGroup) -> None:
     for value in (1.0, 2.0):
         for shapes in (((), ()), ((), (1,)), ((1,), ())):
             whole, other = (np.full(shape, value + part) for part, shape in enumerate(shapes))
@@ -90,7 +90,9 @@ async def test_arrays_without_axes_are_divided(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1)
 @over("memory")
-async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeated_call_uses_its_cached_plan_without_examining_arrays(
+    call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0))
     viewed = record_views(monkeypatch)
     whole, other = arrays(call, pg, (4,), "f4", 1)
@@ -104,7 +106,7 @@ async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkey
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_keyed_coalesced_and_empty_calls_are_right(call: Call, pg: ProcessGroup) -> None:
+async def test_keyed_coalesced_and_empty_calls_return_correct_results(call: Call, pg: ProcessGroup) -> None:
     for first in range(2):
         whole, other = arrays(call, pg, (4,), "f4", first)
         await call(pg, whole, other, key="a")
@@ -121,7 +123,9 @@ async def test_keyed_coalesced_and_empty_calls_are_right(call: Call, pg: Process
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_call_on_an_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessGroup) -> None:
+async def test_call_on_an_unusual_array_after_a_plain_array_returns_the_correct_result(
+    call: Call, pg: ProcessGroup
+) -> None:
     """Use strided and read-only arrays with the shape and dtype of an earlier call."""
     whole, other = arrays(call, pg, (4,), "i4", 0)
     await call(pg, whole, other)
@@ -139,7 +143,7 @@ async def test_call_on_an_unusual_array_is_right_after_a_plain_one(call: Call, p
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(2)
 @over("memory")
-async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessGroup) -> None:
+async def test_wrong_array_is_refused_after_an_equal_call_with_a_valid_array(call: Call, pg: ProcessGroup) -> None:
     whole, other = arrays(call, pg, (4,), "f4", 0)
     await call(pg, whole, other)
     with pytest.raises(ValueError, match=r"elements|split"):
@@ -165,7 +169,7 @@ async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessG
 
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_allowed_overlaps_are_accepted(pg: ProcessGroup) -> None:
+async def test_inputs_and_outputs_that_overlap_as_documented_are_accepted(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     for first in range(2):
         whole, other = arrays(allgather, pg, (4,), "f4", first)
@@ -181,7 +185,7 @@ async def test_allowed_overlaps_are_accepted(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over("memory")
-async def test_plan_is_cached_per_op(pg: ProcessGroup) -> None:
+async def test_plans_are_cached_separately_for_each_op(pg: ProcessGroup) -> None:
     for op, expected in ((ReduceOp.SUM, 10.0), (ReduceOp.MAX, 10.0), (ReduceOp.AVG, 5.0), (ReduceOp.MIN, 0.0)) * 2:
         whole, other = arrays(reduce_scatter, pg, (4,), "f4", 0)
         await pg.reduce_scatter_tensor(other, whole, op)

@@ -16,7 +16,7 @@ from .test_in_parts import DTYPES, SHAPES, record_views
 
 #: The arrays that a rank sends and receives. Each is one array, or a list with one array per rank.
 Arrays = tuple[Any, Any]
-#: A function that starts a call on such arrays, with a root where the call has one.
+#: A function that starts a call on `Arrays`, with a root if the call has one.
 Call = Callable[..., Work[Any]]
 
 
@@ -51,7 +51,7 @@ CALLS = [allgather, gather, scatter, reduce_scatter, alltoall]
 def arrays(
     call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int, root: int, grow: int
 ) -> Arrays:
-    """Return the sent and the received arrays; those from rank r to rank s have `grow` (r + s) more rows.
+    """Return the sent and received arrays; arrays from rank r to rank s have `grow` (r + s) additional rows.
 
     In an allgather and a gather, s counts as 0; in a scatter and a reduce_scatter, r counts as 0.
     """
@@ -89,7 +89,7 @@ def check(call: Call, pg: ProcessGroup, got: Any, first: int, root: int) -> None
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 @over("shm", "memory")
-async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGroup) -> None:
+async def test_repeated_call_returns_correct_results(call: Call, pg: ProcessGroup) -> None:
     for shape in SHAPES:
         for dtype in DTYPES:
             for first in range(3):
@@ -97,7 +97,7 @@ async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGrou
                 given, got = arrays(call, pg, shape, dtype, first, root, 0)
                 result = await call(pg, given, got, root)
                 check(call, pg, got, first, root)
-                # The call returns the caller's own arrays.
+                # Each call must return the caller's own arrays.
                 same = [result], [got]
                 if isinstance(got, list):
                     same = result, got
@@ -107,7 +107,7 @@ async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGrou
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(2, 3, 4)
 @over("shm", "memory")
-async def test_ranks_may_have_longer_arrays(call: Call, pg: ProcessGroup) -> None:
+async def test_arrays_of_some_ranks_can_be_longer(call: Call, pg: ProcessGroup) -> None:
     for grow in (1, 2, 40_000):
         for first in range(2):
             for root in range(pg.size()):
@@ -119,7 +119,9 @@ async def test_ranks_may_have_longer_arrays(call: Call, pg: ProcessGroup) -> Non
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1)
 @over("memory")
-async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeated_call_uses_its_cached_plan_without_examining_arrays(
+    call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0, 0, 0), 0)
     viewed = record_views(monkeypatch)
     given, got = arrays(call, pg, (4,), "f4", 1, 0, 0)
@@ -137,7 +139,7 @@ async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkey
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_keyed_coalesced_tuple_and_empty_calls_are_right(call: Call, pg: ProcessGroup) -> None:
+async def test_keyed_coalesced_tuple_and_empty_calls_return_correct_results(call: Call, pg: ProcessGroup) -> None:
     for first in range(2):
         given, got = arrays(call, pg, (4,), "f4", first, 1, 0)
         await call(pg, given, got, 1, key="a")
@@ -161,7 +163,9 @@ async def test_keyed_coalesced_tuple_and_empty_calls_are_right(call: Call, pg: P
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_call_on_an_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessGroup) -> None:
+async def test_call_on_an_unusual_array_after_a_plain_array_returns_the_correct_result(
+    call: Call, pg: ProcessGroup
+) -> None:
     """Use strided and read-only arrays with the shape and dtype of an earlier call."""
 
     def strided(array: Any) -> Any:
@@ -191,7 +195,7 @@ async def test_call_on_an_unusual_array_is_right_after_a_plain_one(call: Call, p
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(2, 4)
 @over("memory")
-async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessGroup) -> None:
+async def test_wrong_array_is_refused_after_an_equal_call_with_a_valid_array(call: Call, pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     other = (rank + 1) % size
     given, got = arrays(call, pg, (4,), "f4", 0, rank, 0)
@@ -217,7 +221,7 @@ async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessG
     for wrong in ([], blocks[1:], [*blocks, blocks[0]], np.zeros(5, "f4"), dict(enumerate(blocks))):
         with pytest.raises((TypeError, ValueError)):
             call(pg, *((given, wrong) if isinstance(got, list) else (wrong, got)), rank)
-    # This rank's array also takes the place of another rank's array.
+    # Pass this rank's array also in place of another rank's array.
     if isinstance(got, list):
         across = given, with_replaced(got, other, own(given))
     else:
@@ -239,7 +243,7 @@ async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessG
 @pytest.mark.parametrize("call", [gather, scatter])
 @pytest.mark.ranks(2)
 @over("memory")
-async def test_list_is_given_by_the_root_only(call: Call, pg: ProcessGroup) -> None:
+async def test_only_the_root_can_pass_a_list(call: Call, pg: ProcessGroup) -> None:
     root = 1 - pg.rank()
     mine, lists = np.zeros(4, "f4"), [np.zeros(4, "f4") for _ in range(2)]
     for _ in range(2):
@@ -257,7 +261,7 @@ async def test_list_is_given_by_the_root_only(call: Call, pg: ProcessGroup) -> N
 
 @pytest.mark.ranks(3)
 @over("memory")
-async def test_allowed_overlaps_are_accepted(pg: ProcessGroup) -> None:
+async def test_inputs_and_outputs_that_overlap_as_documented_are_accepted(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     for first in range(2):
         for call in (allgather, gather):
@@ -282,7 +286,7 @@ async def test_allowed_overlaps_are_accepted(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over("memory")
-async def test_plan_is_cached_per_op(pg: ProcessGroup) -> None:
+async def test_plans_are_cached_separately_for_each_op(pg: ProcessGroup) -> None:
     rank = pg.rank()
     for op, expected in ((ReduceOp.SUM, 10.0), (ReduceOp.MAX, 10.0), (ReduceOp.AVG, 5.0), (ReduceOp.MIN, 0.0)) * 2:
         given, got = arrays(reduce_scatter, pg, (4,), "f4", 0, 0, 0)

@@ -29,7 +29,7 @@ def layout(value: str, index: str, number: int) -> np.dtype[Any]:
 
 
 def data(dtype: np.dtype[Any], count: int, rank: int) -> Any:
-    """Return pairs with few different values, so that many are equal, and with NaNs if the dtype has them."""
+    """Return value-index pairs with many equal values, and with NaNs if the dtype has them."""
     at = np.arange(count)
     x = np.zeros(count, dtype)
     values = (at * 5 + rank * 3 + at // 7 * rank) % 4 - 2.0
@@ -47,7 +47,7 @@ def data(dtype: np.dtype[Any], count: int, rank: int) -> Any:
 
 
 def located_pairs(op: ReduceOp, inputs: list[Any]) -> Any:
-    """Select the pairs one by one, following the definition in the documentation."""
+    """Select the expected pairs one by one, following the definition in the documentation."""
     result = inputs[0].copy()
     for place in range(len(result)):
         best = None
@@ -118,13 +118,13 @@ async def test_minloc_and_maxloc_support_every_value_and_index_dtype(pg: Process
 
 @over(*LINKS)
 @pytest.mark.ranks(2, 3, 4)
-async def test_minloc_and_maxloc_of_large_arrays_are_right(pg: ProcessGroup) -> None:
-    """Use arrays that rings and trees split, with a known winner at each place."""
+async def test_minloc_and_maxloc_of_large_arrays_are_correct(pg: ProcessGroup) -> None:
+    """Use arrays that rings and trees split, with a known winning rank at each position."""
     size, rank = pg.size(), pg.rank()
     for dtype in (FLOAT_INT, layout("float64", "int32", 0)):
         at = np.arange(200_001)
         x = np.zeros(len(at), dtype)
-        # At each place, the values of the ranks are a rotation of 0 to size - 1, so that each rank wins at some places.
+        # At each index, the ranks' values are a rotation of 0 to size - 1, so that each rank wins at some indices.
         x["value"], x["index"] = (at + rank) % size, rank * 10 + at % 10
         largest = (size - 1 - at) % size
         y = await pg.allreduce(x.copy(), ReduceOp.MAXLOC)
@@ -136,7 +136,7 @@ async def test_minloc_and_maxloc_of_large_arrays_are_right(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(3)
-async def test_nan_wins_with_its_lowest_index(pg: ProcessGroup) -> None:
+async def test_nan_with_the_lowest_index_wins_in_minloc_and_maxloc(pg: ProcessGroup) -> None:
     rank = pg.rank()
     for op in OPS:
         x = np.array([(np.nan if rank else -np.inf, 5 - rank), (np.nan, rank), (rank, np.nan == 1)], FLOAT_INT)
@@ -147,7 +147,7 @@ async def test_nan_wins_with_its_lowest_index(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_equal_pairs_give_the_bits_of_the_lowest_rank(pg: ProcessGroup) -> None:
+async def test_minloc_and_maxloc_of_equal_pairs_return_the_bits_of_the_lowest_rank(pg: ProcessGroup) -> None:
     """Reduce zeros of both signs, and NaNs with different bits."""
     for count in (1, 3, 50_000):
         x = np.zeros(count, FLOAT_INT)
@@ -161,7 +161,7 @@ async def test_equal_pairs_give_the_bits_of_the_lowest_rank(pg: ProcessGroup) ->
 
 
 @pytest.mark.ranks(2)
-async def test_array_without_pairs_is_refused(pg: ProcessGroup) -> None:
+async def test_minloc_of_an_array_without_value_index_pairs_is_refused(pg: ProcessGroup) -> None:
     for dtype in (
         [("value", "f8"), ("index", "f8")],
         [("value", "c16"), ("index", "i8")],

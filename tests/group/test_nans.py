@@ -44,7 +44,7 @@ async def reduced_as_a_list(pg: ProcessGroup, arrays: list[np.ndarray], op: Any)
 @pytest.mark.parametrize("call", [reduced_separately, reduced_with_keys, reduced_in_a_block, reduced_as_a_list])
 @pytest.mark.ranks(2, 3, 4, 7, timeout=60)
 @over("memory", "shm", "tcp")
-async def test_nans_are_equal_on_all_ranks(pg: ProcessGroup, call: Call) -> None:
+async def test_nan_bits_are_equal_on_all_ranks(pg: ProcessGroup, call: Call) -> None:
     found: list[bytes] = []
     for op, dtype in cases()[:: 1 if pg.size() < 4 else 3]:
         given = [inputs(dtype, count, pg.size()) for count in (COUNTS if call is reduced_separately else COUNTS[:4])]
@@ -58,7 +58,7 @@ async def test_nans_are_equal_on_all_ranks(pg: ProcessGroup, call: Call) -> None
 
 @pytest.mark.ranks(2, 3, 4, 7)
 @over("memory", "shm")
-async def test_nan_scalars_are_equal_on_all_ranks(pg: ProcessGroup) -> None:
+async def test_nan_bits_of_scalars_are_equal_on_all_ranks(pg: ProcessGroup) -> None:
     bits = []
     for dtype in ("float32", "float64", "complex64", "complex128"):
         for seed in range(6):
@@ -68,8 +68,8 @@ async def test_nan_scalars_are_equal_on_all_ranks(pg: ProcessGroup) -> None:
 
 
 @each(("op", "dtype"), cases())
-def test_fold_does_not_depend_on_which_input_is_the_output(op: str, dtype: str) -> None:
-    """Fold into each input in turn, because a rank reduces into its own array, whose place is its rank."""
+def test_fold_result_does_not_depend_on_which_input_is_also_the_output(op: str, dtype: str) -> None:
+    """Fold into each input in turn, since a rank reduces into its own array, whose position is its rank."""
     for size in (2, 3, 4):
         for count in COUNTS[:6]:
             found = set()
@@ -86,8 +86,8 @@ def test_fold_does_not_depend_on_which_input_is_the_output(op: str, dtype: str) 
 
 @pytest.mark.ranks(3, 4)
 @over("memory", "shm")
-async def test_elements_are_reduced_on_one_rank_if_nans_differ(pg: ProcessGroup) -> None:
-    """Mark the ranks as ranks whose arithmetic produces different NaNs."""
+async def test_elements_are_reduced_on_one_rank_if_the_ranks_produce_different_nans(pg: ProcessGroup) -> None:
+    """Pretend that the arithmetic of the ranks produces different NaNs."""
     comm = comm_of(pg)
     assert comm.makes_same_nans
     comm.makes_same_nans = False
@@ -99,10 +99,10 @@ async def test_elements_are_reduced_on_one_rank_if_nans_differ(pg: ProcessGroup)
     assert await pg.allgather_object(found) == [found] * pg.size()
     algorithms = {row.algorithm for row in pg.stats().operations if row.op == "ALLREDUCE"}
     assert not algorithms & {"exchange", "oneround", "bruck", "oneshot", "central"}, algorithms
-    assert await pg.allreduce(np.ones(3, int)) is not None  # integers are reduced everywhere
+    assert await pg.allreduce(np.ones(3, int)) is not None  # integers are reduced on every rank
 
 
-def test_nan_fingerprint_depends_on_the_loops_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_fingerprint_depends_on_the_numpy_loops_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nan_fingerprint() == nan_fingerprint.__wrapped__()
     assert 0 < nan_fingerprint() < 2**56
     assert builtin_kernel("SUM", by_name("float64"), 2, None).nan_varies

@@ -15,7 +15,7 @@ from ..ranks import LINKS, over
 
 SIZES = (1, 2, 3, 4, 7)
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (3, 0), (0, 4), (2, 0, 3), ())
-#: One op for each way of reduction: in any order, in float32, with a step before or after, in rank order, on bits.
+#: One op per kind of reduction: in any order, in float32, with a step before or after, in rank order, on bits.
 OPS: tuple[tuple[str, ReduceOp], ...] = (
     ("float32", ReduceOp.SUM),
     ("float16", ReduceOp.SUM),
@@ -27,7 +27,7 @@ OPS: tuple[tuple[str, ReduceOp], ...] = (
 
 
 def result_of(dtype: str, op: ReduceOp, size: int) -> Any:
-    """Return the result of reducing a 1 of each rank."""
+    """Return the result of a reduction of the number 1 of each rank."""
     return {"SUM": size, "add": size, "AVG": 1, "PREMUL_SUM": 2 * size, "BXOR": size % 2 == 1}[op.name]
 
 
@@ -145,7 +145,7 @@ def test_empty_arrays_work_with_delayed_frames() -> None:
 
 
 @pytest.mark.ranks(*SIZES)
-async def test_elements_on_one_rank_only_are_moved(pg: ProcessGroup) -> None:
+async def test_data_of_the_only_rank_with_elements_is_transferred(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     for holder in range(size):
         counts = [4 * (each == holder) for each in range(size)]
@@ -171,7 +171,7 @@ async def test_elements_on_one_rank_only_are_moved(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_array_without_rows_cannot_be_divided(pg: ProcessGroup) -> None:
+async def test_array_without_dimensions_cannot_be_divided_among_ranks(pg: ProcessGroup) -> None:
     point = np.zeros(())
     with pytest.raises(ValueError, match="input has 1 rows, not a multiple of 2 ranks"):
         pg.alltoall_base(np.zeros(2), point)
@@ -186,7 +186,7 @@ async def test_array_without_rows_cannot_be_divided(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(1, 2, 3)
 @over(*LINKS)
 async def test_empty_tensor_calls_follow_empty_list_calls(pg: ProcessGroup) -> None:
-    """Include a group of one rank, where both forms have arrays of equal shapes, and so one cached plan."""
+    """Include a group of one rank, where both forms of the call have arrays of equal shapes and share a cached plan."""
     size, empty = pg.size(), np.empty(0)
     for _ in range(2):
         await pg.reduce_scatter(empty.copy(), [empty] * size)

@@ -56,7 +56,7 @@ async def test_messages_accept_numpy_ranks_and_tags(pg: ProcessGroup, kind: Call
         assert (source, found) == ((rank - 1) % size, (rank - 1) % size)
         break
     await sent
-    json.dumps(pg.recorder.dump())  # fails if the dump has NumPy numbers
+    json.dumps(pg.recorder.dump())  # json.dumps fails if the dump contains NumPy numbers
     assert await pg.allreduce(1) == size
 
 
@@ -85,7 +85,7 @@ async def test_collectives_accept_numpy_roots_sizes_and_timeouts(pg: ProcessGrou
 
 
 @pytest.mark.ranks(2)
-async def test_wrong_numbers_are_refused_and_nothing_is_sent(pg: ProcessGroup) -> None:
+async def test_wrong_numeric_arguments_are_refused_and_nothing_is_sent(pg: ProcessGroup) -> None:
     other = 1 - pg.rank()
     for tag in (True, np.bool_(True), 1.0, np.float64(1), np.array([1, 2]), "1"):
         for call in (
@@ -126,7 +126,7 @@ SECONDS: list[tuple[Any, float]] = [
 
 
 @each(("given", "expected"), SECONDS)
-def test_timeout_may_be_any_real_number(given: Any, expected: float) -> None:
+def test_timeout_can_be_any_real_number(given: Any, expected: float) -> None:
     for found in (seconds(given, "timeout"), HashStore(given).timeout):
         assert found == expected
         assert type(found) is float
@@ -146,7 +146,7 @@ def test_negative_timeout_is_refused(given: Any) -> None:
         seconds(given, "timeout")
 
 
-async def test_stores_and_meetings_accept_numpy_numbers() -> None:
+async def test_stores_and_meetings_accept_numpy_integers() -> None:
     async with HashStore() as store:
         assert await store.add("n", np.int64(3)) == 3
         assert await store.add("n", np.array(-1)) == 2
@@ -162,7 +162,7 @@ async def test_stores_and_meetings_accept_numpy_numbers() -> None:
             assert pg.size() == 1
 
 
-def test_options_accept_numpy_numbers_and_keep_python_ones() -> None:
+def test_options_accept_numpy_numbers_and_keep_python_numbers() -> None:
     options = GroupOptions(
         connections=np.int64(2),
         spin_us=np.float32(50),
@@ -177,7 +177,7 @@ def test_options_accept_numpy_numbers_and_keep_python_ones() -> None:
             GroupOptions(**{name: np.bool_(True)})  # type: ignore[arg-type]
 
 
-def test_numbers_of_other_libraries_are_converted_by_index() -> None:
+def test_numbers_of_other_libraries_are_converted_by_their_index_method() -> None:
     class Number:
         def __index__(self) -> int:
             return 7

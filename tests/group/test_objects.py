@@ -14,7 +14,7 @@ from ..ranks import TRANSPORTS, over, run_ranks
 
 
 def sized_object(rank: int, other: int = 0) -> dict[str, Any]:
-    """Return an object that is larger for higher ranks: some travel in one frame, some wait for a grant."""
+    """Return an object that is larger for higher ranks: some fit in one frame, others wait for a grant."""
     return {"rank": rank, "other": other, "nested": [(rank, {1, 2}), None], "bytes": b"x" * 150_000 * rank}
 
 
@@ -34,7 +34,7 @@ async def test_object_collectives_work_for_every_root(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_arrays_travel_in_objects(pg: ProcessGroup) -> None:
+async def test_arrays_can_be_sent_inside_objects(pg: ProcessGroup) -> None:
     matrix = np.arange(6, dtype="float32").reshape(2, 3) * pg.rank()
     for source, got in enumerate(await pg.allgather_object({"matrix": matrix})):
         np.testing.assert_array_equal(got["matrix"], np.arange(6).reshape(2, 3) * source)
@@ -66,7 +66,7 @@ async def test_keyed_objects_match_in_any_order(pg: ProcessGroup) -> None:
         (lambda pg: pg.allgather_object(1, key=5), TypeError, "key must be a str or None, not int"),
     ],
 )
-async def test_wrong_arguments_take_no_sequence_number(
+async def test_call_with_wrong_arguments_takes_no_sequence_number(
     pg: ProcessGroup, call: Any, error: type[Exception], message: str
 ) -> None:
     if pg.rank() == 0:
@@ -78,12 +78,12 @@ async def test_wrong_arguments_take_no_sequence_number(
 
 
 @pytest.mark.ranks(2)
-async def test_mismatch_of_roots_names_both_roots(pg: ProcessGroup) -> None:
+async def test_error_for_different_roots_names_both_roots(pg: ProcessGroup) -> None:
     with pytest.raises(CollectiveMismatchError, match=r"GATHER_OBJECT.*root=0.*GATHER_OBJECT.*root=1"):
         await pg.gather_object(1, pg.rank())
 
 
-async def test_object_above_the_limit_is_refused(limits: Limits) -> None:
+async def test_object_above_the_size_limit_is_refused(limits: Limits) -> None:
     limits(exchanged_size=1000)
 
     async def rank(pg: ProcessGroup) -> None:

@@ -34,13 +34,13 @@ from ..ranks import LINKS, over
 
 
 def is_quick(plan: CallPlan[Any]) -> bool:
-    """Return whether a start of the plan skips all checks."""
+    """Return whether starting the plan skips all checks."""
     again: Any = plan._start_call
     return again.func.__name__ == "_start_again"
 
 
 def call_cases(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, int], None], bool]]:
-    """Return cases: a call, its arguments, a check of its result in a step, and whether a start skips the checks."""
+    """Return cases: a call, its arguments, a check of its result in a step, and whether starts skip the checks."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     total = size * (size - 1) // 2
@@ -86,7 +86,7 @@ def call_cases(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ..
         )
         case(pg.send, (make(), right), lambda got, step: True)
         case(pg.recv, (make(), left), lambda got, step: (got == left + step).all())
-        # Staged arrays are copied at each start, so that their values at the start count.
+        # Staged arrays are copied at each start, so the values at the time of the start are used.
         case(
             pg.allreduce,
             (np.zeros((count, 2))[:, 0],),
@@ -123,8 +123,8 @@ def fill_arrays(args: Any, value: float) -> None:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3)
-async def test_plan_start_equals_a_new_call(pg: ProcessGroup) -> None:
-    """Start plans on some ranks and make plain calls on others, which must match."""
+async def test_started_plan_matches_a_new_call(pg: ProcessGroup) -> None:
+    """Start plans on some ranks and make plain calls, which must match, on others."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     for number, (call, args, check, quick) in enumerate(call_cases(pg)):
@@ -143,7 +143,7 @@ async def test_plan_start_equals_a_new_call(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-async def test_plan_of_many_tensors_changes_none_before_the_reduction(pg: ProcessGroup) -> None:
+async def test_plan_of_many_tensors_changes_no_tensor_before_the_reduction(pg: ProcessGroup) -> None:
     """Use far more tensors than one loop iteration packs."""
     tensors = [np.zeros(1000) for _ in range(1000)]
     plan = pg.plan(pg.allreduce_coalesced, tensors)
@@ -178,7 +178,7 @@ async def test_plan_takes_sequence_numbers_and_keys_like_calls(pg: ProcessGroup)
     assert comm_of(pg).entered == 3
     assert (x == 4).all()
     assert (y == 4).all()
-    # Reports show the line that started a plan.
+    # Reports show the source line that started a plan.
     started = [plan.start(), pg.plan(pg.send, x, pg.rank()).start(), pg.plan(pg.barrier).start()]
     sites = {completion_of(each).code for each in started}
     assert {code.co_filename for code in sites} == {__file__}
@@ -238,7 +238,7 @@ async def test_plan_checks_its_arguments(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1) == 2
 
 
-def test_calls_that_return_a_work_can_be_planned() -> None:
+def test_every_call_that_returns_a_work_can_be_planned() -> None:
     works = {
         name
         for name in dir(ProcessGroup)
@@ -261,7 +261,7 @@ async def test_plan_of_a_closed_group_cannot_start(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_plan_fails_like_the_call(pg: ProcessGroup) -> None:
+async def test_plan_fails_like_the_planned_call(pg: ProcessGroup) -> None:
     plan = pg.plan(pg.allreduce, np.ones(1 + pg.rank()))
     with pytest.raises(CollectiveMismatchError, match="counts"):
         await plan.start()
@@ -287,7 +287,7 @@ async def test_plan_works_in_blocks_with_compared_calls_and_dry_runs(pg: Process
     x, y = np.ones(2), np.ones(3)
     plan = pg.plan(pg.allreduce, x)
     async with pg.coalescing():
-        inside = pg.plan(pg.allreduce, y)  # this records no call in the block
+        inside = pg.plan(pg.allreduce, y)  # making a plan records no call in the block
         first, second = plan.start(), inside.start()
         assert not first.done()
     assert (first.done(), second.done()) == (True, True)
@@ -315,7 +315,7 @@ async def test_plan_works_with_compared_calls_and_in_a_dry_run() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_plan_start_makes_no_views(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_plan_start_does_not_examine_its_arrays_again(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Any] = [pg.plan(pg.allgather_into_tensor, np.zeros(4), np.ones(4)), pg.plan(pg.send, np.ones(1), 0)]
     viewed: list[Any] = []
 
@@ -335,8 +335,8 @@ async def test_plan_start_makes_no_views(pg: ProcessGroup, monkeypatch: pytest.M
 
 
 @pytest.mark.ranks(2)
-async def test_plan_of_a_list_reads_and_writes_no_tensors(pg: ProcessGroup, limits: Limits) -> None:
-    """Plan the list with no time left for packing."""
+async def test_creation_of_a_list_plan_reads_and_writes_no_tensors(pg: ProcessGroup, limits: Limits) -> None:
+    """Plan a list call when no time is left for packing."""
     limits(packing_budget=-1)
     x, y = np.zeros(3), np.zeros(2)
     plan = pg.plan(pg.allreduce_coalesced, [x, y])

@@ -45,7 +45,7 @@ async def test_messages_of_a_source_and_tag_keep_their_order(pg: ProcessGroup) -
 @over(*TRANSPORTS)
 @pytest.mark.parametrize("posted", [True, False], ids=["posted", "unposted"])
 @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 300_000, 8 * MIB + 5])
-async def test_messages_may_have_any_length(pg: ProcessGroup, nbytes: int, posted: bool) -> None:
+async def test_messages_between_ranks_can_have_any_length(pg: ProcessGroup, nbytes: int, posted: bool) -> None:
     async def rank(pg: ProcessGroup) -> None:
         data = (np.arange(nbytes) % 251).astype("uint8")
         if pg.rank() == 0:
@@ -89,7 +89,7 @@ async def test_receive_from_any_source_reports_the_sender(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_source_rank_is_known_only_after_the_receive(pg: ProcessGroup) -> None:
+async def test_source_rank_of_a_receive_is_available_only_after_completion(pg: ProcessGroup) -> None:
     work = pg.barrier()
     with pytest.raises(ValueError, match="only a completed receive has one"):
         work.source_rank()
@@ -98,7 +98,7 @@ async def test_source_rank_is_known_only_after_the_receive(pg: ProcessGroup) -> 
 
 @pytest.mark.ranks(3)
 @over("memory", "unix", "shm")
-async def test_batch_starts_all_members_and_returns_the_tensors(pg: ProcessGroup) -> None:
+async def test_batch_starts_all_messages_and_returns_the_tensors(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     right, left = (rank + 1) % size, (rank - 1) % size
     out, into, big = np.full(5, rank), np.zeros(5, int), np.full(MIB, rank, "uint8")
@@ -111,7 +111,7 @@ async def test_batch_starts_all_members_and_returns_the_tensors(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-async def test_batch_with_a_wrong_member_starts_nothing(pg: ProcessGroup) -> None:
+async def test_batch_with_a_wrong_message_starts_no_message(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     with pytest.raises(TypeError, match=r"operations\[1\] must be a Send or a Recv, not str"):
         pg.batch([Send(np.ones(1), peer), "what"])
@@ -135,7 +135,7 @@ async def test_batch_with_a_wrong_member_starts_nothing(pg: ProcessGroup) -> Non
     ],
     ids=["length", "dtype", "empty", "big"],
 )
-async def test_receive_of_another_kind_raises_a_mismatch(
+async def test_receive_of_a_message_of_another_kind_raises_a_mismatch_error(
     pg: ProcessGroup, sent: Any, wanted: Any, message: str
 ) -> None:
     if pg.rank() == 0:
@@ -210,7 +210,7 @@ async def test_batch_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) -> Non
 @pytest.mark.ranks(2)
 @over("unix")
 async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
-    """Cancel the await while the message is arriving."""
+    """Cancel the await of the receive while its message is arriving."""
     if pg.rank() == 0:
         await pg.send(np.ones(4 * MIB), 1)
     else:
@@ -239,7 +239,9 @@ async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
         (lambda pg: pg.recv_object(1, tag=1.0), TypeError, "tag must be an int, not float"),
     ],
 )
-async def test_wrong_arguments_start_nothing(pg: ProcessGroup, call: Any, error: type[Exception], message: str) -> None:
+async def test_message_call_with_wrong_arguments_starts_nothing(
+    pg: ProcessGroup, call: Any, error: type[Exception], message: str
+) -> None:
     if pg.rank() == 0:
         with pytest.raises(error, match=message):
             call(pg)
@@ -250,7 +252,7 @@ async def test_wrong_arguments_start_nothing(pg: ProcessGroup, call: Any, error:
 
 
 @pytest.mark.ranks(2)
-async def test_strided_memory_is_staged(pg: ProcessGroup) -> None:
+async def test_messages_of_strided_arrays_are_staged(pg: ProcessGroup) -> None:
     whole = np.zeros((4, 4))
     if pg.rank() == 0:
         await pg.send(np.arange(16.0).reshape(4, 4).T, 1)
@@ -262,7 +264,7 @@ async def test_strided_memory_is_staged(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @over("memory", "unix", "shm")
-async def test_incoming_yields_arrays_and_objects(pg: ProcessGroup) -> None:
+async def test_incoming_iterator_yields_arrays_and_objects(pg: ProcessGroup) -> None:
     if pg.rank():
         await pg.send(np.arange(3, dtype="int16"), 0, tag=1)
         await pg.send_object({"from": pg.rank()}, 0, tag=1)
@@ -281,11 +283,11 @@ async def test_incoming_yields_arrays_and_objects(pg: ProcessGroup) -> None:
         assert (big == 1).all()
         assert len(big) == MIB
         assert nothing is None
-        small[0] = 5  # the receiver owns the array
+        small[0] = 5  # the receiver owns the received array and can change it
 
 
 @pytest.mark.ranks(2)
-async def test_incoming_ends_with_the_group(pg: ProcessGroup) -> None:
+async def test_incoming_iterator_ends_when_the_group_is_closed(pg: ProcessGroup) -> None:
     async def serve() -> list[Any]:
         return [message async for message in pg.incoming()]
 
@@ -299,7 +301,7 @@ async def test_incoming_ends_with_the_group(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @over("memory", "unix", "shm")
-async def test_cancelled_incoming_loses_nothing(pg: ProcessGroup) -> None:
+async def test_cancelled_incoming_iterator_loses_no_messages(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for number in range(200):
             await pg.send_object(number, 1)
@@ -322,8 +324,8 @@ async def test_cancelled_incoming_loses_nothing(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_pending_incoming_raises_the_cause(pg: ProcessGroup) -> None:
-    """Compare with a pending receive; a step after the failure is a later call, whose error has the cause behind it."""
+async def test_pending_incoming_iterator_raises_the_cause_of_the_group_failure(pg: ProcessGroup) -> None:
+    """Compare with a pending receive, and with an iteration step after the failure, whose error has the cause."""
     incoming = pg.incoming()
     waiting = [asyncio.ensure_future(anext(each)) for each in (incoming, pg.incoming(tag=1))]
     await until(lambda: len(comm_of(pg).matching._listeners) == 2)
@@ -344,7 +346,7 @@ async def test_pending_incoming_raises_the_cause(pg: ProcessGroup) -> None:
     assert isinstance(later.value.__cause__, PeerLostError)
 
 
-async def test_object_above_the_limit_is_refused_and_its_bytes_are_freed(limits: Limits) -> None:
+async def test_received_object_above_the_size_limit_is_refused_and_its_bytes_are_freed(limits: Limits) -> None:
     limits(received_size=1000)
 
     async def rank(pg: ProcessGroup) -> None:
@@ -353,7 +355,7 @@ async def test_object_above_the_limit_is_refused_and_its_bytes_are_freed(limits:
                 await pg.send_object(b"x" * size, 1)
             await pg.send_object("small", 1)
         else:
-            # The first object has arrived completely before its receive starts; the second arrives later.
+            # Let the first object arrive completely before its receive starts, and the second object later.
             await until(lambda: [each for each in comm_of(pg).matching._active.values() if each.complete])
             for _ in range(2):
                 with pytest.raises(SerializationError, match=r"rank 0 sent an object of .* bytes; the limit is 1000"):
@@ -383,10 +385,10 @@ async def test_empty_message_completes_its_receive_once(monkeypatch: pytest.Monk
 
 
 @pytest.mark.ranks(2)
-async def test_incoming_requests_a_message_that_its_sender_holds_back(
+async def test_incoming_iterator_requests_the_rest_of_an_announced_message(
     pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deliver a part of the message, and the READY frame for the rest in a later loop iteration."""
+    """Deliver a part of the message first, and the READY frame for the rest in a later loop iteration."""
     if pg.rank() == 1:
         await pg.recv_object(0)
         return
@@ -412,7 +414,7 @@ async def test_incoming_requests_a_message_that_its_sender_holds_back(
 
 
 async def test_message_longer_than_the_header_allows_is_refused() -> None:
-    # The pages are never touched, so that the array takes no physical memory.
+    # The array takes no physical memory, since its pages are never accessed.
     huge = np.zeros(2**32, np.uint8)
 
     async def send(pg: ProcessGroup) -> None:

@@ -36,7 +36,7 @@ class KeepingInterceptor:
         return work
 
     def start(self) -> None:
-        """Start all calls unchanged."""
+        """Start all kept calls unchanged."""
         d = dispatcher_of(self.pg)
         for call, work in self.calls:
             completion = completion_of(work)
@@ -45,7 +45,7 @@ class KeepingInterceptor:
 
 
 def interceptor_with(pg: ProcessGroup, *calls: Callable[[], Any]) -> KeepingInterceptor:
-    """Return an interceptor that has taken these calls."""
+    """Return an interceptor that has taken the given calls."""
     keeping = KeepingInterceptor(pg)
     with dispatcher_of(pg).scoped(keeping):
         for call in calls:
@@ -54,7 +54,7 @@ def interceptor_with(pg: ProcessGroup, *calls: Callable[[], Any]) -> KeepingInte
 
 
 @pytest.mark.ranks(2)
-async def test_call_on_arrays_has_a_plan_and_arrays(pg: ProcessGroup) -> None:
+async def test_prepared_call_on_arrays_contains_its_plan_and_arrays(pg: ProcessGroup) -> None:
     tensor = np.arange(6.0).reshape(2, 3)
     keeping = interceptor_with(pg, lambda: pg.allreduce(tensor, timeout=7.0, key="k"))
     ((call, work),) = keeping.calls
@@ -69,7 +69,7 @@ async def test_call_on_arrays_has_a_plan_and_arrays(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_staged_array_is_unwrapped(pg: ProcessGroup) -> None:
+async def test_prepared_call_on_a_staged_array_returns_the_callers_kind_of_value(pg: ProcessGroup) -> None:
     keeping = interceptor_with(pg, lambda: pg.allreduce(2.5), lambda: pg.allreduce(np.ones(4)[::2]))
     assert all(call.unwrap is not None for call, _ in keeping.calls)
     keeping.start()
@@ -78,7 +78,7 @@ async def test_staged_array_is_unwrapped(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_objects_are_made_by_a_factory(pg: ProcessGroup) -> None:
+async def test_prepared_object_call_creates_its_operation_by_a_factory(pg: ProcessGroup) -> None:
     keeping = interceptor_with(
         pg, lambda: pg.allgather_object(pg.rank()), lambda: pg.allgather(None, np.ones(pg.rank() + 1))
     )
@@ -93,7 +93,7 @@ async def test_objects_are_made_by_a_factory(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_message_call_has_ends_and_no_signature(pg: ProcessGroup) -> None:
+async def test_prepared_message_call_contains_peers_and_no_signature(pg: ProcessGroup) -> None:
     other, tensor = 1 - pg.rank(), np.zeros(3)
     keeping = interceptor_with(
         pg, lambda: pg.batch([Send(np.full(3, float(pg.rank())), other, 5), Recv(tensor, None, 5)])
@@ -110,7 +110,7 @@ async def test_message_call_has_ends_and_no_signature(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_repeated_start_of_a_call_gets_its_own_list(pg: ProcessGroup) -> None:
+async def test_repeated_starts_of_a_prepared_call_do_not_share_their_array_list(pg: ProcessGroup) -> None:
     """Check that two starts do not share the list of arrays, because an operation may append to it."""
     planned = PlannedCall(dispatcher_of(pg).plans.plan("barrier", None, ()), [], (3,), "result", 2.0, "key", list)
     again = planned.prepare_again()
@@ -123,7 +123,7 @@ async def test_repeated_start_of_a_call_gets_its_own_list(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_plan_starts_equally_from_a_record_and_from_arguments(pg: ProcessGroup) -> None:
+async def test_plan_started_from_a_prepared_call_equals_a_plan_started_from_arguments(pg: ProcessGroup) -> None:
     works: list[Work[Any]] = []
     d = dispatcher_of(pg)
     for key, from_record in ((None, True), (None, False), ("k", True), ("k", False)):
@@ -139,14 +139,14 @@ async def test_plan_starts_equally_from_a_record_and_from_arguments(pg: ProcessG
     assert len({(completion_of(work).shape, completion_of(work).timeout) for work in works}) == 1
 
 
-# -- calls without a program, by their specifications
+# -- calls without a schedule, by their specifications
 
 
 def sparse(pg: ProcessGroup) -> Any:
     return pytest.importorskip("scipy.sparse").coo_array(np.eye(4))
 
 
-#: Functions that start the calls without a program, except messages.
+#: Functions that start the calls without a schedule, except messages.
 COMPOSITE: dict[str, Callable[[ProcessGroup], Any]] = {
     "allreduce_sparse": lambda pg: pg.allreduce(sparse(pg)),
     "reduce_sparse": lambda pg: pg.reduce(sparse(pg), 0),
@@ -165,7 +165,7 @@ FROM_ROOT = {"broadcast_sparse", "broadcast_object", "scatter_object"}
 rows = pytest.mark.parametrize("kind", COMPOSITE)
 
 
-def test_every_specification_without_a_program_is_tested() -> None:
+def test_these_tests_cover_every_specification_without_a_program() -> None:
     others = {kind for kind, spec in SPECS.items() if spec.method in (Method.STEPS, Method.PARCELS)}
     assert others == set(COMPOSITE)
     rest = {kind for kind, spec in SPECS.items() if spec.method is Method.MESSAGES}
@@ -174,7 +174,7 @@ def test_every_specification_without_a_program_is_tested() -> None:
 
 @rows
 @pytest.mark.ranks(2)
-async def test_signature_of_a_call_finds_its_specification(pg: ProcessGroup, kind: str) -> None:
+async def test_specification_of_a_prepared_call_is_found_by_its_signature(pg: ProcessGroup, kind: str) -> None:
     ((call, work),) = interceptor_with(pg, lambda: COMPOSITE[kind](pg)).calls
     assert call.signature is not None
     assert call.signature.spec is SPECS[kind]
@@ -183,9 +183,9 @@ async def test_signature_of_a_call_finds_its_specification(pg: ProcessGroup, kin
 
 @rows
 @pytest.mark.ranks(2)
-async def test_estimate_uses_the_participants_of_the_specification(pg: ProcessGroup, kind: str) -> None:
+async def test_estimate_counts_the_senders_and_receivers_of_the_specification(pg: ProcessGroup, kind: str) -> None:
     with pg.time_estimator() as estimate:
-        async with pg.coalescing():  # outside a block, the allgather would be one of equal counts
+        async with pg.coalescing():  # outside of a block, this would be an allgather with equal counts
             COMPOSITE[kind](pg)
     (one,) = estimate.calls
     assert (one.op, one.algorithm) == (kind.upper(), None)
@@ -195,7 +195,7 @@ async def test_estimate_uses_the_participants_of_the_specification(pg: ProcessGr
 
 @rows
 @pytest.mark.ranks(2)
-async def test_block_records_calls_that_the_specification_allows(pg: ProcessGroup, kind: str) -> None:
+async def test_block_records_calls_whose_specification_allows_recording(pg: ProcessGroup, kind: str) -> None:
     assert SPECS[kind].recordable
     async with pg.coalescing():
         work = COMPOSITE[kind](pg)
@@ -207,14 +207,14 @@ async def test_block_records_calls_that_the_specification_allows(pg: ProcessGrou
 
 @rows
 @pytest.mark.ranks(2)
-async def test_statistics_count_bytes_of_sized_calls(pg: ProcessGroup, kind: str) -> None:
+async def test_statistics_count_the_bytes_of_calls_with_known_sizes(pg: ProcessGroup, kind: str) -> None:
     await COMPOSITE[kind](pg)
     (row,) = [each for each in pg.stats().operations if each.op == kind.upper()]
     assert (row.calls, row.nbytes > 0) == (1, SPECS[kind].sized)
 
 
 @rows
-async def test_prepared_call_is_compared(kind: str) -> None:
+async def test_prepared_call_is_compared_between_ranks(kind: str) -> None:
     async def rank(pg: ProcessGroup) -> Any:
         await COMPOSITE[kind](pg)
         return [each.op for each in pg.stats().operations]
@@ -223,7 +223,7 @@ async def test_prepared_call_is_compared(kind: str) -> None:
 
 
 @rows
-async def test_dry_run_ends_the_call_at_once(kind: str) -> None:
+async def test_prepared_call_completes_at_once_in_a_dry_run(kind: str) -> None:
     async with new_group("fake", rank=0, world_size=3) as pg:
         work = COMPOSITE[kind](pg)
         assert work.done()

@@ -31,7 +31,7 @@ MIB = 1024 * 1024
 @over(*TRANSPORTS)
 @pytest.mark.parametrize("first", ["probe", "message"])
 async def test_probe_reports_the_message_of_the_next_receive(pg: ProcessGroup, first: str) -> None:
-    """Include messages of which the sender still holds most bytes."""
+    """Include messages of which the sender still keeps most bytes."""
     messages: list[Any] = [np.arange(3, dtype="int16"), np.zeros(0), np.ones((2, MIB)), {"a": 1}, None]
     if pg.rank() == 0:
         if first == "probe":
@@ -70,7 +70,7 @@ async def test_probe_reports_the_message_of_the_next_receive(pg: ProcessGroup, f
 
 @pytest.mark.ranks(4)
 @over("memory", "unix", "shm")
-async def test_probe_supports_any_source_and_a_given_one(pg: ProcessGroup) -> None:
+async def test_probe_supports_any_source_and_a_given_source(pg: ProcessGroup) -> None:
     me = pg.rank()
     if me:
         await pg.send(np.full(me, me), 0)
@@ -89,14 +89,14 @@ async def test_probe_supports_any_source_and_a_given_one(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_probes_see_the_same_message(pg: ProcessGroup) -> None:
+async def test_concurrent_probes_report_the_same_message(pg: ProcessGroup) -> None:
     if pg.rank() == 1:
         probes = [pg.probe(), pg.probe(0), pg.probe(1), pg.probe(0, tag=1), pg.probe()]
         await pg.send_object("ready", 0)
         assert [await probes[index] for index in (0, 1, 4)] == [Envelope(0, 0, 8, np.dtype(float))] * 3
         assert not probes[2].done()
         assert not probes[3].done()
-        await pg.send(np.ones(2), 1)  # to itself, after the message of rank 0
+        await pg.send(np.ones(2), 1)  # rank 1 sends to itself, after the message of rank 0
         assert (await probes[2]).count == 2
         assert (await pg.probe()).count == 1
         assert (await pg.recv(np.zeros(1), 0))[0] == 5
@@ -129,7 +129,7 @@ async def test_posted_receive_takes_its_message_before_a_probe(pg: ProcessGroup)
 
 
 @pytest.mark.ranks(2)
-async def test_incoming_takes_a_probed_message(pg: ProcessGroup) -> None:
+async def test_incoming_iterator_can_take_a_probed_message(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for number in range(3):
             await pg.send(np.full(number + 1, number), 1)
@@ -160,7 +160,7 @@ async def test_cancelled_probe_loses_no_message(pg: ProcessGroup) -> None:
         while True:
             envelope = await pg.probe()
             await asyncio.sleep(0)
-            work = pg.recv_object(envelope.source)  # completes at once, so that no cancellation can interrupt it
+            work = pg.recv_object(envelope.source)  # completes at once, so that it cannot be interrupted
             got.append(work.result())
 
     turns = 0
@@ -176,7 +176,9 @@ async def test_cancelled_probe_loses_no_message(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_message_returned_by_incoming_is_probed_again(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_message_that_a_cancelled_incoming_iterator_returns_can_be_probed_again(
+    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if pg.rank() == 0:
         await pg.send_object(list(range(50_000)), 1)
         await pg.barrier()
@@ -196,7 +198,7 @@ async def test_message_returned_by_incoming_is_probed_again(pg: ProcessGroup, mo
 
 
 @pytest.mark.ranks(2)
-async def test_probe_times_out_alone_and_fails_with_the_group(pg: ProcessGroup) -> None:
+async def test_probe_timeout_does_not_fail_the_group_and_group_failure_fails_the_probe(pg: ProcessGroup) -> None:
     message = r"received no message with tag 4 from any rank within 0.02 s"
     with pytest.raises(CollectiveTimeoutError, match=message):
         await pg.probe(tag=4, timeout=0.02)
@@ -213,7 +215,7 @@ async def test_probe_times_out_alone_and_fails_with_the_group(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(2)
-async def test_probe_fails_when_its_source_leaves(pg: ProcessGroup) -> None:
+async def test_probe_fails_when_its_source_rank_leaves(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         await pg.barrier()
         return
@@ -252,7 +254,7 @@ async def test_closed_group_refuses_probe_and_iprobe(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_probe_in_a_block_starts_with_it(pg: ProcessGroup) -> None:
+async def test_probe_in_a_block_starts_with_the_block(pg: ProcessGroup) -> None:
     other = 1 - pg.rank()
     async with pg.coalescing():
         work = pg.probe(other)
@@ -262,7 +264,7 @@ async def test_probe_in_a_block_starts_with_it(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", ["unix", "shm"])
-async def test_iprobe_sees_received_messages_without_a_loop_iteration(transport: str) -> None:
+async def test_iprobe_finds_received_messages_without_a_loop_iteration(transport: str) -> None:
     sent = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -274,7 +276,7 @@ async def test_iprobe_sees_received_messages_without_a_loop_iteration(transport:
             sent.set()
             await work
         else:
-            await sent.wait()  # this task resumes before the loop polls the link
+            await sent.wait()  # the event resumes this task before the loop polls the link
             assert pg.iprobe(0) == Envelope(0, 0, 8, np.dtype(float))
             await pg.recv(np.zeros(1), 0)
         await pg.barrier()
@@ -283,7 +285,9 @@ async def test_iprobe_sees_received_messages_without_a_loop_iteration(transport:
 
 
 @pytest.mark.ranks(1)
-async def test_unknown_dtype_fails_only_the_probe(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_message_with_an_unknown_dtype_fails_only_the_probe(
+    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = np.arange(4.0)
     await pg.send(x, 0)
     with monkeypatch.context() as patch:
@@ -295,8 +299,10 @@ async def test_unknown_dtype_fails_only_the_probe(pg: ProcessGroup, monkeypatch:
 
 
 @pytest.mark.ranks(2)
-async def test_unknown_layout_is_reported_as_bytes(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the probe forget the layout, which both ranks know because they share a process."""
+async def test_probe_reports_a_structured_dtype_with_unknown_layout_as_bytes(
+    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Remove the layout from the probing rank's table, since both ranks share a process and so know the layout."""
     replaced(monkeypatch, probe_layout=lambda _: None)
     x = np.array([(1, 2.5)] * 3, [("a", "<i4"), ("b", "<f8")])
     if pg.rank() == 0:

@@ -14,7 +14,7 @@ from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 
 from ..ranks import LINKS, run_ranks
 
-#: Counts that take one step, many steps, and a chunk queue of shared memory.
+#: Element counts for one step, for many steps, and for a chunk queue of shared memory.
 COUNTS = (1, 1000, 400_003)
 
 
@@ -23,7 +23,7 @@ class Broken(Exception):
 
 
 class Op:
-    """An op that raises, with the first exception that it raised."""
+    """A custom op that raises, and the first exception that it raised."""
 
     def __init__(self) -> None:
         self.raised: Exception | None = None
@@ -37,7 +37,7 @@ class Op:
             raise
 
     def check(self, pg: ProcessGroup, error: GroupError) -> None:
-        """Check that `error` leads the user to the line that raised."""
+        """Check that `error` leads the user to the line that raised the exception."""
         assert "its reduce function raised Broken: no such case" in str(error)
         if error.ranks != (pg.rank(),):
             assert not isinstance(error.__cause__, Broken)
@@ -51,7 +51,7 @@ async def failure(call: Awaitable[Any]) -> GroupError:
     with pytest.raises(GroupError) as raised:
         await call
     error = raised.value
-    # A rank without a part in the reduction may fail only at its next call.
+    # A rank that reduces nothing may fail only at its next call, with the error as the cause.
     return error.__cause__ if isinstance(error, GroupRevokedError) else error  # type: ignore[return-value]
 
 
@@ -66,7 +66,9 @@ CALLS: dict[str, Callable[[ProcessGroup, ReduceOp, int], Awaitable[Any]]] = {
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("kind", CALLS)
-async def test_raising_op_has_its_line_in_the_traceback(kind: str, world_size: int, transport: str) -> None:
+async def test_traceback_of_a_raising_custom_op_contains_the_raising_line(
+    kind: str, world_size: int, transport: str
+) -> None:
     async def rank(pg: ProcessGroup, count: int) -> bool:
         op = Op()
         error = await failure(CALLS[kind](pg, op.op, count))
@@ -79,7 +81,7 @@ async def test_raising_op_has_its_line_in_the_traceback(kind: str, world_size: i
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_raising_op_in_a_block_has_its_line_in_the_traceback(transport: str) -> None:
+async def test_traceback_of_a_raising_custom_op_in_a_block_contains_the_raising_line(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> bool:
         op = Op()
 
@@ -95,7 +97,7 @@ async def test_raising_op_in_a_block_has_its_line_in_the_traceback(transport: st
     assert any(await run_ranks(3, rank, transport=transport))
 
 
-async def test_raising_op_is_the_cause_of_other_works_and_later_calls() -> None:
+async def test_exception_of_a_custom_op_is_the_cause_of_failed_works_and_later_calls() -> None:
     async def rank(pg: ProcessGroup) -> bool:
         op = Op()
         other = asyncio.ensure_future(failure(pg.recv_object()))
@@ -111,7 +113,7 @@ async def test_raising_op_is_the_cause_of_other_works_and_later_calls() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_raising_op_of_a_single_rank_has_its_traceback(pg: ProcessGroup) -> None:
+async def test_exception_of_a_custom_op_in_a_single_rank_group_keeps_its_traceback(pg: ProcessGroup) -> None:
     op = Op()
-    assert await pg.allreduce(1.0, op.op) == 1.0  # one rank reduces nothing
+    assert await pg.allreduce(1.0, op.op) == 1.0  # a single rank reduces nothing, so the op is not called
     assert op.raised is None

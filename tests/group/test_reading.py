@@ -23,7 +23,7 @@ STEPS = len(dumps(NUMBERS)) // STEP
 
 
 def make_steps_slow(pg: ProcessGroup) -> None:
-    """Make every decoding step of this rank use up the time that a callback may take."""
+    """Make every decoding step of this rank take as long as a callback may take."""
     seconds = itertools.count()
     comm_of(pg).endpoint.runtime.ticks = lambda: float(next(seconds))
 
@@ -60,7 +60,7 @@ CALLS: dict[str, tuple[Callable[[ProcessGroup], Any], Any]] = {
 @pytest.mark.ranks(2)
 @over(*LINKS)
 @pytest.mark.parametrize("call", CALLS)
-async def test_loop_runs_while_an_object_is_read(pg: ProcessGroup, call: str) -> None:
+async def test_event_loop_runs_while_a_large_object_is_decoded(pg: ProcessGroup, call: str) -> None:
     start, expected = CALLS[call]
     await pg.barrier()
     make_steps_slow(pg)
@@ -74,7 +74,7 @@ async def test_loop_runs_while_an_object_is_read(pg: ProcessGroup, call: str) ->
 
 
 @pytest.mark.parametrize("call", ["allgather_object", "recv_object"])
-async def test_end_of_the_group_ends_the_reading(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_end_of_the_group_ends_the_decoding_of_an_object(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reached = asyncio.Event()
 
     def read_forever(*_: Any, **__: Any) -> Any:
@@ -99,8 +99,10 @@ async def test_end_of_the_group_ends_the_reading(call: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("call", ["allgather_object", "recv_object", "incoming"])
-async def test_malformed_large_object_is_refused(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Append a byte that only the last step finds to be invalid; the group continues."""
+async def test_malformed_large_object_is_refused_and_the_group_continues(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Append a byte that only the last decoding step finds to be invalid; the group continues."""
     replaced(monkeypatch, object_dumped=lambda obj, **_: dumps(obj) + b"\xc0")
 
     async def rank(pg: ProcessGroup) -> None:
@@ -118,8 +120,8 @@ async def test_malformed_large_object_is_refused(call: str, monkeypatch: pytest.
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_cancelled_incoming_loses_nothing_while_it_reads(pg: ProcessGroup) -> None:
-    """Keep cancelling: the decoded part is kept each time, so that every message arrives."""
+async def test_cancelled_incoming_iterator_loses_no_partly_decoded_message(pg: ProcessGroup) -> None:
+    """Cancel repeatedly; the decoded part is kept each time, so that every message arrives."""
     await pg.barrier()
     make_steps_slow(pg)
     if pg.rank() == 0:
@@ -142,5 +144,5 @@ async def test_cancelled_incoming_loses_nothing_while_it_reads(pg: ProcessGroup)
     await pg.barrier()
 
 
-def test_step_of_these_tests_equals_the_step_of_the_decoder() -> None:
+def test_step_size_of_these_tests_equals_the_step_size_of_the_decoder() -> None:
     assert decode._STEP == STEP

@@ -43,7 +43,7 @@ async def single_rank_group(name: str | None = None, **given: Any) -> ProcessGro
 
 @pytest.mark.ranks(2, 3)
 @over(*LINKS)
-async def test_dump_has_the_calls(pg: ProcessGroup) -> None:
+async def test_recorder_dump_contains_the_calls(pg: ProcessGroup) -> None:
     me, ranks = pg.rank(), pg.size()
     await pg.allreduce(np.zeros((2, 3), np.float32))
     line = sys._getframe().f_lineno - 1
@@ -62,7 +62,7 @@ async def test_dump_has_the_calls(pg: ProcessGroup) -> None:
     assert (first["op"], first["seq"], first["shape"], first["dtype"]) == ("ALLREDUCE", 1, [2, 3], "float32")
     assert (first["reduce"], first["bytes"], first["kind"]) == ("SUM", 24, "collective")
     assert first["site"] == f"{__file__}:{line}"
-    assert first["function"] == test_dump_has_the_calls.__qualname__
+    assert first["function"] == test_recorder_dump_contains_the_calls.__qualname__
     assert first["entered"] == first["started"] <= first["finished"] <= dump["clock"]["monotonic"]
     assert (barrier["key"], barrier["seq"], barrier["bytes"]) == ("done", 1, 0)
     assert [(each["op"], each["peer"], each["tag"], each["bytes"]) for each in messages] == (
@@ -76,7 +76,7 @@ async def test_dump_has_the_calls(pg: ProcessGroup) -> None:
     await pending
 
 
-def test_pending_collective_in_a_dump_names_the_missing_ranks() -> None:
+def test_recorder_dump_of_a_pending_collective_names_the_missing_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() != 1:
             work = pg.barrier()
@@ -93,7 +93,7 @@ def test_pending_collective_in_a_dump_names_the_missing_ranks() -> None:
     run_virtual(3, rank)
 
 
-def test_compared_collective_is_one_entry_with_a_later_start() -> None:
+def test_compared_collective_is_recorded_as_one_entry_with_a_later_start() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(pg.rank())
         await pg.allreduce(np.zeros(3))
@@ -104,7 +104,7 @@ def test_compared_collective_is_one_entry_with_a_later_start() -> None:
     run_virtual(2, rank, options=GroupOptions(debug="detail"))
 
 
-async def test_dump_file_equals_the_returned_dump(tmp_path: Path) -> None:
+async def test_written_dump_file_equals_the_returned_dump(tmp_path: Path) -> None:
     async with await single_rank_group() as pg:
         await pg.allreduce(1.0)
         pg.recorder.dump_json(tmp_path / "a.json")
@@ -122,7 +122,7 @@ async def test_dump_file_equals_the_returned_dump(tmp_path: Path) -> None:
 
 
 def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Check that events have all fields and do not overlap in a thread; return the events of operations."""
+    """Check that trace events have all fields and do not overlap in a thread; return the events of operations."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
     whole = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for event in trace["traceEvents"]:
@@ -142,7 +142,7 @@ def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-async def test_trace_has_every_operation(world_size: int, tmp_path: Path) -> None:
+async def test_chrome_trace_contains_every_operation(world_size: int, tmp_path: Path) -> None:
     async def rank(pg: ProcessGroup) -> dict[str, Any]:
         for work in [pg.allreduce(np.zeros(4), key=str(number)) for number in range(5)]:
             await work
@@ -163,7 +163,7 @@ async def test_trace_has_every_operation(world_size: int, tmp_path: Path) -> Non
     assert {"ALLREDUCE '0' 1", "ALLREDUCE '4' 1"} < {event["name"] for event in whole} | {""}
 
 
-def test_trace_supports_no_operations_and_pending_ones() -> None:
+def test_chrome_trace_supports_zero_operations_and_pending_operations() -> None:
     assert chrome_trace([])["traceEvents"] == []
     entries = [{"entered": 0.0, "finished": None}, {"entered": 1.0, "finished": 2.0}, {"entered": 2.0, "finished": 3.0}]
     assert lanes(entries, 5.0) == [0, 1, 1]
@@ -173,7 +173,7 @@ def test_trace_supports_no_operations_and_pending_ones() -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_failed_group_is_dumped_by_all_ranks(transport: str, tmp_path: Path) -> None:
+async def test_all_ranks_write_a_dump_of_a_failed_group(transport: str, tmp_path: Path) -> None:
     where = tmp_path / "made" / "when needed"
 
     async def rank(pg: ProcessGroup) -> None:
@@ -181,7 +181,7 @@ async def test_failed_group_is_dumped_by_all_ranks(transport: str, tmp_path: Pat
             await pg.barrier()
             pg.abort("the disk is full")
         else:
-            with suppress(GroupError):  # the abort may overtake a frame of the barrier
+            with suppress(GroupError):  # the abort message may overtake a frame of the barrier
                 await pg.barrier()
         assert "the disk is full" in str(await pg.wait_revoked())
 
@@ -194,7 +194,7 @@ async def test_failed_group_is_dumped_by_all_ranks(transport: str, tmp_path: Pat
         assert dump["entries"][0]["op"] == "BARRIER"
 
 
-async def test_closed_group_is_not_dumped(tmp_path: Path) -> None:
+async def test_closed_group_writes_no_dump(tmp_path: Path) -> None:
     async with await single_rank_group(dump_dir=str(tmp_path)) as pg:
         await pg.barrier()
     assert file_names(tmp_path) == []
@@ -218,7 +218,7 @@ def test_dump_file_has_a_safe_unique_name(name: str) -> None:
     assert found not in {file_name(other, 12) for other in (name + "x", name + "%", "a%2F%62")}
 
 
-async def test_long_group_names_have_different_dump_files(tmp_path: Path) -> None:
+async def test_groups_with_long_names_have_different_dump_files(tmp_path: Path) -> None:
     for end in "ab":
         pg = await single_rank_group("/" * 300 + end, dump_dir=str(tmp_path))
         pg.abort()
@@ -227,7 +227,7 @@ async def test_long_group_names_have_different_dump_files(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("fault", ["a file", "/dev/full", "thread"])
-async def test_failed_dump_is_only_logged(
+async def test_failed_write_of_a_dump_is_only_logged(
     fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = tmp_path / "file"
@@ -268,7 +268,7 @@ async def test_log_names_the_dump_option_without_a_directory(caplog: pytest.LogC
 
 @pytest.fixture
 def earlier_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Install a handler before any group, hide the listeners of other tests, and yield the received signals."""
+    """Install a signal handler before any group, hide the listeners of other tests, and yield the received signals."""
     replaced(monkeypatch, signal_listeners=WeakSet())
     had: list[int] = []
 
@@ -281,7 +281,7 @@ def earlier_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     signal.signal(signal.SIGUSR2, old)
 
 
-async def test_signal_dumps_all_groups_and_calls_the_previous_handler(
+async def test_dump_signal_dumps_all_groups_and_calls_the_previous_handler(
     earlier_signals: list[int], tmp_path: Path
 ) -> None:
     one = await single_rank_group("one", dump_dir=str(tmp_path))
@@ -294,7 +294,7 @@ async def test_signal_dumps_all_groups_and_calls_the_previous_handler(
         assert (dump["state"], len(dump["entries"])) == ("open", 1)
 
 
-async def test_later_signal_handler_stays_and_may_call_the_dump_handler(
+async def test_later_signal_handler_is_not_replaced_and_can_call_the_dump_handler(
     earlier_signals: list[int], tmp_path: Path
 ) -> None:
     first = await single_rank_group("first", dump_dir=str(tmp_path))
@@ -317,13 +317,17 @@ async def test_later_signal_handler_stays_and_may_call_the_dump_handler(
     await (await single_rank_group("third", dump_dir=str(tmp_path))).shutdown()
 
 
-async def test_signal_handler_of_the_program_stays_without_a_directory(earlier_signals: list[int]) -> None:
+async def test_signal_handler_of_the_program_is_not_replaced_without_a_dump_directory(
+    earlier_signals: list[int],
+) -> None:
     handler = signal.getsignal(signal.SIGUSR2)
     async with await single_rank_group():
         assert signal.getsignal(signal.SIGUSR2) is handler
 
 
-def test_signal_handler_is_not_installed_in_another_thread(earlier_signals: list[int], tmp_path: Path) -> None:
+def test_dump_signal_handler_is_not_installed_outside_of_the_main_thread(
+    earlier_signals: list[int], tmp_path: Path
+) -> None:
     handler = signal.getsignal(signal.SIGUSR2)
 
     async def main() -> None:

@@ -34,7 +34,7 @@ DTYPES = (
 
 
 def random_elements(dtype: np.dtype[Any], count: int, seed: int) -> Any:
-    """Return elements with random bytes that are valid in `dtype`, also in the padding."""
+    """Return array elements with random bytes, also in the padding, that are valid in `dtype`."""
     data = np.random.default_rng(seed).integers(1, 100, count * dtype.itemsize, dtype=np.uint8)
     if dtype.kind == "U":
         return np.array([str(seed + each)[:2] for each in range(count)], dtype)
@@ -52,7 +52,7 @@ def joined(dtype: np.dtype[Any], parts: list[Any]) -> Any:
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_structured_arrays_work_in_all_moving_calls(pg: ProcessGroup) -> None:
+async def test_structured_arrays_work_in_all_calls_that_move_data(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     world = range(size)
     dtypes = DTYPES[:-1] if size < 4 else DTYPES[size - 2 : size]
@@ -128,7 +128,7 @@ async def test_structured_arrays_work_in_blocks_and_lists(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(3)
-async def test_structured_arrays_of_other_lengths_or_kinds_are_a_mismatch(pg: ProcessGroup) -> None:
+async def test_structured_arrays_of_different_lengths_or_dtypes_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     rank = pg.rank()
     gathered = await pg.allgather(None, random_elements(PARTICLE, rank, rank))
     assert all(is_equal(part, random_elements(PARTICLE, each, each)) for each, part in enumerate(gathered))
@@ -139,7 +139,7 @@ async def test_structured_arrays_of_other_lengths_or_kinds_are_a_mismatch(pg: Pr
     records = random_elements(PARTICLE, 4, rank).view(np.recarray)
     assert await pg.broadcast(records, 1) is records
     assert records.tobytes() == random_elements(PARTICLE, 4, 1).tobytes()
-    # A strided array travels as a copy of its fields.
+    # A strided array is sent as a copy of its fields.
     plane = np.zeros((4, 2), PARTICLE)
     plane[:, 0]["id"] = rank + 1
     await pg.broadcast(plane[:, 0], 2)
@@ -176,7 +176,9 @@ OTHERS = (
 @pytest.mark.parametrize(("other", "name"), OTHERS)
 @pytest.mark.parametrize("call", ["broadcast", "allgather", "gather", "send", "block"])
 @pytest.mark.ranks(2)
-async def test_different_layouts_are_a_mismatch(pg: ProcessGroup, call: str, other: Any, name: str) -> None:
+async def test_different_layouts_of_structured_dtypes_are_reported_as_a_mismatch(
+    pg: ProcessGroup, call: str, other: Any, name: str
+) -> None:
     dtype = np.dtype(other) if pg.rank() else PARTICLE
     x = np.ones(12 // dtype.itemsize, dtype)
 
@@ -192,7 +194,7 @@ async def test_different_layouts_are_a_mismatch(pg: ProcessGroup, call: str, oth
         else:
             async with pg.coalescing():
                 pg.broadcast(x, 0)
-        await pg.barrier()  # fails if the call had completed before the mismatch
+        await pg.barrier()  # the barrier fails if the call had completed before the mismatch
 
     with pytest.raises(CollectiveMismatchError, match=r"differ in the following: (dtype|members)") as caught:
         await run()
@@ -203,7 +205,7 @@ async def test_different_layouts_are_a_mismatch(pg: ProcessGroup, call: str, oth
 
 
 @pytest.mark.ranks(2)
-async def test_unsupported_layouts_are_refused(pg: ProcessGroup) -> None:
+async def test_unsupported_structured_dtypes_are_refused(pg: ProcessGroup) -> None:
     x = np.zeros(4, PARTICLE)
     for op in (ReduceOp.SUM, ReduceOp.BAND, ReduceOp.custom(np.add)):
         for call in (
@@ -230,13 +232,13 @@ async def test_unsupported_layouts_are_refused(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1) == 2
 
 
-def test_layout_name_describes_the_dtype() -> None:
+def test_layout_name_describes_the_structured_dtype() -> None:
     assert from_numpy(PARTICLE) is from_numpy(np.dtype((np.record, [("id", "i4"), ("mass", "f8")])))
     assert pickle.loads(pickle.dumps(from_numpy(PARTICLE))) is from_numpy(PARTICLE)
     assert from_numpy(DTYPES[2]).name == "{at: {x: <f4[2, 3], name: S5}, when: <M8[s]}"
     assert from_numpy(DTYPES[1]).name == "{id: i1 at 0, mass: <f8 at 8; 16 bytes}"
     assert from_numpy(np.dtype([("a b", "i1"), ("\ud800", "i1")])).name == r"{'a b': i1, '\ud800': i1}"
-    # A dtype with equal offsets, but without the align flag, has an equal layout.
+    # Dtypes with equal offsets have equal layouts, with or without the align flag.
     packed = np.dtype({"names": ["id", "mass"], "formats": ["i1", "f8"], "offsets": [0, 8]})
     assert from_numpy(packed) is from_numpy(DTYPES[1])
     long = [from_numpy(np.dtype([(f"field{at}", "i4") for at in range(200)] + [(last, "i1")])) for last in "ab"]
@@ -246,7 +248,7 @@ def test_layout_name_describes_the_dtype() -> None:
         assert by_name(dtype.name) is by_code(dtype.code) is dtype
 
 
-def test_unused_layout_is_forgotten_after_many_others() -> None:
+def test_unused_dtype_layout_is_dropped_from_the_table_after_many_newer_layouts() -> None:
     code = from_numpy(np.dtype([("used once", "i4")])).code
     assert by_code(code).itemsize == 4, "the layout was forgotten, although a message may still carry its code"
     for number in range(256):
@@ -256,7 +258,7 @@ def test_unused_layout_is_forgotten_after_many_others() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_estimates_and_hooks_have_the_bytes_of_structured_arrays(pg: ProcessGroup) -> None:
+async def test_estimates_and_hooks_report_the_bytes_of_structured_arrays(pg: ProcessGroup) -> None:
     x = np.zeros(1000, PARTICLE)
     with pg.time_estimator() as estimate:
         pg.broadcast(x, 0)

@@ -51,7 +51,7 @@ async def wait_for_all_ranks(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_older_groups_frames_do_not_reach_a_newer_group_of_the_same_name(transport: str) -> None:
+async def test_frames_of_an_older_group_do_not_reach_a_newer_group_with_the_same_name(transport: str) -> None:
     store = HashStore()
 
     async def rank(number: int) -> None:
@@ -89,7 +89,7 @@ async def test_older_groups_frames_do_not_reach_a_newer_group_of_the_same_name(t
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_aborted_group_shrinks_to_all_ranks(pg: ProcessGroup) -> None:
+async def test_shrink_of_an_aborted_group_keeps_all_ranks(pg: ProcessGroup) -> None:
     await wait_for_all_ranks(pg)
     pg.abort(f"by rank {pg.rank()}")
     cause = await pg.wait_revoked()
@@ -104,7 +104,7 @@ async def test_aborted_group_shrinks_to_all_ranks(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 @over(*LINKS)
-async def test_healthy_group_shrinks_without_the_excluded_ranks(pg: ProcessGroup) -> None:
+async def test_shrink_of_a_healthy_group_removes_the_excluded_ranks(pg: ProcessGroup) -> None:
     await pg.allreduce(1)
     if pg.rank() == 1:
         with pytest.raises(GroupError, match=r"continued as a new group|given up"):
@@ -148,12 +148,12 @@ async def test_shrunk_group_reports_completed_calls(pg: ProcessGroup) -> None:
     await pg.allreduce(1, key="a")
     await pg.allreduce(1, key="b")
     await pg.allreduce(1, key="a")
-    # The broadcasts complete on ranks 0 and 2; rank 1 does not make them.
+    # The broadcasts complete on ranks 0 and 2; rank 1 makes no broadcast.
     if pg.rank() != 1:
         await pg.broadcast(np.ones(3), 0)
         await pg.broadcast(np.ones(3), 0, key="b")
     pending = [pg.barrier() for _ in range(2)] if pg.rank() == 0 else []
-    for _ in range(pg.size() - 1):  # until every rank has made its calls
+    for _ in range(pg.size() - 1):  # wait until every rank has made its calls
         await pg.send_object("here", (pg.rank() + 1) % 3)
         await pg.recv_object((pg.rank() - 1) % 3)
     pg.abort("now")
@@ -224,7 +224,7 @@ async def test_shrink_refuses_wrong_arguments(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_group_of_one_can_shrink(pg: ProcessGroup) -> None:
+async def test_group_of_one_rank_can_shrink(pg: ProcessGroup) -> None:
     pg.abort("alone")
     async with await pg.shrink() as small:
         assert await check_group(small) == (0,)
@@ -255,7 +255,7 @@ async def grow_by_two(pg: ProcessGroup) -> Any:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_newcomers_get_the_last_ranks(transport: str) -> None:
+async def test_newcomers_are_assigned_the_last_ranks(transport: str) -> None:
     where = {"store": HashStore(), "options": options(transport)}
     ranks = [run_member(where, rank, 3, grow_by_two) for rank in range(3)]
     results = await gather_results(*ranks, run_newcomer(where), run_newcomer(where))
@@ -264,7 +264,7 @@ async def test_newcomers_get_the_last_ranks(transport: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-async def test_newcomers_use_the_store_of_the_group(scheme: str, tmp_path: Path) -> None:
+async def test_newcomers_join_through_the_store_of_the_group(scheme: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     where = {"init_method": f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"file://{tmp_path}/store"}
@@ -276,7 +276,7 @@ async def test_newcomers_use_the_store_of_the_group(scheme: str, tmp_path: Path)
     assert os.listdir(tmp_path) == []
 
 
-async def test_lost_rank_rejoins_and_then_another() -> None:
+async def test_two_lost_ranks_rejoin_one_after_the_other() -> None:
     where = {"store": HashStore()}
 
     async def grow_and_check(pg: ProcessGroup) -> Any:
@@ -317,7 +317,7 @@ async def test_too_few_newcomers_are_counted_and_continue_to_wait() -> None:
     assert results == [(rank, "world:0~1", (0, 1, 2)) for rank in range(3)]
 
 
-async def test_newcomer_that_gives_up_gets_no_rank() -> None:
+async def test_newcomer_that_gives_up_is_not_assigned_a_rank() -> None:
     store = HashStore()
     where = {"store": store}
 
@@ -380,7 +380,7 @@ async def test_grow_refuses_wrong_arguments() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_grow_on_other_ranks_fails_if_rank_0_cancels_it(pg: ProcessGroup) -> None:
+async def test_grow_fails_on_the_other_ranks_if_rank_0_cancels_the_call(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -395,7 +395,7 @@ async def test_grow_on_other_ranks_fails_if_rank_0_cancels_it(pg: ProcessGroup) 
 @pytest.mark.ranks(4)
 @over(*LINKS)
 async def test_old_and_new_groups_can_close_in_any_order(pg: ProcessGroup) -> None:
-    """Let each rank close them in a different order, some before others have made the new group."""
+    """Let each rank close the groups in a different order, some before other ranks have made the new group."""
     await wait_for_all_ranks(pg)
     pg.abort("to shrink")
     small = await pg.shrink()
@@ -405,7 +405,7 @@ async def test_old_and_new_groups_can_close_in_any_order(pg: ProcessGroup) -> No
         await group.shutdown()
 
 
-async def test_loss_of_two_hubs_in_one_iteration_is_survived(caplog: pytest.LogCaptureFixture) -> None:
+async def test_group_survives_the_loss_of_two_hubs_in_one_loop_iteration(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> Any:
         await pg.barrier()
         if pg.rank() == 3:

@@ -69,7 +69,7 @@ async def check_objects(pg: ProcessGroup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(MANY)
-async def test_many_ranks_run_every_collective(pg: ProcessGroup) -> None:
+async def test_group_with_many_ranks_runs_every_collective(pg: ProcessGroup) -> None:
     await check_arrays(pg)
     await check_objects(pg)
     part: Any = await pg.split_group([range(MANY // 2), range(MANY // 2, MANY)])
@@ -78,11 +78,11 @@ async def test_many_ranks_run_every_collective(pg: ProcessGroup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(FEW + 1)
-async def test_large_group_makes_channels_on_first_use(pg: ProcessGroup) -> None:
+async def test_large_group_opens_links_on_first_use(pg: ProcessGroup) -> None:
     size = pg.size()
     await pg.barrier()
     channels = comm_of(pg).channels
-    # A barrier needs log p links to each side: some on which this rank has sent, some on which it has only received.
+    # A barrier uses log p links in each direction: this rank has sent on some, and only received on the others.
     assert list(channels) == [channels_of(pg)[peer] for peer in sorted(channels_of(pg))]
     assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
     assert len(channels) == size
@@ -91,7 +91,7 @@ async def test_large_group_makes_channels_on_first_use(pg: ProcessGroup) -> None
     await check_objects(pg)
 
 
-async def test_many_ranks_end_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shutdown_of_many_ranks_takes_few_control_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     sent_notes: list[str] = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -102,12 +102,12 @@ async def test_many_ranks_end_in_few_messages(monkeypatch: pytest.MonkeyPatch) -
 
     await run_ranks(32, rank)
     assert set(sent_notes) <= {"end", "ended", "known"}
-    # Each rank reports its end to the hub, which replies. How many ends the hub relays in one message varies.
+    # Each rank reports its end to the hub, which replies and relays a varying number of ends per message.
     assert len(sent_notes) < 32 * 8
 
 
 @pytest.mark.soak
-async def test_thousand_ranks_run_a_collective() -> None:
+async def test_group_with_a_thousand_ranks_runs_a_collective() -> None:
     size = 1024
 
     async def rank(pg: ProcessGroup) -> None:
@@ -119,4 +119,4 @@ async def test_thousand_ranks_run_a_collective() -> None:
 
     first: dict[str, Any] = {}
     await run_ranks(size, rank, timeout=300)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # `ru_maxrss` is in KiB

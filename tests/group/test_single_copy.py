@@ -33,7 +33,7 @@ SPACE = {"dtype": DTYPES, "count": ("1000000",), "root": range(max(SIZES)), "wor
 
 @pytest.fixture
 def options(tmp_path: Path) -> GroupOptions:
-    """Return options by which single copy always pays, however the receiver uses the data."""
+    """Return options with which every large array is read in place, however the receiver uses the data."""
     return GroupOptions(transport="shm", tuning=tuning(tmp_path))
 
 
@@ -46,7 +46,7 @@ def tuning(folder: Path) -> str:
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return a list that gets the place of each payload that is sent by reference."""
+    """Return a list to which the place of each payload sent by reference is appended."""
     seen: list[tuple[int, int]] = []
 
     def record_place(writer: ReferenceWriter, header: bytes, place: tuple[int, int], *_: Any) -> None:
@@ -74,7 +74,7 @@ def one_case_per_kind() -> list[Case]:
     ],
     ids=label,
 )
-async def test_single_copy_gives_the_closed_form(
+async def test_single_copy_gives_the_closed_form_results(
     case: Case, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
     async def rank(pg: ProcessGroup) -> list[bytes]:
@@ -86,10 +86,10 @@ async def test_single_copy_gives_the_closed_form(
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "gather", "scatter", "allgather", "alltoall", "sendrecv"])
-async def test_single_copy_copies_only_unexpected_data(
+async def test_single_copy_makes_additional_copies_only_of_unexpected_data(
     kind: str, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
-    """Check the second call, when all ranks have published their memory."""
+    """Check the second call, after all ranks have published their memory."""
 
     async def rank(pg: ProcessGroup) -> None:
         without_accelerator(pg)
@@ -155,10 +155,10 @@ CALLS = {
 @pytest.mark.parametrize(
     ("kind", "keyed", "sub"), [*product(CALLS, [False], [False, True]), ("broadcast", True, False)]
 )
-async def test_registered_arrays_are_read_in_their_segments(
+async def test_registered_arrays_are_read_in_place_in_their_segments(
     kind: str, keyed: bool, sub: bool, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
-    """Include keyed calls and subgroups, with single copy disabled."""
+    """Include keyed calls and subgroups, with single copy disabled for other memory."""
 
     async def rank(pg: ProcessGroup) -> None:
         without_accelerator(pg)
@@ -183,7 +183,7 @@ async def test_registered_arrays_are_read_in_their_segments(
     assert kind in ("broadcast", "scatter", "alltoall") or segments
 
 
-async def test_unexpected_large_message_stays_with_its_sender(options: GroupOptions) -> None:
+async def test_unexpected_large_message_is_kept_by_its_sender(options: GroupOptions) -> None:
     """Check that a large send completes only after its receive has started."""
 
     async def rank(pg: ProcessGroup) -> None:
@@ -204,8 +204,10 @@ async def test_unexpected_large_message_stays_with_its_sender(options: GroupOpti
     await run_ranks(2, rank, options=options)
 
 
-async def test_large_message_is_read_in_one_frame(options: GroupOptions, references: list[tuple[int, int]]) -> None:
-    """Let the receiver call late: it would have to copy the frames that arrive before its call."""
+async def test_large_message_is_read_in_place_as_one_frame(
+    options: GroupOptions, references: list[tuple[int, int]]
+) -> None:
+    """Let the receiver call late, when it would have to copy frames that arrive before its call."""
     messages = 3
 
     async def rank(pg: ProcessGroup) -> None:
@@ -222,8 +224,8 @@ async def test_large_message_is_read_in_one_frame(options: GroupOptions, referen
     assert len(references) == messages
 
 
-async def test_failed_call_never_shows_later_contents_of_its_array(options: GroupOptions) -> None:
-    """Overwrite the array as soon as its send has failed; the receiver must fail too, or have all of the data."""
+async def test_failed_call_never_delivers_data_written_after_the_failure(options: GroupOptions) -> None:
+    """Overwrite the array as soon as its send has failed; the receiver must fail too, or already have all the data."""
     pattern = -7.0
 
     async def rank(pg: ProcessGroup, turns: int) -> None:
@@ -251,12 +253,12 @@ async def test_failed_call_never_shows_later_contents_of_its_array(options: Grou
 
 
 async def test_withdrawn_data_is_returned_to_the_window(options: GroupOptions) -> None:
-    """Fail many groups that share a link; if window bytes were lost, nothing could be sent eagerly in the end."""
+    """Fail many groups that share a link; if bytes of the window were lost, eager sends would end."""
     nbytes = 200_000
 
     async def rank(pg: ProcessGroup) -> None:
         peer = 1 - pg.rank()
-        for _ in range(3):  # now the link is open, and all its data is read
+        for _ in range(3):  # repeat until the link is open and all its data is read
             await pg.allreduce(np.zeros(LARGE))
         for _ in range(2 * LINK_WINDOW // nbytes):
             group = await pg.split_group([0, 1])
@@ -298,20 +300,22 @@ async def wrong_receives(pg: ProcessGroup, rounds: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-async def test_sent_array_may_be_overwritten_at_once(world_size: int, tmp_path: Path) -> None:
+async def test_sent_array_can_be_overwritten_as_soon_as_the_send_completes(world_size: int, tmp_path: Path) -> None:
     options = GroupOptions(transport="shm", tuning=tuning(tmp_path))
     assert await run_processes(world_size, wrong_receives, 5, options=options) == [0] * world_size
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 4])
-async def test_sent_array_may_be_overwritten_at_once_many_times(world_size: int, tmp_path: Path) -> None:
+async def test_sent_array_can_be_overwritten_as_soon_as_each_of_many_sends_completes(
+    world_size: int, tmp_path: Path
+) -> None:
     options = GroupOptions(transport="shm", tuning=tuning(tmp_path))
     assert await run_processes(world_size, wrong_receives, 500, options=options, timeout=600) == [0] * world_size
 
 
 async def test_single_copy_can_be_disabled_by_one_rank(references: list[tuple[int, int]], tmp_path: Path) -> None:
-    """Disable it on rank 1, which then neither reads other ranks' memory nor lets them read its own."""
+    """Disable single copy on rank 1, which then neither reads other ranks' memory nor lets them read its own."""
     from aiocoll import new_group
     from aiocoll.store import HashStore
 

@@ -32,7 +32,7 @@ SHAPE = (12, 7)
 
 
 def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
-    """Return a rank's array: entries in the first row on every rank, and in a row of its own."""
+    """Return a rank's sparse array: entries in the first row on every rank, and in a separate row per rank."""
     dense = np.zeros(shape, dtype)
     dense[0] = rank + 1
     dense[1 + rank % (shape[0] - 1)] = 100
@@ -52,7 +52,7 @@ def entry_count(array: Any) -> int:
 
 
 WAYS = ["gather-loop", "dense-thread"]
-#: Further ways, which only one test uses unless slow tests run.
+#: Further ways, which all tests use only if slow tests run, and one test always.
 OTHERS = ["gather-thread", "dense-loop"]
 
 
@@ -88,7 +88,7 @@ async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
 
 @pytest.mark.parametrize("way", [*WAYS, *OTHERS], indirect=True)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-async def test_sparse_allreduce_has_the_entries_of_all_ranks_with_their_sums(size: int, way: str) -> None:
+async def test_sparse_allreduce_returns_the_summed_entries_of_all_ranks(size: int, way: str) -> None:
     first, *others = await run_ranks(size, reduce_one, "csr_array", "float64")
     assert all(each == first for each in others)
 
@@ -112,7 +112,7 @@ async def test_sparse_allreduce_works_over_every_transport(pg: ProcessGroup, way
 
 
 @pytest.mark.ranks(3)
-async def test_sparse_integers_wrap_and_bools_are_ored(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_allreduce_wraps_integers_and_combines_bools_by_or(pg: ProcessGroup, way: str) -> None:
     small = scipy.sparse.coo_array(np.array([[100, 0, 1]], np.int8))
     flags = scipy.sparse.coo_array(np.array([[True, False, pg.rank() == 1]]))
     await pg.allreduce(small)
@@ -122,7 +122,7 @@ async def test_sparse_integers_wrap_and_bools_are_ored(pg: ProcessGroup, way: st
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_duplicates_are_summed_and_zero_sums_stay(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_allreduce_sums_duplicates_and_keeps_zero_sums(pg: ProcessGroup, way: str) -> None:
     sign = 1 if pg.rank() else -1
     rows, columns = np.array([1, 0, 1, 1]), np.array([2, 0, 2, 2])
     array = scipy.sparse.coo_array((np.array([1.0, sign * 5, 2, 3]), (rows, columns)), shape=(2, 3))
@@ -133,7 +133,7 @@ async def test_sparse_duplicates_are_summed_and_zero_sums_stay(pg: ProcessGroup,
 
 @pytest.mark.ranks(2)
 async def test_sparse_allreduce_accepts_unsorted_rows_and_spare_space(pg: ProcessGroup, way: str) -> None:
-    # Columns in descending order, and arrays with more elements than `indptr` states.
+    # Use columns in descending order, and data arrays that are longer than `indptr` states.
     array = scipy.sparse.csr_array((2, 4))
     array.indptr = np.array([0, 2, 3], array.indptr.dtype)
     array.indices = np.array([3, 1, 0, 9, 9], array.indices.dtype)
@@ -143,7 +143,7 @@ async def test_sparse_allreduce_accepts_unsorted_rows_and_spare_space(pg: Proces
 
 
 @pytest.mark.ranks(4)
-async def test_sparse_sums_are_in_rank_order(pg: ProcessGroup) -> None:
+async def test_sparse_allreduce_sums_in_rank_order(pg: ProcessGroup) -> None:
     array = scipy.sparse.coo_array(np.array([[(1e16, 1.0, -1e16, 1.0)[pg.rank()]]]))
     await pg.allreduce(array)
     assert array.data[0] == 1.0  # pairwise sums would give 0 or 2
@@ -184,7 +184,7 @@ async def test_sparse_allreduce_supports_one_and_three_dimensions(pg: ProcessGro
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_allreduce_supports_more_than_32_bit_places(pg: ProcessGroup) -> None:
+async def test_sparse_allreduce_supports_positions_beyond_32_bits(pg: ProcessGroup) -> None:
     shape = (3_000_000, 3_000_000)
     last = np.array([2_999_999, pg.rank()])
     array = scipy.sparse.coo_array((np.array([1.0, 2.0]), (last, last)), shape=shape)
@@ -215,7 +215,9 @@ async def mismatch_text(pg: ProcessGroup, *arrays: Any) -> str:
     ],
     ids=["shape", "dtype", "dense"],
 )
-async def test_sparse_mismatch_is_raised(pg: ProcessGroup, one: Any, other: Any, words: tuple[str, ...]) -> None:
+async def test_sparse_allreduce_mismatch_is_raised(
+    pg: ProcessGroup, one: Any, other: Any, words: tuple[str, ...]
+) -> None:
     message = await mismatch_text(pg, one, other)
     assert "Collectives differ in the following:" in message
     assert all(word in message for word in words), message
@@ -260,7 +262,7 @@ async def test_unsupported_sparse_array_is_refused_at_the_call(pg: ProcessGroup)
     await work
 
 
-async def test_wrong_indices_of_a_large_array_fail_on_all_ranks(limits: Limits) -> None:
+async def test_wrong_indices_of_a_large_sparse_array_fail_the_call_on_all_ranks(limits: Limits) -> None:
     limits(sparse_inline=-1)
 
     async def run_rank(pg: ProcessGroup) -> None:
@@ -277,7 +279,9 @@ async def test_wrong_indices_of_a_large_array_fail_on_all_ranks(limits: Limits) 
 
 
 @pytest.mark.parametrize("step", ["first", "last"])
-async def test_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_step_of_a_sparse_call_that_fails_on_one_rank_fails_the_call_on_all_ranks(
+    step: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = {"first": ("sparse_unpack", "sparse_scattered"), "last": ("sparse_merged", "sparse_gathered")}[step]
     failing(monkeypatch, MemoryError("no room"), *parts)
 
@@ -316,7 +320,7 @@ async def test_concurrent_sparse_calls_are_drained(pg: ProcessGroup, way: str) -
 
 
 @pytest.mark.ranks(2)
-async def test_cancelled_await_does_not_stop_the_sparse_call(pg: ProcessGroup, way: str) -> None:
+async def test_cancelled_await_does_not_cancel_the_sparse_call(pg: ProcessGroup, way: str) -> None:
     array = rank_array(pg.rank())
     if pg.rank() == 0:
         work = pg.allreduce(array)
@@ -334,7 +338,9 @@ async def test_cancelled_await_does_not_stop_the_sparse_call(pg: ProcessGroup, w
     assert np.array_equal(array.toarray(), total(2))
 
 
-async def test_abort_ends_a_sparse_call_during_its_calculation(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+async def test_abort_fails_a_sparse_call_during_its_calculation(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
     limits(sparse_inline=-1)
     held = threading.Event()
     started: list[int] = []
@@ -356,7 +362,7 @@ async def test_abort_ends_a_sparse_call_during_its_calculation(monkeypatch: pyte
         with pytest.raises(GroupError, match="ALLREDUCE_SPARSE was aborted by rank 0"):
             await work
         assert not pg.pending()
-        await pg.shutdown()  # drops the result of the thread
+        await pg.shutdown()  # the shutdown drops the result of the thread
         held.set()
         assert np.array_equal(array.toarray(), rank_array(pg.rank()).toarray())
 
@@ -385,7 +391,7 @@ async def test_sparse_call_that_fails_in_a_later_step_is_incomplete(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["coo_array", "csr_array"])
-async def test_sparse_result_has_its_own_arrays(pg: ProcessGroup, form: str) -> None:
+async def test_sparse_result_does_not_share_memory_with_received_data(pg: ProcessGroup, form: str) -> None:
     """Use the entries of one rank only, which lie unaligned in the received frame."""
     array = getattr(scipy.sparse, form)((5, 5), dtype="complex128")
     if pg.rank() == 1:
@@ -399,7 +405,7 @@ async def test_sparse_result_has_its_own_arrays(pg: ProcessGroup, form: str) -> 
 
 
 @pytest.mark.ranks(2)
-async def test_rank_that_leaves_fails_the_sparse_call(pg: ProcessGroup) -> None:
+async def test_sparse_call_fails_if_a_rank_leaves(pg: ProcessGroup) -> None:
     if pg.rank() == 1:
         await pg.shutdown()
         return
@@ -414,7 +420,7 @@ def test_timeout_covers_the_whole_sparse_call() -> None:
         began = loop.time()
         await pg.allreduce(array)
         took = loop.time() - began
-        assert took >= 2.0  # two steps
+        assert took >= 2.0  # the call takes two steps of one second each
         began = loop.time()
         with pytest.raises(CollectiveTimeoutError, match=r"ALLREDUCE_SPARSE .* did not complete within 1.5 s"):
             await pg.allreduce(array, timeout=1.5)
@@ -449,7 +455,7 @@ def test_sparse_run_on_a_virtual_clock_is_reproducible() -> None:
     assert len({data for data, _ in once}) == 1
 
 
-async def test_interceptor_may_start_a_sparse_call_later() -> None:
+async def test_interceptor_can_start_a_sparse_call_later() -> None:
     class DelayingInterceptor:
         moves_nothing = records = False
 
@@ -485,7 +491,7 @@ async def test_interceptor_may_start_a_sparse_call_later() -> None:
 
 
 @pytest.mark.parametrize(("name", "many"), [("float16", 4096), ("bfloat16", 4096), ("float8_e4m3fn", 256)])
-def test_narrow_floats_are_rounded_once(name: str, many: int) -> None:
+def test_sparse_sums_of_narrow_floats_are_rounded_once(name: str, many: int) -> None:
     """Sum so many ones that rounding after each addition would stop at a smaller sum."""
     dtype = by_name(name)
     one, got = np.zeros(1, dtype.storage), np.empty(1, np.float32)
@@ -500,7 +506,7 @@ def test_narrow_floats_are_rounded_once(name: str, many: int) -> None:
 
 
 @pytest.mark.parametrize("dense", [(), (3,), (0,)])
-def test_sparse_packing_round_trips(dense: tuple[int, ...]) -> None:
+def test_packed_sparse_entries_are_unpacked_unchanged(dense: tuple[int, ...]) -> None:
     for count in (0, 1, 5):
         shape = (count, *dense)
         values = np.arange(np.prod(shape, dtype=int), dtype=np.float64)
@@ -511,7 +517,7 @@ def test_sparse_packing_round_trips(dense: tuple[int, ...]) -> None:
         assert np.array_equal(again.values, entries.values)
 
 
-def test_dense_exchange_is_chosen_for_many_entries_only() -> None:
+def test_dense_exchange_of_sparse_arrays_is_selected_only_for_many_entries() -> None:
     machine = Tuning().machine
     for size, world_size in product((1000, 10**7), (2, 3, 4, 7, 64)):
         pays = [

@@ -32,14 +32,14 @@ def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64") -> An
 
 @pytest.fixture(params=["loop", "thread"])
 def place(request: pytest.FixtureRequest, limits: Limits) -> str:
-    """Force whether the loop or a thread reads and makes the arrays."""
+    """Force whether the event loop or a thread reads and makes the sparse arrays."""
     limits(sparse_inline=-1 if request.param == "thread" else 1 << 30)
     return str(request.param)
 
 
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_sparse_messages_travel_around_a_ring(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_can_be_sent_around_a_ring(pg: ProcessGroup, place: str) -> None:
     """Let each rank send to the next one, and a single rank to itself."""
     rank, size = pg.rank(), pg.size()
     before, after = (rank - 1) % size, (rank + 1) % size
@@ -60,7 +60,7 @@ async def test_sparse_messages_travel_around_a_ring(pg: ProcessGroup, place: str
 @over(*LINKS)
 @pytest.mark.ranks(2)
 async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
-    """Send a large array, which a thread reads first, and then arrays that could be sent at once."""
+    """Send a large array, which a thread reads first, followed by arrays that could be sent at once."""
     shape = 2000, 2000
     large = scipy.sparse.random_array(shape, density=0.05, format="coo", rng=np.random.default_rng(1))
     for tag, (src, dst) in enumerate(((0, 1), (1, 1))):
@@ -79,7 +79,7 @@ async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_send_reads_its_array_in_a_thread_before_it_ends(pg: ProcessGroup, limits: Limits) -> None:
+async def test_sparse_send_reads_its_array_in_a_thread_before_completion(pg: ProcessGroup, limits: Limits) -> None:
     limits(sparse_inline=-1)
     x = rank_array(0)
     if pg.rank() == 0:
@@ -126,7 +126,7 @@ async def test_sparse_messages_support_no_entries_and_proc_null(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_messages_work_probed_planned_and_in_blocks(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_can_be_probed_planned_and_coalesced(pg: ProcessGroup, place: str) -> None:
     rank = pg.rank()
     x, y = rank_array(rank), rank_array(rank)
     plan = pg.plan(pg.send, x, 1) if rank == 0 else pg.plan(pg.recv, x, 0)
@@ -218,7 +218,7 @@ async def test_unsupported_sparse_message_is_refused(pg: ProcessGroup) -> None:
 
 
 async def test_unreadable_entries_of_an_announced_message_fail_the_group(limits: Limits) -> None:
-    """Send wrong indices, which the sender finds after it has announced the message."""
+    """Send an array with wrong indices, which the sender detects after it has announced the message."""
     limits(sparse_inline=-1)
 
     async def rank(pg: ProcessGroup) -> None:

@@ -18,7 +18,7 @@ SHAPE = (12, 7)
 
 
 def dense(rank: int, dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
-    """Return a rank's values: in the first row on every rank, and in a row of its own."""
+    """Return a rank's dense values: in the first row on every rank, and in a separate row per rank."""
     x = np.zeros(shape, dtype)
     x[0] = rank + 1
     x[1 + rank % (shape[0] - 1), 2:] = 10
@@ -48,7 +48,7 @@ def check(array: Any, form: str, right: Any) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_sparse_arrays_work_in_every_moving_call(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_arrays_work_in_every_call_that_moves_data(pg: ProcessGroup, way: str) -> None:
     rank, size = pg.rank(), pg.size()
     world = range(size)
     for number, form in enumerate(FORMATS):
@@ -77,7 +77,7 @@ async def test_sparse_arrays_work_in_every_moving_call(pg: ProcessGroup, way: st
 
 @over(*LINKS)
 @pytest.mark.ranks(2, 4)
-async def test_sparse_arrays_may_differ_in_rows_and_be_empty(pg: ProcessGroup) -> None:
+async def test_gathered_sparse_arrays_can_differ_in_rows_and_be_empty(pg: ProcessGroup) -> None:
     """Gather blocks with different numbers of rows, and join them into one array."""
     rank, size = pg.rank(), pg.size()
     x = scipy.sparse.random_array((rank * 100, 50), density=0.3, format="csr", rng=np.random.default_rng(rank))
@@ -114,7 +114,7 @@ async def test_sparse_averages_support_every_dtype(pg: ProcessGroup, way: str) -
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.ranks(3)
-async def test_sparse_moves_support_torch(pg: ProcessGroup, way: str) -> None:
+async def test_data_movement_calls_support_sparse_torch_tensors(pg: ProcessGroup, way: str) -> None:
     torch = pytest.importorskip("torch")
     rank = pg.rank()
 
@@ -143,7 +143,7 @@ async def test_sparse_moves_support_torch(pg: ProcessGroup, way: str) -> None:
 
 @pytest.mark.parametrize("call", ["broadcast", "reduce", "allgather", "gather"])
 @pytest.mark.ranks(2)
-async def test_sparse_move_mismatch_is_raised(pg: ProcessGroup, call: str) -> None:
+async def test_mismatch_of_data_movement_calls_on_sparse_arrays_is_raised(pg: ProcessGroup, call: str) -> None:
     other = dense(1, "float32")
     x = rank_array(0) if pg.rank() == 0 else scipy.sparse.csr_array(other)
     with pytest.raises(CollectiveMismatchError, match="differ in the following: dtype") as caught:
@@ -161,7 +161,7 @@ async def test_sparse_move_mismatch_is_raised(pg: ProcessGroup, call: str) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_moves_work_in_blocks_and_by_key_or_are_refused(pg: ProcessGroup) -> None:
+async def test_coalesced_and_keyed_data_movement_calls_on_sparse_arrays_work_or_are_refused(pg: ProcessGroup) -> None:
     rank = pg.rank()
     x, y = rank_array(rank), rank_array(rank)
     async with pg.coalescing():

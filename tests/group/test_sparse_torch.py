@@ -29,7 +29,7 @@ def check_invariants() -> Any:
 
 
 WAYS = ["gather-loop", "dense-thread"]
-#: Further ways, which only one test uses unless slow tests run.
+#: Further ways, which all tests use only if slow tests run, and one test always.
 OTHERS = ["gather-thread", "dense-loop"]
 
 
@@ -63,7 +63,7 @@ async def check(pg: ProcessGroup, sparse_dims: int, dense_dims: int, dtype: Any 
     expected = torch.zeros((sparse_dims, size), dtype=torch.int64)
     expected[0] = torch.arange(size)
     assert torch.equal(tensor.indices(), expected)
-    # Index i has the ones of rank i and of all higher ranks.
+    # Index i has the sum of the ones of rank i and all higher ranks.
     for place, values in enumerate(tensor.values()):
         right = torch.full([2] * dense_dims, size - place).to(tensor.dtype)
         assert torch.equal(values, right), f"{values} at {place}"
@@ -104,7 +104,7 @@ async def test_sparse_torch_tensors_may_be_empty(pg: ProcessGroup, way: str) -> 
         assert await pg.allreduce(tensor) is tensor
         assert tensor._nnz() == 0
         assert tuple(tensor.shape) == shape
-    # Entries without elements, and a tensor without sparse dimensions.
+    # Use entries without elements, and a tensor without sparse dimensions.
     hollow = torch.sparse_coo_tensor([[pg.rank()]], torch.empty((1, 0)), (3, 0))
     await pg.allreduce(hollow)
     assert hollow.indices().tolist() == [[0, 1]]
@@ -114,7 +114,7 @@ async def test_sparse_torch_tensors_may_be_empty(pg: ProcessGroup, way: str) -> 
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_torch_result_stays_the_same_tensor_for_autograd(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_result_is_written_into_the_same_tensor_for_autograd(pg: ProcessGroup, way: str) -> None:
     tensor = rank_array(pg.rank(), 2, 1, 1).requires_grad_()
     assert await pg.allreduce(tensor) is tensor
     assert tensor.requires_grad
@@ -150,7 +150,7 @@ async def test_sparse_csr_result_is_a_new_tensor(pg: ProcessGroup, dtype: str, w
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_torch_tensors_match_scipy_arrays(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_tensor_on_one_rank_matches_a_scipy_array_on_another(pg: ProcessGroup, way: str) -> None:
     dense = np.diag([1.0, 2.0, 0.0])
     mine = scipy.sparse.csr_array(dense) if pg.rank() else torch.from_numpy(dense).to_sparse()
     result = await pg.allreduce(mine)
@@ -159,7 +159,7 @@ async def test_sparse_torch_tensors_match_scipy_arrays(pg: ProcessGroup, way: st
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_torch_tensors_of_other_dimensions_are_a_mismatch(pg: ProcessGroup) -> None:
+async def test_sparse_torch_tensors_of_different_dimensions_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     tensor = torch.eye(3).to_sparse(1 + pg.rank())
     with pytest.raises(CollectiveMismatchError, match="SUM over 1 sparse and 1 dense dimensions"):
         await pg.allreduce(tensor)
@@ -183,7 +183,7 @@ async def test_unsupported_sparse_torch_tensor_is_refused(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(2)
-async def test_loop_runs_during_a_large_sparse_torch_call(pg: ProcessGroup) -> None:
+async def test_event_loop_runs_during_a_large_sparse_torch_call(pg: ProcessGroup) -> None:
     """Use a tensor that threads read, add and write, while other tasks run."""
     count = 300_000
     generator = torch.Generator().manual_seed(pg.rank())

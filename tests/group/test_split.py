@@ -39,7 +39,7 @@ async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
 async def test_split_groups_by_colour_and_orders_by_key(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     everyone = range(size)
-    # The colour, the key, and the ranks of the group of this rank's colour.
+    # Cases: the colour, the key, and the expected ranks of the group with this rank's colour.
     cases: list[tuple[Any, int, list[int]]] = [
         (0, 0, list(everyone)),
         (0, -rank, list(reversed(everyone))),
@@ -65,7 +65,7 @@ async def test_split_groups_by_colour_and_orders_by_key(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(1, 2, 5)
-async def test_rank_without_a_colour_gets_no_group(pg: ProcessGroup) -> None:
+async def test_rank_without_a_colour_receives_no_group_from_split(pg: ProcessGroup) -> None:
     group = await pg.split(None if pg.rank() == 0 else 1)
     assert (group is None) == (pg.rank() == 0)
     if group is not None:
@@ -79,8 +79,8 @@ async def test_rank_without_a_colour_gets_no_group(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 @over("memory", "unix")
-async def test_split_works_next_to_other_calls(pg: ProcessGroup) -> None:
-    """Let the splits end in different orders on different ranks: each keeps the number of its call."""
+async def test_split_works_concurrently_with_other_calls(pg: ProcessGroup) -> None:
+    """Let the splits end in different orders on different ranks; each split keeps the number of its call."""
     rank = pg.rank()
     splits = [asyncio.ensure_future(pg.split(rank % 2, key)) for key in (0, -rank)]
     await asyncio.sleep(0)  # lets the splits begin
@@ -102,7 +102,7 @@ async def test_split_works_next_to_other_calls(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_reordered_group_shrinks_in_its_order(pg: ProcessGroup) -> None:
+async def test_shrink_of_a_reordered_group_keeps_its_rank_order(pg: ProcessGroup) -> None:
     group = await pg.split(0, -pg.rank())
     assert group is not None
     if pg.rank() == 1:
@@ -115,7 +115,7 @@ async def test_reordered_group_shrinks_in_its_order(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_split_can_be_repeated_on_its_result(pg: ProcessGroup) -> None:
+async def test_split_group_can_be_split_again(pg: ProcessGroup) -> None:
     group = await pg.split(0, -pg.rank())
     assert group is not None
     part = await group.split(group.rank() == 0)
@@ -123,12 +123,12 @@ async def test_split_can_be_repeated_on_its_result(pg: ProcessGroup) -> None:
     assert part.global_ranks == (pg.rank(),)
     again = await group.split_group([0, 1])
     assert again is not None
-    assert again.global_ranks == (1, 0)  # in the order of the parent group
+    assert again.global_ranks == (1, 0)  # the ranks have the order of the parent group
     assert await check_group(again) == (1, 0)
 
 
 @pytest.mark.ranks(2)
-async def test_cancelled_split_leaves_the_group_to_the_others(pg: ProcessGroup) -> None:
+async def test_split_group_of_other_ranks_works_after_one_rank_cancels_the_split(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         splitting = asyncio.ensure_future(pg.split(0))
         await asyncio.sleep(0)
@@ -144,8 +144,8 @@ async def test_cancelled_split_leaves_the_group_to_the_others(pg: ProcessGroup) 
     assert await check_group(group) == (0, 1)
 
 
-async def test_rank_without_the_colours_is_waited_for() -> None:
-    """Check the report on a rank that has not split yet, because it still lacks the colours."""
+async def test_timeout_error_names_a_rank_that_still_lacks_the_colours_of_a_split() -> None:
+    """Check the report about a rank that has not split yet because it still lacks the colours."""
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -158,7 +158,7 @@ async def test_rank_without_the_colours_is_waited_for() -> None:
             called.set()
             await work
         else:
-            comm_of(pg).splits.append(None)  # as if the colours had not arrived
+            comm_of(pg).splits.append(None)  # simulates that the colours have not arrived
             await called.wait()
             comm_of(pg).splits = Splits()
             group = await pg.split_group([0, 1])
@@ -169,7 +169,7 @@ async def test_rank_without_the_colours_is_waited_for() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_split_with_wrong_arguments_starts_nothing(pg: ProcessGroup) -> None:
+async def test_split_with_wrong_arguments_creates_no_group(pg: ProcessGroup) -> None:
     for color, key, message in (
         (1.5, 0, "color must be an int, a str or None, not float"),
         ([1], 0, "color must be an int, a str or None, not list"),
@@ -200,7 +200,7 @@ async def test_closed_group_cannot_split(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_split_in_a_block_sends_the_recorded_calls(pg: ProcessGroup) -> None:
+async def test_split_in_a_block_starts_the_recorded_calls(pg: ProcessGroup) -> None:
     x = np.ones(3)
     async with pg.coalescing():
         work = pg.allreduce(x)
@@ -212,13 +212,13 @@ async def test_split_in_a_block_sends_the_recorded_calls(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(4)
-async def test_local_split_is_called_by_its_ranks_only(pg: ProcessGroup) -> None:
+async def test_local_split_can_be_called_only_by_the_ranks_of_the_new_group(pg: ProcessGroup) -> None:
     for _ in range(2):
         if pg.rank() in (1, 3):
             part = await pg.split_group([3, 1], local=True)
             assert part.global_ranks == (1, 3)
             assert await part.allgather_object(pg.rank()) == [1, 3]
-    # The other ranks have not counted the local splits: for them, this is the first one.
+    # The other ranks do not count local splits, so for them this is the first split.
     whole = await pg.split_group(range(4))
     assert await whole.allreduce(1) == 4
     assert await pg.split_group([(pg.rank() + 1) % 4], local=True) is None
@@ -226,7 +226,7 @@ async def test_local_split_is_called_by_its_ranks_only(pg: ProcessGroup) -> None
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("local", [False, True])
-async def test_split_numbers_its_ranks_in_the_given_order(pg: ProcessGroup, local: bool) -> None:
+async def test_split_group_numbers_its_ranks_in_the_given_order(pg: ProcessGroup, local: bool) -> None:
     if pg.rank() != 1 or not local:
         part = await pg.split_group([2, 0], order="given", local=local)
         if pg.rank() == 1:
@@ -239,7 +239,7 @@ async def test_split_numbers_its_ranks_in_the_given_order(pg: ProcessGroup, loca
 
 
 @pytest.mark.ranks(2)
-async def test_split_with_different_orders_is_a_mismatch(pg: ProcessGroup) -> None:
+async def test_split_group_with_different_rank_orders_is_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     part = await pg.split_group([pg.rank(), 1 - pg.rank()], order="given")
     with pytest.raises(CollectiveMismatchError, match="ranks"):
         await part.barrier()

@@ -32,7 +32,7 @@ from ..internals import comm_of, set_limits
 from ..ranks import over
 
 SIZES = (1, 2, 3, 4, 7)
-#: Seconds by which a rank is late. One iteration of all loops takes less.
+#: Seconds by which a rank is late; one iteration of all loops takes less time.
 LATE = 0.02
 #: The resolution of timers, in seconds.
 CLOCK = 0.002
@@ -40,7 +40,7 @@ NOTHING = PeerStats(0, 0, 0.0, 0, 0.0, 0)
 
 
 def by_op(stats: GroupStats) -> Mapping[str, tuple[int, int, int]]:
-    """Return calls, failures and bytes by operation."""
+    """Return the numbers of calls, failures and bytes of each operation."""
     found: dict[str, tuple[int, int, int]] = {}
     for each in stats.operations:
         calls, failures, nbytes = found.get(each.op, (0, 0, 0))
@@ -101,7 +101,7 @@ async def test_stats_count_every_call_once(size: int, debug: str) -> None:
 
 @pytest.mark.ranks(2)
 @over("memory", "unix", "tcp", "shm")
-async def test_stats_have_messages_algorithms_and_transports(pg: ProcessGroup, transport: str) -> None:
+async def test_stats_contain_messages_algorithms_and_transports(pg: ProcessGroup, transport: str) -> None:
     other = 1 - pg.rank()
     await pg.allreduce(np.ones(1))  # opens the link
     for _ in range(3):
@@ -141,7 +141,7 @@ async def test_stats_count_calls_on_devices(way: str) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_stats_count_failures_and_no_withdrawn_receives(pg: ProcessGroup) -> None:
+async def test_stats_count_failures_but_not_withdrawn_receives(pg: ProcessGroup) -> None:
     await pg.allreduce(np.ones(2))
     receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
     await asyncio.sleep(0)
@@ -158,7 +158,7 @@ async def test_stats_count_failures_and_no_withdrawn_receives(pg: ProcessGroup) 
     assert pg.stats().failures == 2
 
 
-async def test_stats_are_available_after_the_end() -> None:
+async def test_stats_are_available_after_the_end_of_the_group() -> None:
     pg = await new_group(store=HashStore(), rank=0, world_size=1)
     pending = pg.recv(np.ones(1), 0) if pg.size() > 1 else pg.barrier()
     await pending
@@ -184,8 +184,8 @@ async def test_stats_can_be_disabled(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
-async def test_last_rank_was_waited_for(size: int, transport: Any) -> None:
-    """Make each rank in turn the last one: all others have waited for it, or for a rank that has waited for it."""
+async def test_stats_attribute_waiting_time_to_the_last_rank(size: int, transport: Any) -> None:
+    """Make each rank in turn the last one; all other ranks wait for it, directly or through another rank."""
     came = [asyncio.Event() for _ in range(size)]
     entered = [0] * size
 
@@ -240,7 +240,7 @@ async def test_last_rank_was_waited_for(size: int, transport: Any) -> None:
 @pytest.mark.parametrize("op", ["gather", "gather without outputs", "scatter", "alltoall", "reduce", "broadcast"])
 @pytest.mark.parametrize("count", [3, 70_000])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_late_one_of_two_ranks_was_waited_for(op: str, count: int, transport: Any) -> None:
+async def test_stats_attribute_waiting_time_to_the_late_one_of_two_ranks(op: str, count: int, transport: Any) -> None:
     """Let rank 1 send or post its block after rank 0 has called."""
     called = asyncio.Event()
 
@@ -271,7 +271,7 @@ async def test_late_one_of_two_ranks_was_waited_for(op: str, count: int, transpo
 
 @pytest.mark.parametrize("op", ["gather", "gather_object"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_rank_whose_data_unpacks_in_several_iterations_was_waited_for(
+async def test_stats_attribute_waiting_time_to_a_late_rank_whose_data_is_unpacked_in_steps(
     op: str, transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(monkeypatch, decoding_budget=0.0)
@@ -294,7 +294,7 @@ async def test_rank_whose_data_unpacks_in_several_iterations_was_waited_for(
 
 @pytest.mark.ranks(2)
 @over("memory", "shm", "tcp")
-async def test_root_of_a_broadcast_has_waited_for_no_rank(pg: ProcessGroup) -> None:
+async def test_stats_of_a_broadcast_root_attribute_no_waiting_time(pg: ProcessGroup) -> None:
     if pg.rank():
         await pg.send(np.ones(2), 0)
         await pg.broadcast(np.ones(3), 0)
@@ -304,22 +304,22 @@ async def test_root_of_a_broadcast_has_waited_for_no_rank(pg: ProcessGroup) -> N
         assert pg.stats().peers == ()
 
 
-def test_early_data_is_not_waited_for() -> None:
+def test_stats_attribute_no_waiting_time_to_a_rank_whose_data_came_early() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if not pg.rank():
-            await asyncio.sleep(2)  # the data of rank 1 has arrived
+            await asyncio.sleep(2)  # by now, the data of rank 1 has arrived
         await pg.broadcast(np.ones(3), 1)
         assert pg.rank() or pg.stats().peers == ()
 
     run_virtual(2, rank)
 
 
-def test_rank_whose_data_completes_no_call_is_not_waited_for() -> None:
+def test_stats_attribute_no_waiting_time_to_a_rank_whose_data_completes_no_call() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(2.0 * pg.rank())
         work = pg.allreduce(np.ones(2))
         if not pg.rank():
-            await asyncio.sleep(3)  # rank 1 has sent something, rank 2 has not
+            await asyncio.sleep(3)  # by now, rank 1 has sent data, and rank 2 has not
             (operation,) = comm_of(pg).in_flight.pending
             assert (operation.awaited_ranks(), operation.waited_for) == ([2], -1)
         await work
@@ -328,8 +328,8 @@ def test_rank_whose_data_completes_no_call_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
-def test_wait_for_a_part_of_a_call_counts_once(debug: Any) -> None:
-    """Make a block and a compared call, which consist of several operations."""
+def test_stats_count_a_wait_for_one_of_several_operations_of_a_call_once(debug: Any) -> None:
+    """Make a coalescing block and a compared call, each of which consists of several operations."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank():
@@ -344,7 +344,7 @@ def test_wait_for_a_part_of_a_call_counts_once(debug: Any) -> None:
     run_virtual(2, rank, options=GroupOptions(debug=debug))
 
 
-def test_recent_waits_expire_on_the_groups_clock() -> None:
+def test_recent_waits_in_stats_expire_on_the_clock_of_the_group() -> None:
     async def rank(pg: ProcessGroup) -> list[tuple[int, float, int, float]]:
         found = []
         for pause in (0, 10, 45, 30, 61):
@@ -361,7 +361,7 @@ def test_recent_waits_expire_on_the_groups_clock() -> None:
     assert found == [(1, 2, 1, 2), (2, 4, 2, 4), (3, 6, 3, 6), (4, 8, 2, 4), (5, 10, 1, 2)]
 
 
-def test_stats_name_the_currently_missing_ranks() -> None:
+def test_stats_list_the_currently_missing_ranks() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 2:
             await asyncio.sleep(8)
@@ -383,7 +383,7 @@ def test_stats_name_the_currently_missing_ranks() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_stats_tables_are_bounded(pg: ProcessGroup) -> None:
+async def test_stats_tables_have_a_limited_size(pg: ProcessGroup) -> None:
     for count in range(2 * KNOWN + 3):
         await pg.allreduce(np.ones(count))
     assert len(comm_of(pg).journal._calls) <= KNOWN
@@ -428,7 +428,7 @@ def row(histogram: tuple[tuple[float, int], ...]) -> OperationStats:
     return OperationStats("ALLREDUCE", "ring", "tcp", calls, 0, 8 * calls, 1.0, histogram)
 
 
-def test_stats_quantiles_follow_from_the_buckets() -> None:
+def test_stats_quantiles_are_computed_from_the_histogram_buckets() -> None:
     assert row(()).p50 is row(()).p99 is None
     assert row(((2.0, 1),)).quantile(0) == 1.0
     assert row(((2.0, 1),)).quantile(1) == 2.0
@@ -443,7 +443,7 @@ def test_stats_quantiles_follow_from_the_buckets() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_stats_are_frozen_plain_data_with_a_table(pg: ProcessGroup) -> None:
+async def test_stats_are_immutable_plain_data_that_print_as_a_table(pg: ProcessGroup) -> None:
     await pg.allreduce(np.ones(256, np.float32))
     await pg.barrier()
     stats = pg.stats()

@@ -51,7 +51,7 @@ async def test_subgroups_of_even_and_odd_ranks_work(pg: ProcessGroup) -> None:
         mine = tuple(halves[pg.rank() % 2])
         assert (half.rank(), half.size()) == (pg.rank() // 2, len(mine))
         assert whole.rank() == pg.rank()
-        # The groups work concurrently: each has its own numbers, and none waits for another.
+        # The groups work concurrently: each group has separate sequence numbers, and none waits for another.
         assert await asyncio.gather(check_group(half), check_group(pg), check_group(whole)) == [
             mine,
             whole.global_ranks,
@@ -77,12 +77,12 @@ async def test_subgroups_can_be_split(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 @over(*LINKS)
-async def test_messages_use_the_ranks_of_their_subgroup(pg: ProcessGroup) -> None:
+async def test_messages_in_a_subgroup_use_its_rank_numbers(pg: ProcessGroup) -> None:
     group = await pg.split_group([3, 1])
     if pg.rank() % 2:
         assert group is not None
         peer = 1 - group.rank()
-        # The same tag, at the same time, in both groups.
+        # Use the same tag at the same time in both groups.
         sends = [
             group.send_object("in the part", peer, tag=5),
             pg.send_object("in the whole", 4 - pg.rank(), tag=5),
@@ -102,7 +102,7 @@ async def test_messages_use_the_ranks_of_their_subgroup(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(3)
-async def test_subgroup_has_its_name_ranks_and_size(pg: ProcessGroup) -> None:
+async def test_subgroup_returns_its_name_ranks_and_size(pg: ProcessGroup) -> None:
     work = pg.split_group([2, 0], timeout=30, group_name="ends")
     assert (work.done(), work.op, work.group) == (True, "SPLIT_GROUP", pg)
     ends = await work
@@ -162,7 +162,7 @@ async def test_split_group_refuses_wrong_arguments(pg: ProcessGroup) -> None:
 
 
 async def check_split_mismatch(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> None:
-    """Check that the first collective of the new group reports the call of each rank."""
+    """Check that the mismatch error of the new group's first collective shows the call of each rank."""
     if group is not None:
         with pytest.raises(CollectiveMismatchError, match=re.escape(words)) as raised:
             await group.allreduce(np.ones(3))
@@ -174,14 +174,14 @@ async def check_split_mismatch(pg: ProcessGroup, group: ProcessGroup | None, wor
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_different_rank_lists_are_a_mismatch(pg: ProcessGroup) -> None:
+async def test_different_rank_lists_of_split_group_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     group = await pg.split_group([0, 1] if pg.rank() == 0 else [0, 1, 2])
     words = "following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank "
     await check_split_mismatch(pg, group, words)
 
 
 @pytest.mark.ranks(3)
-async def test_rank_that_names_only_others_gets_no_group(pg: ProcessGroup) -> None:
+async def test_rank_that_is_not_in_its_own_rank_list_receives_no_group(pg: ProcessGroup) -> None:
     group = await pg.split_group([0, 1] if pg.rank() == 0 else [2])
     words = "SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[], SequenceNumber=1)"
     if pg.rank() == 2:
@@ -193,7 +193,7 @@ async def test_rank_that_names_only_others_gets_no_group(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_different_subgroup_names_are_a_mismatch(pg: ProcessGroup) -> None:
+async def test_different_subgroup_names_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     words = (
         "Collectives differ in the following: group_name. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], "
         "SequenceNumber=1); rank 1 called SPLIT_GROUP(ranks=[0, 1], group_name='b', SequenceNumber=1)"
@@ -202,7 +202,7 @@ async def test_different_subgroup_names_are_a_mismatch(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(3)
-async def test_subgroups_of_different_parents_are_a_mismatch(pg: ProcessGroup) -> None:
+async def test_subgroups_of_different_parent_groups_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     outer = await own_subgroup(pg, [[0, 1], [2]] if pg.rank() == 0 else [0, 1, 2])
     words = "differ in the following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1)"
     inner = await outer.split_group([0, 1])
@@ -212,7 +212,7 @@ async def test_subgroups_of_different_parents_are_a_mismatch(pg: ProcessGroup) -
         await check_split_mismatch(pg, inner, words)
 
 
-async def test_rank_that_has_not_split_yet_is_waited_for() -> None:
+async def test_call_of_a_subgroup_waits_for_a_rank_that_has_not_split_yet() -> None:
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -231,7 +231,7 @@ async def test_rank_that_has_not_split_yet_is_waited_for() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_rank_that_never_splits_is_named_at_the_timeout(pg: ProcessGroup) -> None:
+async def test_timeout_error_names_a_rank_that_never_splits(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         group = await own_subgroup(pg, [0, 1])
         with pytest.raises(CollectiveTimeoutError, match="'world:0' only 0 times") as raised:
@@ -240,7 +240,7 @@ async def test_rank_that_never_splits_is_named_at_the_timeout(pg: ProcessGroup) 
     await pg.barrier()
 
 
-async def test_rank_whose_group_failed_before_the_split_is_reported() -> None:
+async def test_subgroup_reports_a_rank_whose_parent_group_failed_before_the_split() -> None:
     reported = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -261,7 +261,7 @@ async def test_rank_whose_group_failed_before_the_split_is_reported() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_rank_that_left_before_the_split_is_reported(ends: bool) -> None:
+async def test_subgroup_reports_a_rank_that_left_before_the_split(ends: bool) -> None:
     store = HashStore()
 
     async def rank(number: int) -> None:
@@ -290,7 +290,7 @@ async def test_rank_that_left_before_the_split_is_reported(ends: bool) -> None:
 
 @pytest.mark.ranks(4)
 @over(*LINKS)
-async def test_failure_stays_in_its_subgroup(pg: ProcessGroup) -> None:
+async def test_failure_of_a_subgroup_does_not_affect_other_groups(pg: ProcessGroup) -> None:
     pair, trio = await pg.split_group([0, 1]), await pg.split_group([1, 2, 3])
     if pair is not None:
         with pytest.raises(CollectiveMismatchError, match="SequenceNumber=1"):
@@ -298,7 +298,7 @@ async def test_failure_stays_in_its_subgroup(pg: ProcessGroup) -> None:
     if trio is not None:
         assert await check_group(trio) == (1, 2, 3)
     assert await check_group(pg) == (0, 1, 2, 3)
-    with suppress(GroupError):  # the abort may overtake a frame of the barrier
+    with suppress(GroupError):  # the abort message may overtake a frame of the barrier
         await pg.barrier()
     pg.abort("the whole fails")
     await pg.wait_revoked()
@@ -307,7 +307,7 @@ async def test_failure_stays_in_its_subgroup(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_failed_rank_fails_all_its_groups(transport: str) -> None:
+async def test_loss_of_a_rank_fails_all_groups_of_the_rank(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> Any:
         pairs, inner = (
             await own_subgroup(pg, [[0, 1], [2, 3]]),
@@ -339,7 +339,7 @@ async def test_failed_rank_fails_all_its_groups(transport: str) -> None:
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_parent_group_closes_its_subgroups(pg: ProcessGroup) -> None:
+async def test_closing_a_parent_group_closes_its_subgroups(pg: ProcessGroup) -> None:
     group = await own_subgroup(pg, range(3))
     inner = await own_subgroup(group, [[0], [1, 2]])
     late = inner.allreduce(np.ones(100_000))
@@ -357,7 +357,7 @@ async def test_parent_group_closes_its_subgroups(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_closing_group_cannot_split(pg: ProcessGroup) -> None:
+async def test_group_that_is_closing_cannot_be_split(pg: ProcessGroup) -> None:
     work = pg.barrier() if pg.rank() else None
     ending = asyncio.ensure_future(pg.shutdown())
     await asyncio.sleep(0)
@@ -415,7 +415,7 @@ async def test_subgroups_can_grow(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_subgroups_can_grow_at_once_and_outlive_the_parent(transport: str) -> None:
+async def test_subgroups_can_grow_concurrently_and_outlive_the_parent_group(transport: str) -> None:
     where: dict[str, Any] = {"store": HashStore(), "options": options(transport)}
 
     async def rank(number: int) -> Any:
@@ -460,7 +460,7 @@ async def test_subgroups_share_links_and_threads(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(7)
-async def test_split_group_sends_nothing(pg: ProcessGroup) -> None:
+async def test_split_group_sends_no_messages(pg: ProcessGroup) -> None:
     await pg.barrier()
     frames: list[object] = []
     for link in links_of(pg):
@@ -475,7 +475,7 @@ async def test_split_group_sends_nothing(pg: ProcessGroup) -> None:
     await pg.barrier()
 
 
-async def test_taken_group_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_split_group_with_an_id_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, group_id=lambda text: 7)
 
     async def rank(pg: ProcessGroup) -> None:

@@ -32,7 +32,7 @@ KIB, MIB = 1024, 1024 * 1024
 
 @pytest.mark.ranks(2)
 @over(*TRANSPORTS)
-async def test_messages_to_self_may_have_any_length_and_order(pg: ProcessGroup) -> None:
+async def test_messages_to_self_can_have_any_length_and_order(pg: ProcessGroup) -> None:
     me = pg.rank()
     for nbytes in (0, 1, 256 * KIB, 256 * KIB + 1, 3 * MIB + 5):
         data = (np.arange(nbytes) % 251).astype("uint8")
@@ -55,7 +55,7 @@ async def test_messages_to_self_may_have_any_length_and_order(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(1, 2, 3)
-async def test_messages_to_self_keep_their_order_separate_from_others(pg: ProcessGroup) -> None:
+async def test_messages_to_self_keep_their_order_independent_of_other_messages(pg: ProcessGroup) -> None:
     me, size = pg.rank(), pg.size()
     lengths = [3, 300 * KIB, 0, 5, 300 * KIB]
     for dst in range(size):
@@ -114,8 +114,8 @@ async def test_messages_to_self_work_with_any_source_objects_and_batches(pg: Pro
 
 
 @pytest.mark.ranks(1)
-async def test_messages_to_self_are_bounded(pg: ProcessGroup) -> None:
-    """Check that a send beyond the window waits for its receive, as a send to another rank does."""
+async def test_unreceived_messages_to_self_are_limited_by_the_window(pg: ProcessGroup) -> None:
+    """Check that a send beyond the window waits for its receive, like a send to another rank."""
     size = 256 * KIB
     works = [pg.send(np.full(size, number, "uint8"), 0) for number in range(LINK_WINDOW // size + 3)]
     assert [work.done() for work in works] == [True] * (LINK_WINDOW // size) + [False] * 3
@@ -127,7 +127,7 @@ async def test_messages_to_self_are_bounded(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_array_sent_to_self_may_be_overwritten_after_the_send(pg: ProcessGroup) -> None:
+async def test_array_sent_to_self_can_be_overwritten_after_the_send(pg: ProcessGroup) -> None:
     x = np.ones(10)
     await pg.send(x, 0)
     x[:] = 2
@@ -162,7 +162,7 @@ async def test_messages_to_self_time_out_and_can_be_cancelled(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(2)
-async def test_abort_fails_both_ends_of_a_message_to_self(pg: ProcessGroup) -> None:
+async def test_abort_fails_the_send_and_the_receive_of_a_message_to_self(pg: ProcessGroup) -> None:
     works: list[Any] = [pg.send(np.ones(MIB), pg.rank()), pg.recv(np.ones(1), pg.rank(), tag=1)]
     await pg.barrier()
     if pg.rank():
@@ -184,7 +184,7 @@ async def test_end_of_the_group_ends_messages_to_self(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_long_message_to_self_lets_the_loop_run(pg: ProcessGroup, limits: Limits) -> None:
+async def test_event_loop_runs_during_a_long_message_to_self(pg: ProcessGroup, limits: Limits) -> None:
     data, target = np.ones(64 * MIB, "uint8"), np.zeros(64 * MIB, "uint8")
     receiving = pg.recv(target, 0)
     sending = pg.send(data, 0)
@@ -201,7 +201,7 @@ async def test_long_message_to_self_lets_the_loop_run(pg: ProcessGroup, limits: 
 
 
 @pytest.mark.ranks(2)
-async def test_messages_with_proc_null_end_at_once(pg: ProcessGroup) -> None:
+async def test_messages_with_proc_null_complete_at_once(pg: ProcessGroup) -> None:
     x = np.arange(3.0)
     sent = pg.send(x, PROC_NULL, tag=5)
     assert sent.done()
@@ -275,5 +275,5 @@ async def test_closed_group_refuses_messages_with_proc_null(pg: ProcessGroup) ->
             call()
 
 
-def test_proc_null_is_no_rank() -> None:
+def test_proc_null_is_a_number_below_minus_one() -> None:
     assert PROC_NULL == aiocoll.PROC_NULL < -1

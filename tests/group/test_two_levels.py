@@ -30,7 +30,7 @@ def set_hosts(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Return a list that gets sender, receiver and payload bytes of every data frame in memory."""
+    """Return a list to which sender, receiver and payload bytes of every data frame are appended."""
     seen: list[tuple[int, int, int]] = []
 
     def record_frame(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> None:
@@ -45,7 +45,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
 @pytest.mark.parametrize(("kind", "algorithm"), two_level.ALGORITHMS, ids=lambda value: value)
-async def test_two_level_algorithm_is_used_and_gives_the_closed_form(
+async def test_two_level_algorithm_is_used_and_computes_the_closed_form_results(
     kind: str, algorithm: str, hosts: tuple[int, ...], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choices = []
@@ -85,7 +85,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
         results = []
         for count in SIZES.values():
             values = random.standard_normal(count) + (1j * random.standard_normal(count) if dtype[0] == "c" else 0)
-            # The offset makes the alignment differ from rank to rank.
+            # The offset gives the arrays of different ranks different alignments.
             tensor = np.empty(count + 8, dtype)[pg.rank() : count + pg.rank()]
             tensor[:] = values
             results.append((await pg.allreduce(tensor, chosen)).tobytes())
@@ -97,10 +97,10 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
 
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
 @pytest.mark.parametrize("algorithm", SIZES)
-async def test_allreduce_between_hosts_sends_the_expected_bytes(
+async def test_two_level_allreduce_sends_the_expected_bytes_between_hosts(
     algorithm: str, hosts: tuple[int, ...], frames: list[tuple[int, int, int]]
 ) -> None:
-    """Check the traffic between hosts: 2n(h-1) bytes in all, or each leader's tensor once to each other leader."""
+    """Check the traffic between hosts: 2n(h-1) bytes in total, or each leader's tensor once to each other leader."""
     count, number = SIZES[algorithm], len(set(hosts))
 
     async def rank(pg: ProcessGroup) -> set[str]:
@@ -117,7 +117,7 @@ async def test_allreduce_between_hosts_sends_the_expected_bytes(
 
 
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
-async def test_barrier_between_hosts_sends_the_expected_messages(
+async def test_two_level_barrier_sends_the_expected_messages_between_hosts(
     hosts: tuple[int, ...], frames: list[tuple[int, int, int]]
 ) -> None:
     number = len(set(hosts))
@@ -131,8 +131,8 @@ async def test_barrier_between_hosts_sends_the_expected_messages(
     assert crossing == [0] * (number * (number - 1).bit_length())
 
 
-async def test_barrier_waits_for_the_last_rank_of_every_host() -> None:
-    """Let the last rank call when all others are known to wait."""
+async def test_two_level_barrier_waits_for_the_last_rank_of_every_host() -> None:
+    """Let the last rank call after all other ranks are known to wait."""
     hosts = (0, 1, 0, 1, 1)
 
     async def rank(pg: ProcessGroup, last: int) -> None:
@@ -146,7 +146,7 @@ async def test_barrier_waits_for_the_last_rank_of_every_host() -> None:
             assert arrived
             return
         await all_waiting.wait()
-        # A frame takes one loop iteration, so that all frames that do not need the last rank have arrived.
+        # Each frame takes one loop iteration, so afterwards all frames that do not need the last rank have arrived.
         for _ in range(100):
             await asyncio.sleep(0)
         arrived.append(True)

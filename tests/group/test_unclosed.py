@@ -1,4 +1,4 @@
-"""Groups that a program does not shut down: they are closed, and a warning names them.
+"""Groups that a program does not shut down: aiocoll closes them, and a warning names them.
 
 `tests/conftest.py` finds what a test leaves behind.
 """
@@ -36,7 +36,7 @@ uvloop.new_event_loop().close()
 
 @contextmanager
 def unclosed() -> Iterator[list[str]]:
-    """Yield a list; at the end, add the warnings about groups that were not shut down."""
+    """Yield a list that gets, at the end, the warnings about groups that were not shut down."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -70,8 +70,8 @@ def open_file_count() -> int:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("keeps", [False, True])
-def test_runner_closes_groups_at_its_end(keeps: bool, transport: str, loop: Loop) -> None:
-    """Include groups to which the program still refers."""
+def test_asyncio_runner_closes_open_groups_at_its_end(keeps: bool, transport: str, loop: Loop) -> None:
+    """Include groups that the program still references."""
     kept: list[ProcessGroup] = []
 
     async def main() -> None:
@@ -89,7 +89,7 @@ def test_runner_closes_groups_at_its_end(keeps: bool, transport: str, loop: Loop
 
 
 async def start_pending_works(*begin: Callable[[ProcessGroup], object]) -> list[Work[Any]]:
-    """Start works that nothing completes, and pass their groups to `begin`; a timer aborts groups that stay open."""
+    """Start works that never complete, and pass their groups to `begin`; a timer aborts groups that stay open."""
     first, second = await linked_groups("unix")
     first.timeout = second.timeout = 1000
     asyncio.get_running_loop().call_later(20, first.abort, "it has waited for its works")
@@ -107,13 +107,13 @@ def check_closed(works: list[Work[Any]]) -> None:
             work.result()
 
 
-def test_runner_closes_groups_of_pending_works_at_once() -> None:
+def test_asyncio_runner_closes_groups_with_pending_works_at_once() -> None:
     with unclosed() as found:
         check_closed(asyncio.run(start_pending_works()))
     assert found == expected_warnings(0, 1)
 
 
-def test_shutdown_waiting_for_works_is_cut_short_at_the_loop_end() -> None:
+def test_shutdown_that_waits_for_works_is_ended_by_the_end_of_the_loop() -> None:
     """Use a program that closes its generators, but does not cancel its tasks."""
     loop = asyncio.new_event_loop()
     with unclosed() as found:
@@ -126,7 +126,7 @@ def test_shutdown_waiting_for_works_is_cut_short_at_the_loop_end() -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("transport", LINKS)
-def test_groups_that_are_collected_at_the_very_end_are_closed(
+def test_groups_collected_after_the_end_of_the_loop_are_closed(
     transport: str, loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -142,7 +142,7 @@ def test_groups_that_are_collected_at_the_very_end_are_closed(
     assert "destroyed" not in caplog.text
 
 
-def test_peer_in_another_loop_learns_that_the_rank_has_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_peer_in_another_event_loop_is_notified_that_the_rank_has_left(caplog: pytest.LogCaptureFixture) -> None:
     """Check that the goodbye is sent before the end of the loop."""
     errors: list[PeerLostError] = []
     with Meeting(2) as meeting:
@@ -169,7 +169,7 @@ def test_peer_in_another_loop_learns_that_the_rank_has_left(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("transport", LINKS)
-def test_groups_of_an_error_in_the_program_are_closed(transport: str) -> None:
+def test_groups_referenced_by_an_exception_of_the_program_are_closed(transport: str) -> None:
     async def main() -> None:
         made = await linked_groups(transport)
         raise ArithmeticError(f"for a test, with {len(made)} groups")
@@ -182,9 +182,9 @@ def test_groups_of_an_error_in_the_program_are_closed(transport: str) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_collected_groups_are_closed_while_the_loop_runs(in_thread: bool, transport: str, loop: Loop) -> None:
+def test_garbage_collected_groups_are_closed_while_the_loop_runs(in_thread: bool, transport: str, loop: Loop) -> None:
     async def main() -> None:
-        await (await linked_groups(transport, 1))[0].shutdown()  # opens the descriptors that a loop keeps for its life
+        await (await linked_groups(transport, 1))[0].shutdown()  # opens descriptors that the loop keeps
         before = open_file_count()
         for _ in range(3):
             made = await linked_groups(transport)
@@ -202,7 +202,7 @@ def test_collected_groups_are_closed_while_the_loop_runs(in_thread: bool, transp
 
 
 @pytest.mark.parametrize("transport", LINKS)
-def test_peer_of_a_collected_group_learns_that_its_rank_has_left(transport: str) -> None:
+def test_peer_of_a_garbage_collected_group_is_notified_that_the_rank_has_left(transport: str) -> None:
     async def main() -> None:
         made = await linked_groups(transport)
         kept = made.pop(0)
@@ -222,8 +222,8 @@ def test_peer_of_a_collected_group_learns_that_its_rank_has_left(transport: str)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("closed", [False, True])
-def test_collected_groups_of_a_loop_that_does_not_run_are_closed(closed: bool, transport: str, loop: Loop) -> None:
-    """Include a program that closes its loop itself, without the earlier steps of `asyncio.run`."""
+def test_garbage_collected_groups_of_a_stopped_loop_are_closed(closed: bool, transport: str, loop: Loop) -> None:
+    """Include a program that closes its loop directly, without the earlier steps of `asyncio.run`."""
     new = loop()
     with unclosed() as found:
         made = new.run_until_complete(linked_groups(transport))
@@ -237,8 +237,8 @@ def test_collected_groups_of_a_loop_that_does_not_run_are_closed(closed: bool, t
 
 
 @pytest.mark.parametrize("transport", LINKS)
-def test_collected_group_leaves_another_of_its_job_usable(transport: str) -> None:
-    """Check that the second group continues, and that its shutdown releases what both have shared."""
+def test_garbage_collection_of_a_group_leaves_other_groups_of_the_job_usable(transport: str) -> None:
+    """Check that the second group continues, and that its shutdown releases the resources that both shared."""
 
     async def main() -> None:
         store = HashStore()
@@ -284,7 +284,7 @@ class ClosableItem:
         self.calls.append("closed")
 
 
-def test_loop_end_closes_its_callbacks_until_they_are_forgotten() -> None:
+def test_end_of_the_loop_closes_registered_items_until_they_are_removed() -> None:
     kept: list[LoopEnd] = []
     items = [ClosableItem(), ClosableItem(is_ending=True), ClosableItem(), ClosableItem()]
 
@@ -303,7 +303,7 @@ def test_loop_end_closes_its_callbacks_until_they_are_forgotten() -> None:
     assert items[2].calls == items[3].calls == []
 
 
-async def test_stream_that_cannot_send_now_can_be_closed_after_its_loop() -> None:
+async def test_stream_with_unsent_data_can_be_closed_after_its_event_loop() -> None:
     own_socket, peer_socket = socket.socketpair()
     loop = asyncio.new_event_loop()
     loop.close()
@@ -315,7 +315,7 @@ async def test_stream_that_cannot_send_now_can_be_closed_after_its_loop() -> Non
 
 
 @pytest.mark.ranks(2)
-async def test_group_that_is_shut_down_needs_no_end_of_the_loop(pg: ProcessGroup) -> None:
+async def test_group_after_shutdown_causes_no_unclosed_warning(pg: ProcessGroup) -> None:
     async with asyncio.timeout(20):
         await pg.shutdown()
-    gc.collect()  # a warning would be an error
+    gc.collect()  # a warning would raise an error here

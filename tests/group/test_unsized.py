@@ -17,7 +17,7 @@ from ..internals import Limits, comm_of, wrapped
 from ..ranks import LINKS, over, until
 
 WORLDS = (1, 2, 3, 4, 7)
-#: The number of elements of a rank, of p: none on some, one, about as many as ranks, or enough for many frames.
+#: By name, the element count of a rank of p: 0 on some, 1, about as many as ranks, or enough for many frames.
 LENGTHS: dict[str, Callable[[int, int], int]] = {
     "equal": lambda rank, p: 5,
     "none at all": lambda rank, p: 0,
@@ -45,7 +45,7 @@ def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
 
 @pytest.mark.ranks(*WORLDS)
 @over(*LINKS)
-async def test_unsized_gathers_accept_any_lengths(pg: ProcessGroup) -> None:
+async def test_gathers_without_outputs_accept_parts_of_any_length(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
         lengths = [length(each, p) for each in range(p)]
@@ -62,7 +62,7 @@ async def test_unsized_gathers_accept_any_lengths(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64", "float16", "float32", "complex128"])
-async def test_unsized_gathers_support_every_dtype(pg: ProcessGroup, dtype: str) -> None:
+async def test_gathers_without_outputs_support_every_dtype(pg: ProcessGroup, dtype: str) -> None:
     lengths = [3, 0, 5]
     mine = rank_values(pg.rank(), lengths[pg.rank()], dtype)
     check(await pg.allgather(None, mine), lengths, dtype)
@@ -73,7 +73,7 @@ async def test_unsized_gathers_support_every_dtype(pg: ProcessGroup, dtype: str)
 
 
 @pytest.mark.ranks(3)
-async def test_unsized_gathers_support_narrow_dtypes(pg: ProcessGroup) -> None:
+async def test_gathers_without_outputs_support_narrow_dtypes(pg: ProcessGroup) -> None:
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     check(await pg.allgather(None, rank_values(pg.rank(), pg.rank(), dtype)), [0, 1, 2], dtype)
     outputs = await pg.gather(None, rank_values(pg.rank(), pg.rank(), dtype), 1)
@@ -82,8 +82,8 @@ async def test_unsized_gathers_support_narrow_dtypes(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_unsized_outputs_take_the_row_shape_of_the_own_tensor(pg: ProcessGroup) -> None:
-    """Expect complete rows, and a flat array where the length is not a multiple of a row."""
+async def test_outputs_allocated_by_gathers_have_the_row_shape_of_the_ranks_own_tensor(pg: ProcessGroup) -> None:
+    """Expect complete rows, or a flat array if the length is not a multiple of a row."""
     shapes = [(2, 3), (4, 3), (5,)]
     mine = np.full(shapes[pg.rank()], pg.rank())
     found = [[(2, 3), (4, 3), (5,)], [(2, 3), (4, 3), (5,)], [(6,), (12,), (5,)]]
@@ -99,7 +99,7 @@ async def test_unsized_outputs_take_the_row_shape_of_the_own_tensor(pg: ProcessG
 
 @pytest.mark.ranks(3)
 @over(*LINKS)
-async def test_unsized_keyed_gathers_match_in_any_order(pg: ProcessGroup) -> None:
+async def test_keyed_gathers_without_outputs_match_in_any_order(pg: ProcessGroup) -> None:
     r = pg.rank()
     keys = ["a", "b", "c"][:: 1 if r % 2 else -1]
     works = {key: pg.allgather(None, rank_values(r, 10 * r + ord(key)), key=key) for key in keys}
@@ -116,8 +116,8 @@ async def test_unsized_keyed_gathers_match_in_any_order(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(3)
-async def test_late_gather_root_gets_all_unsized_blocks(pg: ProcessGroup) -> None:
-    """Include empty blocks, and blocks of thousands of operations ago."""
+async def test_late_gather_root_without_outputs_receives_all_blocks(pg: ProcessGroup) -> None:
+    """Include empty blocks, and blocks that belong to calls thousands of operations ago."""
     if pg.rank():
         for number in range(3000):
             await pg.gather(None, rank_values(pg.rank(), number % 2 * pg.rank()), 0)
@@ -141,7 +141,7 @@ async def test_gather_with_outputs_accepts_zero_lengths(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(2, 3, 4, options=GroupOptions(debug="detail"))
-async def test_unsized_gathers_work_with_detail(pg: ProcessGroup) -> None:
+async def test_gathers_without_outputs_work_with_compared_calls(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
         lengths = [length(each, p) for each in range(p)]
@@ -154,8 +154,8 @@ async def test_unsized_gathers_work_with_detail(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("world_size", WORLDS)
-async def test_unsized_gathers_work_in_blocks(world_size: int, debug: Any) -> None:
-    """Use equal lengths for `gather`, because its tensors must be as long as the root's in a block."""
+async def test_gathers_without_outputs_work_in_coalescing_blocks(world_size: int, debug: Any) -> None:
+    """Use equal lengths for `gather`, whose tensors in a block must be as long as the root's."""
 
     async def rank(pg: ProcessGroup) -> None:
         r, p = pg.rank(), pg.size()
@@ -177,8 +177,10 @@ async def test_unsized_gathers_work_in_blocks(world_size: int, debug: Any) -> No
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_slow_step_is_not_a_mismatch(debug: Any, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
-    """Delay a step: the reports of the waiting rank and of the queried rank must describe the same call."""
+async def test_slow_step_of_a_gather_is_not_reported_as_a_mismatch(
+    debug: Any, monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    """Delay a step; the reports of the waiting rank and of the queried rank must describe the same call."""
     limits(report_after=0.01)
     steps: dict[int, Callable[[], None]] = {}
 
@@ -186,7 +188,7 @@ async def test_slow_step_is_not_a_mismatch(debug: Any, monkeypatch: pytest.Monke
         steps[operation.comm.rank] = partial(original, operation)
 
     def report_on_rank_1(original: Callable[[Any, Any], float], stalls: Any, operation: Any) -> float:
-        """Let only rank 1 report, so that it queries the other ranks first."""
+        """Let only rank 1 report a stall, so that it queries the other ranks first."""
         return original(stalls, operation) if operation.comm.rank == 1 else inf
 
     wrapped(monkeypatch, unsized_counted=hold_step, stall_reported=report_on_rank_1)
@@ -207,8 +209,8 @@ async def test_slow_step_is_not_a_mismatch(debug: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks(2)
-async def test_gather_in_a_block_requires_the_roots_length(pg: ProcessGroup) -> None:
-    with suppress(errors.GroupError):  # a rank that only sends may be done
+async def test_gather_in_a_block_requires_tensors_as_long_as_the_roots(pg: ProcessGroup) -> None:
+    with suppress(errors.GroupError):  # on a rank that only sends, the call may have completed
         async with pg.coalescing():
             pg.gather(None, rank_values(pg.rank(), 3 + pg.rank()), 0)
             pg.gather(None, rank_values(pg.rank(), 3), 0)
@@ -218,7 +220,7 @@ async def test_gather_in_a_block_requires_the_roots_length(pg: ProcessGroup) -> 
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_outputs_on_some_ranks_are_a_mismatch(debug: Any) -> None:
+async def test_allgather_with_outputs_on_only_some_ranks_is_reported_as_a_mismatch(debug: Any) -> None:
     async def rank(pg: ProcessGroup) -> str:
         outputs = None if pg.rank() else [np.empty(3) for _ in range(3)]
         with pytest.raises(CollectiveMismatchError, match=r"Collectives differ in the following: op") as raised:
@@ -232,16 +234,16 @@ async def test_outputs_on_some_ranks_are_a_mismatch(debug: Any) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_different_dtypes_are_a_mismatch(pg: ProcessGroup, kind: str) -> None:
+async def test_gathers_of_different_dtypes_are_reported_as_a_mismatch(pg: ProcessGroup, kind: str) -> None:
     mine = rank_values(pg.rank(), 3, "float32" if pg.rank() else "float64")
-    with suppress(errors.GroupError):  # a rank that only sends may be done
+    with suppress(errors.GroupError):  # on a rank that only sends, the call may have completed
         await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
     assert "Collectives differ in the following: dtype" in str(await pg.wait_revoked())
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_rank_that_has_left_is_named(pg: ProcessGroup, kind: str) -> None:
+async def test_error_names_a_rank_that_has_left_the_group(pg: ProcessGroup, kind: str) -> None:
     if pg.rank() == 1:
         return
     mine = rank_values(pg.rank(), 3)
@@ -252,7 +254,7 @@ async def test_rank_that_has_left_is_named(pg: ProcessGroup, kind: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_missing_rank_is_named(pg: ProcessGroup, kind: str) -> None:
+async def test_timeout_error_of_a_gather_names_the_missing_rank(pg: ProcessGroup, kind: str) -> None:
     if pg.rank() == 1:
         await pg.wait_revoked()
         return
@@ -263,7 +265,7 @@ async def test_missing_rank_is_named(pg: ProcessGroup, kind: str) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_gathers_with_outputs_take_no_additional_step(pg: ProcessGroup) -> None:
+async def test_gathers_with_outputs_run_in_one_step(pg: ProcessGroup) -> None:
     """Check that each call is one operation."""
     before = len(comm_of(pg).journal.collectives)
     await pg.allgather([np.empty(3) for _ in range(3)], rank_values(pg.rank(), 3))
@@ -273,7 +275,7 @@ async def test_gathers_with_outputs_take_no_additional_step(pg: ProcessGroup) ->
 
 @pytest.mark.ranks(3)
 @over("unix")
-async def test_unsized_gather_of_an_ended_group_leaves_nothing(pg: ProcessGroup) -> None:
+async def test_aborted_gather_without_outputs_leaves_no_operations(pg: ProcessGroup) -> None:
     """Abort the group during the transfers."""
     mine = rank_values(pg.rank(), 300_000 + pg.rank())
     works = [pg.allgather(None, mine), pg.gather(None, mine, 0)]

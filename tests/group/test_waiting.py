@@ -1,4 +1,4 @@
-"""Awaiting works, watching them, and the state that abandoned waits leave behind."""
+"""Waits for works, observation of works, and the state that cancelled waits leave."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_drain_does_not_withdraw_receives(pg: ProcessGroup) -> None:
     await give_up(pg.drain())
     assert pg.pending() == [work]
     assert callbacks_of(work) == []
-    # Nor does drain keep a receive whose last awaiter has gone.
+    # A receive that only `drain` waits for is withdrawn too.
     draining = asyncio.ensure_future(pg.drain())
     await give_up(work)
     await draining
@@ -39,7 +39,7 @@ async def test_drain_does_not_withdraw_receives(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_future_keeps_its_receive_like_an_await(pg: ProcessGroup) -> None:
+async def test_future_of_a_receive_prevents_its_withdrawal_until_it_is_cancelled(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     works = [pg.recv(np.zeros(1), peer, tag) for tag in range(2)]
     futures = [work.get_future() for work in works]
@@ -56,7 +56,7 @@ async def test_future_keeps_its_receive_like_an_await(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_abandoned_batch_reports_the_failure_of_its_parts(pg: ProcessGroup) -> None:
+async def test_batch_without_awaiters_reports_the_failures_of_its_messages(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     withdrawn = pg.batch([Recv(np.zeros(1), peer, 1), Recv(np.zeros(5), None, 2)])
     await give_up(withdrawn)
@@ -92,7 +92,7 @@ async def test_pending_lists_all_unfinished_works(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @over("unix")
 @pytest.mark.parametrize("way", ["sibling", "gather", "timeout", "first"])
-async def test_collective_continues_after_every_kind_of_abandoned_wait(pg: ProcessGroup, way: str) -> None:
+async def test_collective_continues_after_every_kind_of_cancelled_wait(pg: ProcessGroup, way: str) -> None:
     async def fail(_: Any) -> None:
         raise KeyError(way)
 
@@ -137,7 +137,7 @@ async def test_collective_continues_after_every_kind_of_abandoned_wait(pg: Proce
 
 
 @pytest.mark.ranks(2)
-async def test_wait_revoked_ends_by_cancellation_or_close(pg: ProcessGroup) -> None:
+async def test_wait_revoked_ends_when_it_is_cancelled_or_the_group_is_closed(pg: ProcessGroup) -> None:
     await give_up(pg.wait_revoked())
     assert comm_of(pg).on_revoked == []
     watching = asyncio.ensure_future(pg.wait_revoked())
@@ -165,7 +165,7 @@ async def test_revocation_is_reported_to_all_waiting_tasks(pg: ProcessGroup) -> 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("taking", ["receives", "incoming", "early message"])
-async def test_tag_used_once_leaves_no_records(pg: ProcessGroup, taking: str) -> None:
+async def test_tag_that_was_used_once_leaves_no_records(pg: ProcessGroup, taking: str) -> None:
     peer = 1 - pg.rank()
     for tag in range(100):
         if taking == "early message":
@@ -187,7 +187,7 @@ async def test_tag_used_once_leaves_no_records(pg: ProcessGroup, taking: str) ->
 
 
 @pytest.mark.ranks(2)
-async def test_thousand_waiting_messages_let_the_loop_run(pg: ProcessGroup) -> None:
+async def test_event_loop_runs_while_a_thousand_messages_wait(pg: ProcessGroup) -> None:
     count = 3000
     if pg.rank():
         for number in range(count):

@@ -39,7 +39,7 @@ WRONG: dict[str, Callable[[ProcessGroup], Any]] = {
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("what", WRONG)
-async def test_errors_have_public_classes(what: str, debug: Any) -> None:
+async def test_errors_of_calls_have_public_classes(what: str, debug: Any) -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(Exception) as raised:  # noqa: PT011 - the class is checked below
             await WRONG[what](pg)
@@ -51,24 +51,24 @@ async def test_errors_have_public_classes(what: str, debug: Any) -> None:
     await testing.run_ranks(2, rank, options=GroupOptions(debug=debug))
 
 
-def test_errors_name_the_call_of_the_group() -> None:
+def test_argument_errors_name_the_called_method() -> None:
     public = {name for name in dir(ProcessGroup) if not name.startswith("_")}
     functions = {name: call for name in public if inspect.isfunction(call := getattr(ProcessGroup, name))}
     assert {"allreduce", "send", "empty", "shrink", "coalescing", "split_group"} <= functions.keys()
     assert {call.__qualname__ for call in functions.values()} == {f"ProcessGroup.{n}" for n in functions} - {
-        "ProcessGroup.aclose"  # another name of shutdown
+        "ProcessGroup.aclose"  # `aclose` is an alias of `shutdown`
     }
 
 
 @pytest.mark.ranks(1)
-async def test_missing_argument_names_the_call(pg: ProcessGroup) -> None:
+async def test_missing_argument_error_names_the_called_method(pg: ProcessGroup) -> None:
     with pytest.raises(TypeError, match=r"^ProcessGroup\.empty\(\) missing 1 required positional argument: 'dtype'"):
         await pg.empty(3)  # type: ignore[call-arg]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.PRODUCT, ReduceOp.LAND], ids=["MIN", "PRODUCT", "LAND"])
-async def test_unsupported_op_on_sparse_arrays_is_named(pg: ProcessGroup, op: ReduceOp) -> None:
+async def test_error_names_an_unsupported_op_on_sparse_arrays(pg: ProcessGroup, op: ReduceOp) -> None:
     refused = r"is not defined on sparse arrays, since .*: use SUM or AVG, or make the arrays dense$"
     with pytest.raises(ValueError, match=refused):
         pg.allreduce(scipy_sparse.eye(3).tocoo(), op)
@@ -83,7 +83,7 @@ async def test_overlong_object_error_names_the_limit(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
-async def test_missing_rank_argument_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_names_a_missing_rank_argument(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(variable)
@@ -99,7 +99,7 @@ def test_data_frame_error_names_the_conversion_to_arrays() -> None:
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 @pytest.mark.parametrize("kind", ["Series", "DataFrame"])
-def test_data_frames_of_real_libraries_are_named(library: str, kind: str) -> None:
+def test_data_frames_of_pandas_and_polars_are_refused_with_a_conversion_hint(library: str, kind: str) -> None:
     frame = getattr(pytest.importorskip(library), kind)({"a": [1.0, 2.0]} if kind == "DataFrame" else [1.0, 2.0])
     with pytest.raises(TypeError, match=re.escape(f"not {kind}; pass x.to_numpy()") + "$"):
         view(frame, name="x")

@@ -52,7 +52,7 @@ READ_ONLY = "is read-only, but the result is written to it; pass a writable copy
 WHOLE = ones(8)
 HEAD, TAIL = WHOLE[:4], WHOLE[4:]
 
-#: Calls of rank 0 in a group of 2; rank 1 makes none of them.
+#: Wrong calls of rank 0 in a group of 2; rank 1 makes no call.
 WRONG: list[Row] = [
     # memory that cannot be written
     (lambda pg: pg.allreduce(read_only_ones()), ValueError, f"tensor {READ_ONLY}"),
@@ -111,7 +111,7 @@ WRONG: list[Row] = [
     (lambda pg: pg.batch(None), TypeError, "operations must be a list of Send and Recv, not NoneType"),
     (lambda pg: pg.batch(Send(ones(), 1)), TypeError, "operations must be a list of Send and Recv, not Send"),
     (lambda pg: pg.batch([Send(ones(), 1), ones()]), TypeError, r"operations\[1\] must be a Send or a Recv, not ndarr"),
-    # memory that is used twice
+    # memory that appears twice in a call
     (lambda pg: pg.allgather([WHOLE, WHOLE], ones(8)), ValueError, r"outputs\[0\] and outputs\[1\] share memory: pass"),
     (lambda pg: pg.allgather([HEAD, TAIL], TAIL), ValueError, "tensor shares memory with the output of rank 1"),
     (lambda pg: pg.allgather_into_tensor(WHOLE, TAIL), ValueError, "tensor shares memory with the output of rank 1"),
@@ -192,7 +192,7 @@ WRONG: list[Row] = [
 
 @pytest.mark.ranks(2)
 @over(*LINKS)
-async def test_refused_call_leaves_no_trace(pg: ProcessGroup) -> None:
+async def test_refused_call_does_not_affect_later_calls(pg: ProcessGroup) -> None:
     """Check after each refused call that ordered calls, keyed calls and messages of both ranks still match."""
     for number, (call, error, message) in enumerate(WRONG, start=1):
         if pg.rank() == 0:
@@ -222,7 +222,7 @@ async def test_narrow_float_error_names_the_package_to_install(monkeypatch: pyte
     await run_ranks(2, rank)
 
 
-def test_clash_finds_any_two_arrays_that_share_memory() -> None:
+def test_overlap_check_finds_any_two_arrays_that_share_memory() -> None:
     whole = np.zeros(100)
     parts = [whole[start : start + 10] for start in range(0, 100, 10)]
     assert clash(parts) is None
@@ -292,7 +292,7 @@ async def test_forked_child_is_refused_without_disturbing_ranks(pg: ProcessGroup
 
 @pytest.mark.ranks(2)
 @over("unix")
-async def test_forked_child_that_awaits_takes_no_data_of_its_parent(pg: ProcessGroup) -> None:
+async def test_forked_child_that_awaits_a_work_receives_no_data_of_its_parent(pg: ProcessGroup) -> None:
     """Check that the child does not poll the connections of its parent."""
     if pg.rank() == 1:
         await pg.recv(ones(), 0)
@@ -332,7 +332,7 @@ def port() -> int:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Set the variables of rank 1 of 2, whose master does not exist; return the patch."""
+    """Set the environment variables of rank 1 of 2, whose master does not exist; return the patch."""
     for name in list(os.environ):
         if name.startswith(("AIOCOLL_", "TORCHELASTIC_")) and name != "AIOCOLL_TEST_LOOP":
             monkeypatch.delenv(name)
@@ -405,7 +405,7 @@ async def test_invalid_option_in_the_environment_is_refused(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no such host"])
-async def test_unreachable_master_is_reported_with_address_and_reason(
+async def test_unreachable_master_address_is_reported_with_the_reason(
     host: str, port: int, environment: pytest.MonkeyPatch
 ) -> None:
     environment.setenv("MASTER_ADDR", host)
@@ -421,8 +421,8 @@ async def test_unreachable_master_is_reported_with_address_and_reason(
         await new_group(timeout=0.3)
 
 
-async def test_silent_master_is_reported(environment: pytest.MonkeyPatch) -> None:
-    """Fill the backlog of the port: a connection attempt gets no answer, as behind a firewall."""
+async def test_master_that_does_not_answer_is_reported(environment: pytest.MonkeyPatch) -> None:
+    """Fill the backlog of the port, so that a connection attempt gets no answer, as behind a firewall."""
     with socket.socket() as server, socket.socket() as first:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -442,8 +442,8 @@ async def test_address_of_another_host_without_a_key_is_refused(environment: pyt
         await new_group(timeout=5)
 
 
-async def test_different_world_sizes_are_reported() -> None:
-    """Check also that a rank may try again after the failure."""
+async def test_different_world_sizes_are_reported_and_a_retry_succeeds() -> None:
+    """Check also that a rank can try again after the failure."""
     store = HashStore()
 
     async def rank(number: int, world_size: int) -> Any:

@@ -1,4 +1,4 @@
-"""A program that writes the packets of an interface to its output until its input ends. Argument: the interface."""
+"""A program that writes the packets of a network interface, its argument, to its output until its input ends."""
 
 from __future__ import annotations
 

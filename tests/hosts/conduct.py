@@ -1,4 +1,4 @@
-"""Strangers on a host that behave as in `tests.rendezvous.test_stranger_conduct` until a line of input arrives.
+"""Clients without the job key on a host, which behave as in `tests.rendezvous.test_stranger_conduct`.
 
 Arguments: the conduct, and in JSON the hosts and ports to visit. At the end, a line has the number of visits to each.
 """
@@ -17,7 +17,7 @@ CONDUCTS: dict[str, Conduct] = {"hold": hold, "repeat": repeat, "flood": flood, 
 
 
 async def main(conduct: Conduct, places: list[tuple[str, int]]) -> None:
-    """Visit all places until a line of input arrives; raise an error if a stranger ends before."""
+    """Connect to all listeners until a line of input arrives; raise an error if a client ends before."""
     visits = [0] * len(places)
 
     async def visit_repeatedly(number: int) -> None:

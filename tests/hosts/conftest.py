@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def network() -> Iterator[Callable[..., Network]]:
-    """Return a function that makes a network of so many hosts, once in a test; with ``pods=True`` of so many pods."""
+    """Return a function that makes a network of a number of hosts, or with ``pods=True`` of pods, once per test."""
     if reason := _obstacle():
         pytest.skip(reason)
     with ExitStack() as stack:
@@ -56,7 +56,7 @@ class Ranks:
     async def start(
         self, host: Host, what: str, rank: int, world_size: int, method: str, user: int = 0, **env: str
     ) -> Process:
-        """Start one rank that meets the others by the init method `method`, as root or as the `user` of this number."""
+        """Start one rank that meets the others by the init method `method`, as root or as the `user` with this id."""
         place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "METHOD": method}
         return await self.start_program(host, PROGRAM, what, user=user, **place, **env)
 

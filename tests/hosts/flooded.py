@@ -1,4 +1,4 @@
-"""Targets of strangers: a store, ranks that work, or ranks that meet. Argument: which one.
+"""Programs that unauthenticated clients attack: a store, ranks that work, or ranks that meet (the argument).
 
 Other settings come from the environment. A target reports when it is ready and runs until it gets a line. Then it
 reports its costs.
@@ -62,7 +62,7 @@ def serve() -> None:
 
 
 async def is_finished(group: aiocoll.ProcessGroup, given: asyncio.Task[str] | None) -> bool:
-    """Return whether rank 0 has got its line."""
+    """Return whether rank 0 has received its line of input."""
     over = np.array(given is not None and given.done())
     return bool(await group.broadcast(over, 0))
 
@@ -76,7 +76,7 @@ async def work() -> None:
         given = loop.create_task(asyncio.to_thread(sys.stdin.readline)) if rank == 0 else None
         array = np.empty(10_000)
         await pg.allreduce(array)
-        # Otherwise a garbage collection that scans all loaded modules takes 20 ms in one iteration.
+        # Without freezing, a garbage collection that scans all loaded modules takes 20 ms in one iteration.
         gc.freeze()
         before = resources()
         report("ready")
@@ -87,12 +87,12 @@ async def work() -> None:
             await pg.allreduce(array)
             longest = max(longest, time.monotonic() - began)
             assert np.all(array == 3), array
-            await asyncio.sleep(0.005)  # strangers need the processor, too
+            await asyncio.sleep(0.005)  # leave processor time to the attacking clients
         report({"longest": longest, "turn": max(loop.turns), "before": before, "after": resources()})
 
 
 async def meet() -> None:
-    """Meet `TIMES` times, or until rank 0 gets its line; report the seconds from the first connection to each group."""
+    """Meet `TIMES` times, or until rank 0 gets a line; report the seconds from the first connection to each group."""
     most = float(os.environ.get("TIMES", "inf"))
     rank, took = int(os.environ["RANK"]), []
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

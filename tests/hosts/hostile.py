@@ -1,4 +1,4 @@
-"""Strangers on a host: many concurrent connections without the key, of every kind, to all listeners of a job.
+"""Clients without the job key: many concurrent connections, of every kind, to all listeners of a job.
 
 The argument is JSON. It has the "places" (host, port and whether TLS is used there), the number of connections of each
 kind to "each" place, the number of them "at_once", and bytes "recorded" from ranks, in hex.
@@ -41,14 +41,14 @@ from aiocoll.security.tls import binding
 from aiocoll.transport.frame import HEADER, FrameKind
 
 HTTP = b"GET / HTTP/1.1\r\nHost: 10.77.0.1\r\n\r\n"
-#: For TLS: the start of a handshake record of the largest length, and of a client hello of the largest length.
+#: For TLS: the start of a maximum-length handshake record, and of a maximum-length client hello.
 LONG_RECORD, LONG_HELLO = b"\x16\x03\x01\xff\xff", b"\x16\x03\x01\x40\x00\x01\xff\xff\xff\x03\x03"
-#: Headers of the largest frames: of a store, and of a link.
+#: Headers of the largest frames: for a store, and for a link.
 LONG_FRAME = struct.pack("!I", 0xFFFFFFFF)
 LONG_DATA = HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF)
-#: Seconds between two bytes of a slow stranger, and seconds after which a connection that has not ended never will.
+#: Seconds between two bytes of a slow client, and the seconds within which the server must end any connection.
 PAUSE, LONGEST = 1.0, 20.0
-#: The first bytes that a listener without TLS may send, and the most bytes that a listener with TLS sends first.
+#: The first bytes that a listener without TLS may send, and the maximum that a TLS listener sends at first.
 CHALLENGE = MAGIC + WIRE_VERSION.to_bytes(4, "little")
 MOST_OF_TLS = 2048
 
@@ -56,7 +56,7 @@ recorded: list[bytes] = []
 
 
 class Visit:
-    """A connection of a stranger."""
+    """A connection of a client without the job key."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -73,7 +73,7 @@ class Visit:
         return data
 
     async def receive_exactly(self, nbytes: int) -> bytes:
-        """Return the first `nbytes` bytes; receive them if necessary."""
+        """Return the first `nbytes` bytes, and receive them if necessary."""
         while len(self.received) < nbytes:
             if not await self.receive():
                 raise ConnectionResetError
@@ -90,13 +90,13 @@ class Visit:
 
 
 def check_challenge_only(received: bytes) -> None:
-    """Check that these bytes are only a challenge and a verdict of zeros."""
+    """Check that the received bytes are only a challenge and a verdict of zeros."""
     assert CHALLENGE.startswith(received[: len(CHALLENGE)]), received
     assert bytes(VERDICT_SIZE).startswith(received[CHALLENGE_SIZE:]), received
 
 
 class Secured(Visit):
-    """A connection of a stranger over TLS; `received` has the decrypted bytes."""
+    """A TLS connection of a client without the job key; `received` has the decrypted bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
@@ -172,7 +172,7 @@ Conduct = Callable[[Any, int], Awaitable[None]]
 
 
 def sender_of(*words: bytes | Callable[[], bytes]) -> Conduct:
-    """Return a conduct that sends one of these messages and waits."""
+    """Return a client behaviour that sends one of the given messages and waits."""
 
     async def conduct(visit: Visit, number: int) -> None:
         data = words[number % len(words)]
@@ -265,7 +265,7 @@ ANYWHERE: dict[str, Conduct] = {
     ),
     "replayed": replay,
 }
-#: Conducts that follow a normal start: inside TLS where the listener uses TLS, and from the first byte elsewhere.
+#: Client behaviours above TLS if the listener uses TLS; on other listeners, they begin at the first byte.
 INSIDE: dict[str, Conduct] = {
     "silence inside": stay_silent,
     "garbage inside": sender_of(lambda: os.urandom(100)),
@@ -278,14 +278,14 @@ INSIDE: dict[str, Conduct] = {
 
 
 class Strangers:
-    """Strangers, with the results of each kind."""
+    """Clients without the job key, with the results of each kind."""
 
     def __init__(self, at_once: int) -> None:
         self.found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
         self._places = asyncio.Semaphore(at_once)
 
     async def visit(self, place: tuple[str, int, bool], kind: str, number: int) -> None:
-        """Keep a connection until the server ends it."""
+        """Keep a connection open until the server closes it."""
         host, port, encrypted = place
         async with self._places:
             with await connected(host, port) as sock:

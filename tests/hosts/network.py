@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-#: Seconds after which anything that has not happened has failed. Nothing takes a third of that.
+#: The timeout of each action in seconds; each action usually takes less than 33 % of this time.
 LIMIT = 60
-#: Files of /etc that processes of one namespace see instead of the machine's own; `ip netns exec` mounts them.
+#: The folder of /etc files per namespace, which `ip netns exec` mounts over the machine's files.
 _ETC = Path("/etc/netns")
 _MARK = "aiocoll-test"
 #: The command that runs another command in a pod.
@@ -38,12 +38,12 @@ _POD = (
 )
 _CABLE = Path(__file__).with_name("cable.c")
 MIB = 1 << 20
-#: Bytes of a packet, the most bytes that the kernel sends as one frame, and the seconds that one may take on a cable.
+#: Bytes of a packet, maximum bytes of a kernel frame, and maximum seconds of a kernel frame on a cable.
 _PACKET, _SEGMENTS, _BURST = 1500, 65535, 1e-4
 
 
 def obstacle() -> str | None:
-    """Return why no hosts can be made here, or None if they can."""
+    """Return the reason why no hosts can be made here, or None if they can."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     for tool in ("ip", "nft", "cc"):
@@ -77,13 +77,13 @@ class Host:
         self.ipv6 = f"fd77::{number + 1}"
 
     def file(self, name: str, text: str) -> None:
-        """Let processes that start from now on see `text` as /etc/`name`."""
+        """Make processes that start from now on see `text` as /etc/`name`."""
         folder = _ETC / self.name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
     def command(self, *arguments: str) -> list[str]:
-        """Return the command that runs `arguments` on this host, as the same process or in a pod as its only child."""
+        """Return the command that runs `arguments` on this host, as the same process, or in a pod as its only child."""
         return ["ip", "netns", "exec", self.name, *(_POD if self.pods else ()), *arguments]
 
     def run(self, *arguments: str) -> str:
@@ -127,7 +127,7 @@ class Network:
         _run("ip", "-n", self._switch, "link", "set", f"p{number}", "up")
 
     def drop(self, source: int, target: int, what: str = "") -> None:
-        """Drop all packets from one host to another, or those that match `what`, an expression of nft."""
+        """Drop all packets from one host to another, or only packets that match `what`, an nft expression."""
         rule = f"add rule bridge filter forward iifname p{source} oifname p{target} {what} drop"
         _run("ip", "netns", "exec", self._switch, "nft", rule)
 
@@ -136,7 +136,7 @@ class Network:
         self.drop(source, target, f"tcp flags & (syn | ack) == syn {what}")
 
     def separate(self, one: int, other: int, what: str = "") -> None:
-        """Drop all packets between two hosts, or those that match `what`."""
+        """Drop all packets between two hosts, or only packets that match `what`, an nft expression."""
         self.drop(one, other, what)
         self.drop(other, one, what)
 
@@ -174,7 +174,7 @@ class Network:
         assert self._cables.stdout is not None
         lost = []
         for number in range(len(self.hosts)) if hosts is None else hosts:
-            # Packets that the kernel sends as one frame arrive together, and are lost together.
+            # Limit kernel frames, whose packets arrive together and are lost together.
             segments = 1 if loss else max(1, int(rate * _BURST / 8 / _PACKET)) if rate else _SEGMENTS
             _batch(self.hosts[number].name, f"link set eth0 gso_max_segs {segments}")
             print(number, int(rate), int(delay * 1e9), int(loss * 1e6), queue, file=self._cables.stdin, flush=True)
@@ -207,7 +207,7 @@ class Network:
     def _build(self) -> None:
         for name in (self._switch, *(host.name for host in self.hosts)):
             _run("ip", "netns", "add", name)
-        # Interfaces that only carry frames of others must not send any of their own.
+        # Disable IPv6 on interfaces that only forward frames, so that they send no frames of their own.
         off = "echo 1 | tee /proc/sys/net/ipv6/conf/{all,default}/disable_ipv6"
         _run("ip", "netns", "exec", self._switch, "bash", "-c", off)
         _batch(self._switch, "link add br0 type bridge", "link set br0 up", "link set lo up")
@@ -225,7 +225,7 @@ class Network:
                 host.name,
                 "link set lo up",
                 f"addr add {host.ipv4}/24 dev eth0",
-                f"addr add {host.ipv6}/64 dev eth0 nodad",  # duplicate address detection would delay its use
+                f"addr add {host.ipv6}/64 dev eth0 nodad",  # nodad: duplicate address detection would delay the address
                 "link set eth0 up",
             )
             host.run(
@@ -233,7 +233,7 @@ class Network:
             )
 
     def _insert_cable_program(self) -> subprocess.Popen[str]:
-        """Put a program into each cable: n<i> is now the other end of eth0, and f<i> the other end of p<i>."""
+        """Insert a program into each cable: n<i> is then the other end of eth0, and f<i> the other end of p<i>."""
         ends = []
         for host in self.hosts:
             near, far, port = f"n{host.number}", f"f{host.number}", f"p{host.number}"
@@ -287,7 +287,7 @@ class Process:
         )
 
     async def next_line(self, limit: float = LIMIT) -> Any:
-        """Wait for the next line, from a launcher too, and return it; if there is none, show the standard error."""
+        """Wait for the next line of output, and return it; without one, show the standard error."""
         assert self._process.stdout is not None
         async with asyncio.timeout(limit):
             line = await self._process.stdout.readline()
@@ -295,7 +295,7 @@ class Process:
         return json.loads(re.sub(rb"^\[\d+\] ", b"", line))
 
     def send_line(self) -> None:
-        """Send the line for which the process waits."""
+        """Send a line to the process, which waits for input."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
 

@@ -1,4 +1,4 @@
-"""The program of a rank on one of several hosts. Argument: the task; other settings come from the environment."""
+"""The program of a rank on one of several hosts; its argument is the task, other settings are in the environment."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def group_arguments() -> dict[str, Any]:
 
 
 async def total(pg: aiocoll.ProcessGroup) -> Any:
-    """Return the first and the last element of a sum."""
+    """Return the first and the last element of a sum over all ranks."""
     result = await pg.allreduce(np.full(1000, pg.rank() + 1.0))
     return float(result[0]), float(result[-1])
 
 
 async def carriers(pg: aiocoll.ProcessGroup) -> Any:
-    """Return the medium of the link to each other rank."""
+    """Return the medium of the links to the other ranks."""
     assert await pg.alltoall_object([pg.rank()] * pg.size()) == list(range(pg.size()))
     transport: Any = comm_of(pg).endpoint.context.transport
     found = [None if peer == pg.rank() else transport.carrier(peer)[0] for peer in range(pg.size())]
-    await pg.barrier()  # a rank that has left has no links
+    await pg.barrier()  # keeps the rank, since a rank that has left has no links
     return found
 
 
@@ -77,7 +77,7 @@ async def send_secrets(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def one_way(pg: aiocoll.ProcessGroup) -> Any:
-    """Send from rank 0 to rank 1, and from rank 1 to rank 2, and nothing else."""
+    """Send only from rank 0 to rank 1, and from rank 1 to rank 2."""
     array = np.full(300_000, float(pg.rank() == 0))
     if pg.rank() > 0:
         await pg.recv(array, pg.rank() - 1)
@@ -94,7 +94,7 @@ def failure_report(cause: aiocoll.GroupError) -> Any:
 
 
 async def reduce_until_failure(pg: aiocoll.ProcessGroup) -> Any:
-    """Reduce arrays that are large enough to be in flight at any time, until a call fails."""
+    """Reduce arrays large enough to be in flight at any time, until a call fails."""
     array = np.ones(1_000_000)
     await pg.allreduce(array)
     report("ready")
@@ -106,7 +106,7 @@ async def reduce_until_failure(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def shrink_after_failure(pg: aiocoll.ProcessGroup) -> Any:
-    """Reduce until a call fails, then shrink; return the ranks of the new group, or None if this rank is not in it."""
+    """Reduce until a call fails, then shrink; return the ranks of the new group, or None if this rank is excluded."""
     await reduce_until_failure(pg)
     try:
         async with await pg.shrink() as small:
@@ -117,7 +117,7 @@ async def shrink_after_failure(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def receive(pg: aiocoll.ProcessGroup) -> Any:
-    """Let ranks 1 and 2 wait for messages from each other that are never sent, over a link that has been used."""
+    """Let ranks 1 and 2 wait, over a used link, for messages from each other that are never sent."""
     await pg.allreduce(np.ones(1_000_000))
     if pg.rank():
         work = pg.recv(np.ones(1), 3 - pg.rank())
@@ -178,7 +178,7 @@ async def block_loop(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def replace_rank_0(pg: aiocoll.ProcessGroup) -> Any:
-    """Wait until the test has rank 0 killed, then let another process take its place."""
+    """Wait until the test has killed rank 0, then let another process take its place."""
     report("ready")
     if pg.rank() == 0:
         await asyncio.to_thread(sys.stdin.readline)

@@ -1,4 +1,4 @@
-"""A man in the middle of ranks and listeners: it forwards all bytes, and records the first bytes of each client.
+"""A man in the middle between ranks and listeners, which forwards all bytes and records each client's first bytes.
 
 The argument is JSON: a list of [local port, host, remote port]. For each line of input, the program reports the
 recorded bytes of each connection in hex.

@@ -1,4 +1,4 @@
-"""The commands for several hosts in the documentation, carried out on several hosts."""
+"""The documented commands for several hosts, carried out on several hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = code(PAGE, "Starting", language="text")
 
 
 async def outputs(net: Network, folder: Path, scripts: list[str]) -> list[str]:
-    """Run a script on each host, all in one folder; return the outputs. The pages call the first host 10.0.0.1."""
+    """Run a script on each host, all in one folder; return the outputs (the pages call the first host 10.0.0.1)."""
     here = [re.sub(r"\b10\.0\.0\.1\b", net.hosts[0].ipv4, script) for script in scripts]
     started = [
         asyncio.to_thread(shell, shlex.join(host.command("sh", "-c", script)), folder)
@@ -25,7 +25,7 @@ async def outputs(net: Network, folder: Path, scripts: list[str]) -> list[str]:
     return await asyncio.gather(*started)
 
 
-async def test_launcher_on_each_host_runs_the_job(network: Callable[[int], Network], tmp_path: Path) -> None:
+async def test_launchers_on_several_hosts_run_the_job(network: Callable[[int], Network], tmp_path: Path) -> None:
     write({"ring.py": files("docs/several-hosts.md")["ring.py"]}, tmp_path)
     assert shell(code(PAGE, "Starting", 1, "sh"), tmp_path) == ""
     assert (tmp_path / "job.key").stat().st_mode & 0o777 == 0o600
@@ -33,14 +33,16 @@ async def test_launcher_on_each_host_runs_the_job(network: Callable[[int], Netwo
     assert await outputs(network(2), tmp_path, scripts) == [SHOWN, ""]
 
 
-async def test_launcher_commands_of_the_guide_work(network: Callable[[int], Network], tmp_path: Path) -> None:
+async def test_launcher_commands_of_the_documentation_work(network: Callable[[int], Network], tmp_path: Path) -> None:
     write({"script.py": files("docs/several-hosts.md")["ring.py"]}, tmp_path)
     key, *scripts = code("docs/guide.md", "Groups", language="sh").splitlines()
     assert shell(key, tmp_path) == ""
     assert await outputs(network(2), tmp_path, scripts) == [SHOWN, ""]
 
 
-async def test_doctor_command_of_the_page_finds_no_problem(network: Callable[[int], Network], tmp_path: Path) -> None:
+async def test_doctor_commands_of_the_documentation_find_no_problem(
+    network: Callable[[int], Network], tmp_path: Path
+) -> None:
     shell(code(PAGE, "Starting", 1, "sh"), tmp_path)
     script = code(PAGE, "Checking", language="sh")
     assert "--node-rank 0 " in script
@@ -50,7 +52,9 @@ async def test_doctor_command_of_the_page_finds_no_problem(network: Callable[[in
         assert "PROBLEM" not in output
 
 
-async def test_certificate_commands_of_the_page_work(network: Callable[[int], Network], tmp_path: Path) -> None:
+async def test_certificate_commands_of_the_documentation_work(
+    network: Callable[[int], Network], tmp_path: Path
+) -> None:
     write({"script.py": files("docs/several-hosts.md")["ring.py"]}, tmp_path)
     shell(code(PAGE, "Starting", 1, "sh"), tmp_path)
     shell(code("docs/security.md", "Making certificates", language="sh"), tmp_path)

@@ -16,7 +16,7 @@ from tests.test_sockets import knows_rto_max
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: Seconds within which all ranks must know of an unreachable rank.
+#: Seconds within which all ranks must report an unreachable rank.
 UNREACHABLE = 6.0
 #: Seconds of an outage that ranks must survive.
 OUTAGE = 4.0
@@ -39,10 +39,10 @@ async def result_despite_warnings(process: Process) -> Any:
 @pytest.mark.parametrize(
     ("what", "lost"), [("reduce_until_failure", ""), ("receive", ""), ("dial", ""), ("dial", "meta l4proto tcp")]
 )
-async def test_ranks_cut_off_from_each_other_are_lost_to_one_another(
+async def test_two_ranks_that_are_cut_off_from_each_other_are_reported_lost(
     network: Callable[[int], Network], ranks: Ranks, what: str, lost: str
 ) -> None:
-    """Let rank 0 reach both; a firewall that drops only TCP does not hide the hosts from each other."""
+    """Let rank 0 reach both ranks; a firewall that drops only TCP does not hide the hosts from each other."""
     net = network(3)
     started = await ranks.start_all(net, what)
     await wait_until_ready(started)
@@ -69,10 +69,10 @@ async def test_connections_dropped_by_a_firewall_fail_the_group_at_once(
         assert report["at"] - cut <= 1.0, report
 
 
-async def test_one_of_two_ranks_cut_off_from_each_other_continues_with_the_rest(
+async def test_one_of_two_mutually_cut_off_ranks_continues_with_the_other_ranks(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Check the choice of rank 0: either of the two ranks may be lost, because each may report the other first."""
+    """Accept either choice of rank 0: each of the two ranks may report the other one first."""
     net = network(3)
     started = await ranks.start_all(net, "shrink_after_failure")
     await wait_until_ready(started)
@@ -82,7 +82,7 @@ async def test_one_of_two_ranks_cut_off_from_each_other_continues_with_the_rest(
 
 
 @pytest.mark.skipif(not knows_rto_max(), reason="needs TCP_RTO_MAX_MS (Linux 6.15)")
-async def test_short_outage_only_delays_calls(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_short_network_outage_only_delays_calls(network: Callable[[int], Network], ranks: Ranks) -> None:
     net = network(3)
     started = await ranks.start_all(net, "reduce_until_line")
     await wait_until_ready(started)
@@ -94,8 +94,10 @@ async def test_short_outage_only_delays_calls(network: Callable[[int], Network],
         assert await result_despite_warnings(process) > OUTAGE - 1
 
 
-async def test_blocked_loop_is_not_an_unreachable_host(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Fill the buffers of the blocked rank's kernel, which must not make its host look silent."""
+async def test_rank_with_a_blocked_loop_is_not_reported_as_an_unreachable_host(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
+    """Fill the kernel buffers of the blocked rank, which must not make its host look silent."""
     started = await ranks.start_all(network(3), "block_loop", BLOCKED=str(UNREACHABLE + 1))
     for process, expected in zip(started, [0.0, 7.0, 7.0], strict=True):
         assert await result_despite_warnings(process) == expected

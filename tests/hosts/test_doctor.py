@@ -122,7 +122,7 @@ async def test_doctor_accepts_a_one_way_firewall(network: Callable[[int], Networ
 async def test_doctor_reports_a_firewall_in_front_of_the_first_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Let only the store pass; the connection from host 0 to host 1 does not help."""
+    """Let only store connections pass; the connection from host 0 to host 1 does not help."""
     net = network(2)
     net.refuse_connections(1, 0, "tcp dport != 29500")
     found = await doctor_report(net, ranks)
@@ -155,7 +155,7 @@ async def test_doctor_reports_two_hosts_without_a_connection(
 
 
 async def test_doctor_reports_ports_that_a_firewall_rejects(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Pass only the ports of the store and of a range; hosts that use this range have no problem."""
+    """Let only the ports of the store and of a range pass; hosts that use this range have no problem."""
     net = network(2)
     for host in net.hosts:
         rule = "tcp flags & (syn | ack) == syn tcp dport != { 29500, 31000-31003 } ip daddr 10.77.0.0/24 reject"
@@ -252,10 +252,10 @@ async def test_doctor_reports_different_encryption_options(network: Callable[[in
     assert "check that the server also uses encryption='none' (AIOCOLL_ENCRYPTION)" in problem
 
 
-async def test_doctor_accepts_a_name_that_is_loopback_on_its_own_host(
+async def test_doctor_accepts_a_host_name_that_resolves_to_loopback_on_its_own_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Use the entry that Debian writes into /etc/hosts; the store listens on all addresses, so that it is found."""
+    """Use the entry that Debian writes into /etc/hosts; the store listens on all addresses, so that hosts find it."""
     net = network(2)
     net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
     net.hosts[1].file("hosts", f"{net.hosts[0].ipv4} master\n")
@@ -263,7 +263,7 @@ async def test_doctor_accepts_a_name_that_is_loopback_on_its_own_host(
     assert (found.problems, found.hints, found.verdict) == ([], [], MEETS)
 
 
-async def test_doctor_reports_a_name_that_is_loopback_on_another_host(
+async def test_doctor_reports_a_host_name_that_resolves_to_loopback_on_another_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(1)

@@ -1,4 +1,4 @@
-"""An elastic program on two hosts whose processes are killed at random moments; each host keeps one."""
+"""An elastic program on two hosts whose processes are killed at random moments; one per host survives."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ async def run_with_kills(kills: int, net: Network, ranks: Ranks) -> None:
     assert await supervisor.end() == (0, "")
 
 
-async def test_elastic_job_survives_kills_on_two_hosts(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_elastic_job_on_two_hosts_survives_killed_processes(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     await run_with_kills(6, network(2), ranks)
 
 
 @pytest.mark.soak
-async def test_elastic_job_survives_200_kills_on_two_hosts(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_elastic_job_on_two_hosts_survives_200_killed_processes(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     await run_with_kills(200, network(2), ranks)

@@ -20,8 +20,10 @@ SECRETS = (b"a tensor is secret", b"an object is secret", b"a message is secret"
 
 
 @pytest.mark.parametrize("encryption", ["auto", "none"])
-async def test_captured_traffic_shows_no_data(network: Callable[..., Network], ranks: Ranks, encryption: str) -> None:
-    """Check also that the same capture without encryption shows all texts."""
+async def test_captured_traffic_between_hosts_contains_no_plain_text(
+    network: Callable[..., Network], ranks: Ranks, encryption: str
+) -> None:
+    """Check also that the same capture without encryption contains all texts."""
     net = network(2)
     with net.capture_traffic(1) as captured:
         started = await ranks.start_all(net, "send_secrets", AIOCOLL_ENCRYPTION=encryption)
@@ -32,10 +34,10 @@ async def test_captured_traffic_shows_no_data(network: Callable[..., Network], r
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-async def test_captured_traffic_between_machine_copies_shows_no_data(
+async def test_captured_traffic_between_copies_of_a_machine_contains_no_plain_text(
     network: Callable[..., Network], ranks: Ranks, transport: str
 ) -> None:
-    """Give both hosts one identity, so that their ranks believe to be on one host."""
+    """Give both hosts the same identity, so that their ranks assume to be on one host."""
     net = network(2)
     with net.capture_traffic(1) as captured:
         started = await ranks.start_all(net, "send_secrets", AIOCOLL_HOST_ID="copied", AIOCOLL_TRANSPORT=transport)
@@ -45,7 +47,9 @@ async def test_captured_traffic_between_machine_copies_shows_no_data(
     assert not [secret for secret in SECRETS if secret in crossed]
 
 
-async def test_different_encryption_options_are_reported(network: Callable[..., Network], ranks: Ranks) -> None:
+async def test_different_encryption_options_of_hosts_are_reported(
+    network: Callable[..., Network], ranks: Ranks
+) -> None:
     """Check the errors about the store, which ranks contact first."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
@@ -64,13 +68,13 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def certificate_environment(authority: Authority, *parts: str, file: str = "own") -> dict[str, str]:
-    """Return the environment of a process with a certificate for these parts of the job "train"."""
+    """Return the environment of a process whose certificate names these parts of the job "train"."""
     names = (f"aiocoll://train/{part}" for part in parts)
     return {"AIOCOLL_JOB_ID": "train", **as_variables(authority.make(*names, file=file))}
 
 
 @pytest.mark.parametrize(("size", "with_launcher"), [(2, False), (3, False), (2, True)])
-async def test_hosts_with_certificates_of_a_ca_meet(
+async def test_hosts_with_certificates_of_one_ca_meet(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, size: int, with_launcher: bool
 ) -> None:
     """Give each host a certificate for its ranks; the one of host 0 also names the store."""
@@ -94,7 +98,7 @@ async def test_hosts_with_certificates_of_a_ca_meet(
         assert await process.end() == (0, "")
 
 
-async def test_captured_traffic_with_a_ca_shows_no_data(
+async def test_captured_traffic_with_user_certificates_contains_no_plain_text(
     network: Callable[..., Network], ranks: Ranks, authority: Authority
 ) -> None:
     """Check that TLS 1.3 hides the certificates, too."""
@@ -127,7 +131,7 @@ async def test_certificate_of_another_rank_is_refused_on_both_hosts(
 async def test_host_with_another_job_or_ca_is_refused_at_the_store(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, tmp_path: Path
 ) -> None:
-    """Refuse these hosts at the store; its host logs the names of a refused certificate."""
+    """Check that the store refuses such hosts; the store's host logs the names of a refused certificate."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
     serving = await ranks.start(
@@ -136,7 +140,7 @@ async def test_host_with_another_job_or_ca_is_refused_at_the_store(
     other = as_variables(authority.make("aiocoll://other/rank/*", file="other"))
     foreign = as_variables(Authority(tmp_path, "foreign").make("aiocoll://train/rank/*", file="stranger"))
     for environment, message in (
-        # This case is first, because only a few warnings are logged.
+        # This case comes first, since only the first few warnings are logged.
         ({"AIOCOLL_JOB_ID": "train"}, "an end that accepts only certificates of a CA"),
         ({"AIOCOLL_JOB_ID": "other", **other}, "names aiocoll://train/rank/*, aiocoll://train/store, but"),
         (

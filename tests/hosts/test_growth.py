@@ -19,7 +19,7 @@ async def kill_rank_0(started: list[Process]) -> None:
     assert code == -9
 
 
-async def test_rank_0_is_replaced_if_the_launcher_hosts_the_store(
+async def test_rank_0_can_be_replaced_if_the_launcher_hosts_the_store(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(3)
@@ -34,7 +34,7 @@ async def test_rank_0_is_replaced_if_the_launcher_hosts_the_store(
     assert await launcher.end() == (0, "")
 
 
-async def test_grow_fails_with_a_remedy_if_lost_rank_0_hosted_the_store(
+async def test_grow_error_contains_a_remedy_if_lost_rank_0_hosted_the_store(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(3)

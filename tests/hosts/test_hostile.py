@@ -1,4 +1,4 @@
-"""Strangers from another host, hundreds of them and of every kind, while ranks meet and work."""
+"""Hundreds of clients without the job key, from another host, while ranks meet and work."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 FLOODED, STRANGERS, RELAY, CONDUCT = (
     str(Path(__file__).with_name(f"{name}.py")) for name in ("flooded", "hostile", "relay", "conduct")
 )
-#: The ports of the ranks that work, and of the ranks that meet.
+#: The first port of the ranks that work, and of the ranks that meet.
 WORK, MEET = 31000, 31001
-#: The most seconds that a stranger stays, that a meeting takes, and that an iteration of a rank's loop takes.
+#: Maximum seconds: of a client's connection, of a rendezvous, and of one iteration of a rank's loop.
 LONGEST, MEETING, TURN = 5.0, 2.0, 0.02
-#: The most memory that strangers may leave in a rank, and in a store, where each place for a TLS client takes 256 KiB.
+#: Maximum bytes that clients may leave in a rank, and in a store, where each TLS client takes 256 KiB.
 RANK_MEMORY, STORE_MEMORY = 32 * MIB, 96 * MIB
 
 
 class Job:
-    """A store, two ranks that work and connect through the strangers' host, and two ranks that meet."""
+    """A store, two working ranks that connect through the attacker's host, and two ranks that meet."""
 
     def __init__(self, network: Network, ranks: Ranks, encryption: str) -> None:
         self._network = network
@@ -35,7 +35,7 @@ class Job:
         self._encryption = encryption
 
     async def start(self) -> list[str]:
-        """Start all processes; return the bytes that the strangers' host has recorded."""
+        """Start all processes; return the bytes that the attacker's host has recorded."""
         one, _, three = self._network.hosts
         relay = await self._ranks.start_program(
             three, RELAY, json.dumps([(port, one.ipv4, port) for port in (PORT, WORK)])
@@ -58,7 +58,7 @@ class Job:
         assert await self.store.next_line() == "ready"
 
     async def meet(self, times: int) -> list[float]:
-        """Let two ranks meet so many times; return the seconds of each meeting."""
+        """Let two ranks meet a number of times; return the seconds of each rendezvous."""
         ranks = [await self._start_target(rank, "meet", MEET, TIMES=str(times)) for rank in range(2)]
         first, _ = [await rank.result() for rank in ranks]
         return list(first)
@@ -77,7 +77,7 @@ class Job:
         return await self._ranks.start_program(hosts[rank], FLOODED, what, **place | env)
 
     async def flood(self, recorded: list[str], each: int, processes: int, at_once: int) -> dict[str, list[float]]:
-        """Start strangers, `each` of a kind per listener and process; return their results."""
+        """Start clients without the job key, `each` per kind, listener and process; return their results."""
         listeners = [(0, PORT), *((host, port) for host in range(2) for port in (WORK, MEET))]
         places = [(self._network.hosts[host].ipv4, port, self._encryption != "none") for host, port in listeners]
         given = json.dumps({"places": places, "each": each, "at_once": at_once, "recorded": recorded})
@@ -94,7 +94,7 @@ class Job:
         return found
 
     async def end(self) -> tuple[Any, list[Any], list[float]]:
-        """End all processes; return the costs of the store and of working ranks, and the seconds of each meeting."""
+        """End all processes; return the costs of the store and of working ranks, and the seconds of each rendezvous."""
         for process in (self.working[0], self.meeting[0]):
             process.send_line()
         worked = [await process.result() for process in self.working]
@@ -118,7 +118,7 @@ def check(found: dict[str, list[float]], store: Any, worked: list[Any], met: lis
 
 
 @pytest.mark.parametrize("encryption", ["auto", pytest.param("none", marks=pytest.mark.soak)])
-async def test_strangers_of_every_kind_do_not_disturb_ranks(
+async def test_unauthenticated_clients_of_every_kind_do_not_disturb_ranks(
     network: Callable[..., Network], ranks: Ranks, encryption: str
 ) -> None:
     job = Job(network(3), ranks, encryption)
@@ -129,10 +129,10 @@ async def test_strangers_of_every_kind_do_not_disturb_ranks(
 
 
 @pytest.mark.parametrize("conduct", ["hold", "repeat", "flood", "half open"])
-async def test_strangers_of_every_conduct_do_not_disturb_a_rendezvous(
+async def test_unauthenticated_clients_with_every_behaviour_do_not_disturb_a_rendezvous(
     network: Callable[..., Network], ranks: Ranks, conduct: str
 ) -> None:
-    """Let strangers from another host visit the store and each rank while ranks meet."""
+    """Let clients without the job key connect from another host to the store and each rank while ranks meet."""
     net = network(3)
     places = [(net.hosts[0].ipv4, PORT), *((net.hosts[rank].ipv4, MEET) for rank in range(2))]
     job = Job(net, ranks, "auto")
@@ -148,7 +148,7 @@ async def test_strangers_of_every_conduct_do_not_disturb_a_rendezvous(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("encryption", ["auto", "none"])
-async def test_ten_thousand_strangers_do_not_disturb_ranks(
+async def test_ten_thousand_unauthenticated_clients_do_not_disturb_ranks(
     network: Callable[..., Network], ranks: Ranks, encryption: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = Job(network(3), ranks, encryption)

@@ -29,7 +29,7 @@ def manifest() -> list[Any]:
     return list(yaml.safe_load_all(code("docs/kubernetes.md", "The job", language="yaml")))
 
 
-def test_manifest_matches_the_schema(manifest: list[Any]) -> None:
+def test_kubernetes_manifest_matches_the_schema(manifest: list[Any]) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason=NEEDED)
     for resource in manifest:
         validate.validate(resource, validate.latest_version(), strict=True)
@@ -47,7 +47,7 @@ def test_manifest_matches_the_schema(manifest: list[Any]) -> None:
     ] == str(job["spec"]["completions"])
 
 
-async def test_pods_meet_once_their_names_resolve(
+async def test_pods_meet_as_soon_as_their_names_resolve(
     manifest: list[Any], network: Callable[..., Network], ranks: Ranks, tmp_path: Path
 ) -> None:
     """Run the pods in namespaces that have the mounts, users and names of the manifest."""

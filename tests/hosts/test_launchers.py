@@ -42,9 +42,9 @@ async def test_mpiexec_starts_ranks_on_two_hosts(
     agent.write_text(AGENT % (first.ipv4, first.name, second.name))
     agent.chmod(0o700)
     (tmp_path / "hello.py").write_text(code("README.md", "Twelve lines"))
-    given = {"PYTHONUNBUFFERED": ""}  # so that the output of a rank arrives in one piece
+    given = {"PYTHONUNBUFFERED": ""}  # empty, so that the output of a rank is buffered and arrives in one piece
     if library == "mpich":
-        # Without a key: the launcher gives one to the ranks.
+        # Pass no job key, since the launcher gives a key to the ranks.
         how = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", f"{first.ipv4},{second.ipv4}", "-ppn", "1"]
     else:
         given["AIOCOLL_JOB_KEY_FILE"] = str(tmp_path / "job.key")

@@ -1,4 +1,4 @@
-"""Links between hosts, which ranks measure while they meet."""
+"""Links between hosts, measured by the ranks while they meet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     ("size", "encryption"),
     [(3, "auto"), (2, "none"), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, "auto"), (3, "none")))],
 )
-async def test_slowest_link_is_known_to_all_ranks(
+async def test_all_ranks_know_the_measurements_of_the_slowest_link(
     network: Callable[[int], Network], ranks: Ranks, size: int, encryption: str
 ) -> None:
     """Use a link on which a packet takes a millisecond, so that the load of this machine matters little."""
@@ -31,8 +31,10 @@ async def test_slowest_link_is_known_to_all_ranks(
     assert 0.5e6 / size < rate < 10e6 / 8
 
 
-async def test_one_way_link_does_not_delay_the_measurement(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Host 1 cannot connect to host 2, so only two of the three links can be measured."""
+async def test_hosts_that_connect_in_one_direction_only_do_not_delay_the_link_measurement(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
+    """Prevent connections from host 1 to host 2, so that only two of the three links can be measured."""
     net = network(3)
     net.shape(delay=10e-3, hosts=[2])
     net.refuse_connections(1, 2)

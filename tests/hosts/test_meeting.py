@@ -25,7 +25,7 @@ async def meeting_error(process: Process) -> tuple[str, str]:
 
 
 async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Let only the store be reachable: both ranks report the missing connection, and warn of it before.
+    """Let only the store be reachable: both ranks report the missing connection, after a warning about it.
 
     Before that, rank 0 fails to measure the link to rank 1, which excludes no rank.
     """
@@ -52,18 +52,20 @@ async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], 
 
 
 @pytest.mark.parametrize("version", [4, 6])
-async def test_ranks_meet_in_a_callers_store(network: Callable[[int], Network], ranks: Ranks, version: int) -> None:
-    """Check that ranks publish the address by which they have reached the store, not the loopback address."""
+async def test_ranks_on_several_hosts_meet_in_a_store_of_the_caller(
+    network: Callable[[int], Network], ranks: Ranks, version: int
+) -> None:
+    """Check that ranks publish the address by which they reached the store, not the loopback address."""
     net = network(3)
     host = net.hosts[0].ipv4 if version == 4 else net.hosts[0].ipv6
     started = await ranks.start_all(net, "total", f"store:{host}")
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_ranks_meet_in_a_store_that_one_reaches_by_loopback(
+async def test_ranks_meet_in_a_store_that_one_rank_reaches_by_loopback(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Let rank 0 reach the store by the loopback; the others know the address of its host."""
+    """Let rank 0 reach the store by the loopback; the other ranks know the address of its host."""
     net = network(2)
     started = [
         await ranks.start(net.hosts[0], "total", 0, 2, "store:0.0.0.0"),
@@ -73,7 +75,7 @@ async def test_ranks_meet_in_a_store_that_one_reaches_by_loopback(
 
 
 async def test_ranks_meet_on_a_redis_server(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
-    """Check that ranks publish the address by which they have reached the server; one rank is on its host."""
+    """Check that ranks publish the address by which they reached the server; one rank is on the server's host."""
     net = network(3)
     everywhere = ("--bind", "0.0.0.0", "--protected-mode", "no")
     with redis_server(tmp_path, None, *everywhere, command=net.hosts[0].command) as server:
@@ -86,10 +88,10 @@ async def test_ranks_meet_in_a_shared_file(network: Callable[[int], Network], ra
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_ambiguous_interfaces_are_reported_for_a_shared_file(
+async def test_rendezvous_in_a_shared_file_reports_ambiguous_network_interfaces(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Check that all ranks request the missing option, and that they meet with it."""
+    """Check that the errors of all ranks name the missing option, and that ranks meet with it."""
     net = network(2)
     net.hosts[1].run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "eth2")
     net.hosts[1].run("ip", "addr", "add", "10.78.0.2/24", "dev", "eth1")
@@ -108,7 +110,7 @@ async def test_ambiguous_interfaces_are_reported_for_a_shared_file(
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
-async def test_default_route_selects_the_interface(
+async def test_default_route_selects_the_network_interface(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
 ) -> None:
     net = network(2)
@@ -124,7 +126,7 @@ async def test_default_route_selects_the_interface(
 # -- the name of the master
 
 
-async def test_master_name_that_is_loopback_on_its_own_host_works(
+async def test_master_name_that_resolves_to_loopback_on_its_own_host_works(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     """Use the entry that Debian writes into /etc/hosts."""
@@ -136,7 +138,7 @@ async def test_master_name_that_is_loopback_on_its_own_host_works(
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_master_name_that_is_loopback_on_the_launchers_host_works(
+async def test_master_name_that_resolves_to_loopback_on_the_launchers_host_works(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(2)
@@ -171,14 +173,16 @@ async def test_service_address_in_front_of_the_master_works(
 
 
 def translate(net: Network, service: str) -> None:
-    """Let the router of host 1 translate the address of a service, which no host has, to host 0."""
+    """Make the router of host 1 translate a service address, which no host has, to host 0."""
     net.hosts[1].run("ip", "route", "add", service, "via", net.hosts[0].ipv4)
     rule = f"add rule ip nat out ip daddr {service} dnat to {net.hosts[0].ipv4}"
     chain = "add chain ip nat out { type nat hook output priority -100; }"
     net.hosts[1].run("nft", f"add table ip nat; {chain}; {rule}")
 
 
-async def test_service_address_without_a_listener_is_explained(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_error_explains_a_service_address_without_a_listener(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     net = network(1)
     error, _ = await meeting_error(await ranks.start(net.hosts[0], "total", 0, 1, "tcp://10.96.0.9:29500"))
     assert error == (

@@ -16,7 +16,7 @@ from tests.hosts.network import Host, Network
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: Sends datagrams to a port without a listener until the host answers with an error. Then it exits with 0.
+#: A program that sends datagrams to a port without a listener, until the host answers with an error.
 PROBE = """
 import socket, sys, time
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
@@ -34,7 +34,7 @@ with socket.socket(family, socket.SOCK_DGRAM) as probe:
             pass
 sys.exit(1)
 """
-#: Seconds within which a host answers on a busy machine, and seconds without an answer that show a fault.
+#: Seconds within which a host answers even on a busy machine, and the timeout that shows a missing answer.
 LIMIT, SOON = 20, 0.5
 
 
@@ -55,7 +55,7 @@ async def test_ranks_on_several_hosts_meet(
     assert [await process.result() for process in started] == [expected] * size
 
 
-async def test_pods_count_as_hosts(network: Callable[..., Network], ranks: Ranks) -> None:
+async def test_simulated_pods_count_as_separate_hosts(network: Callable[..., Network], ranks: Ranks) -> None:
     net = network(2, pods=True)
     started = await ranks.start_launchers(net, "carriers", net.hosts[0].ipv4, each=2)
     for process, expected in zip(started, ("shm tcp tcp", "tcp tcp shm"), strict=True):
@@ -64,20 +64,20 @@ async def test_pods_count_as_hosts(network: Callable[..., Network], ranks: Ranks
         assert sorted(" ".join(filter(None, each)) for each in found) == [expected] * 2
 
 
-async def test_pods_of_one_network_share_memory(network: Callable[..., Network], ranks: Ranks) -> None:
+async def test_simulated_pods_that_share_a_network_share_memory(network: Callable[..., Network], ranks: Ranks) -> None:
     """Start pods that share a network, and so unix sockets, as containers with the network of their host do."""
     (host,) = network(1, pods=True).hosts
     started = [await ranks.start(host, "carriers", rank, 2, f"tcp://{host.ipv4}:29500") for rank in range(2)]
     assert [await process.result() for process in started] == [[None, "shm"], ["shm", None]]
 
 
-def test_pod_is_isolated_from_other_pods(network: Callable[..., Network]) -> None:
+def test_simulated_pod_is_isolated_from_other_pods(network: Callable[..., Network]) -> None:
     (host,) = network(1, pods=True).hosts
     assert host.run("sh", "-c", "echo $$; hostname; ls /dev/shm") == "1\npod\n"
     assert socket.gethostname() != "pod"
 
 
-def test_cables_and_firewalls_block_traffic(network: Callable[[int], Network]) -> None:
+def test_simulated_cables_and_firewalls_can_block_traffic(network: Callable[[int], Network]) -> None:
     net = network(3)
     one, two, three = net.hosts
     assert is_reachable(one, two.ipv4)
@@ -94,7 +94,7 @@ def test_cables_and_firewalls_block_traffic(network: Callable[[int], Network]) -
     assert is_reachable(one, two.ipv4)
 
 
-#: Sends data back that arrives as a single byte.
+#: A server program that sends received data back if the data is a single byte.
 ECHO = """
 import socket
 with socket.create_server(("", 9000)) as listening:
@@ -105,7 +105,7 @@ with connection:
         if len(data) == 1:
             connection.sendall(data)
 """
-#: Prints the shortest round-trip time of a byte, and the seconds that a megabyte takes.
+#: A program that prints the shortest round-trip time of a byte, and the seconds that a megabyte takes.
 MEASURE = """
 import socket, sys, time
 with socket.create_connection((sys.argv[1], 9000)) as connection:
@@ -133,7 +133,7 @@ def latency_and_time(net: Network, one: int, other: int) -> tuple[float, float]:
     return float(latency), float(time)
 
 
-def test_cable_has_the_given_delay(network: Callable[..., Network]) -> None:
+def test_simulated_cable_has_the_given_delay(network: Callable[..., Network]) -> None:
     net = network(3)
     net.shape(rate=20e6, delay=0.003)
     net.shape(hosts=[2])
@@ -148,26 +148,26 @@ def test_cable_has_the_given_delay(network: Callable[..., Network]) -> None:
     assert time < 1e6 * 8 / 20e6
 
 
-#: Sends 200 datagrams of 1,000 bytes at once.
+#: A program that sends 200 datagrams of 1,000 bytes at once.
 BURST = "import socket, sys\nfor _ in range(200): socket.socket(2, 2).sendto(bytes(1000), (sys.argv[1], 9000))"
 
 
-def test_cable_loses_the_given_share(network: Callable[..., Network]) -> None:
+def test_simulated_cable_loses_the_given_share_of_packets(network: Callable[..., Network]) -> None:
     net = network(2)
     net.shape()
     assert is_reachable(net.hosts[0], net.hosts[1].ipv4)
     net.shape(loss=0.5)
     net.hosts[0].run(sys.executable, "-c", BURST, net.hosts[1].ipv4)
     lost, _ = net.shape(loss=1.0)
-    assert 50 < lost < 150  # 100 ± 7
-    # In the other direction, because the kernel answers few of so many datagrams.
+    assert 50 < lost < 150  # expect 100 ± 7
+    # Test the other direction, since the kernel answers only a few of so many datagrams.
     assert not is_reachable(net.hosts[1], net.hosts[0].ipv4, SOON)
     assert sum(net.shape()) > 0
     assert is_reachable(net.hosts[1], net.hosts[0].ipv4)
     assert net.shape() == [0, 0]
 
 
-def test_packets_beyond_a_cables_queue_are_lost(network: Callable[..., Network]) -> None:
+def test_packets_beyond_the_queue_of_a_simulated_cable_are_lost(network: Callable[..., Network]) -> None:
     net = network(2)
     net.shape()
     assert is_reachable(net.hosts[0], net.hosts[1].ipv4)
@@ -178,14 +178,14 @@ def test_packets_beyond_a_cables_queue_are_lost(network: Callable[..., Network])
     assert 100 < lost <= 200 - 20_000 // 1066
 
 
-def test_host_has_its_own_files(network: Callable[[int], Network]) -> None:
+def test_simulated_host_has_separate_files_in_etc(network: Callable[[int], Network]) -> None:
     one, two = network(2).hosts
     one.file("hosts", "10.77.0.2 two\n")
     assert one.run("cat", "/etc/hosts") == "10.77.0.2 two\n"
     assert two.run("cat", "/etc/hosts") == Path("/etc/hosts").read_text()
 
 
-def test_closed_network_leaves_nothing(network: Callable[[int], Network]) -> None:
+def test_closed_simulated_network_leaves_no_namespaces_and_files(network: Callable[[int], Network]) -> None:
     seen = []
 
     def fail() -> None:
@@ -200,7 +200,7 @@ def test_closed_network_leaves_nothing(network: Callable[[int], Network]) -> Non
     assert name_and_folder(seen[0]) == (False, False)
 
 
-def test_leftovers_of_a_killed_run_are_removed(network: Callable[[int], Network]) -> None:
+def test_network_namespaces_of_a_killed_test_run_are_removed(network: Callable[[int], Network]) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     name = f"aiocoll-test-{ended.pid}-0"

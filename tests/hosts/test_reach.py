@@ -1,4 +1,4 @@
-"""Ranks that can reach each other in only one way: past firewalls, by translated addresses, or as other users."""
+"""Ranks that reach each other only past firewalls, by translated addresses, or as different users."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ async def test_ranks_meet_through_a_one_way_firewall(
     assert [await process.result() for process in started] == expected
 
 
-async def test_ranks_meet_through_a_firewall_with_open_ports(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_ranks_meet_through_a_firewall_that_allows_a_port_range(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     net = network(3)
     for host, other in itertools.permutations(range(3), 2):
         net.refuse_connections(other, host, "tcp dport != { 29500, 31000-31001 }")
@@ -36,7 +38,7 @@ async def test_ranks_meet_through_a_firewall_with_open_ports(network: Callable[[
 
 
 async def test_ranks_meet_through_address_translation(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Give both ranks an address that is unknown elsewhere, and one of them another port, too."""
+    """Give both ranks an address that is unknown outside, and one of them also another port."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
     started = []
@@ -54,7 +56,7 @@ async def test_ranks_meet_through_address_translation(network: Callable[[int], N
 
 
 async def test_ranks_meet_on_copies_of_one_machine(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Give all hosts one identity, although they share no unix socket."""
+    """Give all hosts the same identity, although they share no unix socket."""
     started = await ranks.start_all(network(3), "total", AIOCOLL_HOST_ID="copied")
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 

@@ -36,11 +36,13 @@ async def start_launchers(ranks: Ranks, network: Network, listed: str, script: s
 
 
 def members(folder: Path) -> dict[str, int]:
-    """Return the process id of each rank in a group, by rank; newcomers are "new"."""
+    """Return the process id of each rank in a group; newcomers are "new"."""
     return {name.split()[1]: int(name.split()[2]) for name in os.listdir(folder) if name.startswith("member ")}
 
 
-async def test_restart_starts_all_hosts_again(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+async def test_restart_after_a_failure_includes_all_hosts(
+    network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
+) -> None:
     net = network(3)
     script = """
         import asyncio, os, signal
@@ -67,7 +69,7 @@ async def test_restart_starts_all_hosts_again(network: Callable[[int], Network],
 
 
 @pytest.mark.parametrize("victim", ["0", pytest.param("2", marks=pytest.mark.soak), "5"])
-async def test_self_repairing_group_gets_a_newcomer(
+async def test_launcher_starts_a_newcomer_for_a_self_repairing_group(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path, victim: str
 ) -> None:
     net = network(3)
@@ -86,7 +88,9 @@ async def test_self_repairing_group_gets_a_newcomer(
     ]
 
 
-async def test_host_that_is_cut_off_is_lost(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+async def test_host_that_is_cut_off_is_reported_lost(
+    network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
+) -> None:
     """Check that the launcher of the lost host reports this, too."""
     net = network(3)
     script = """

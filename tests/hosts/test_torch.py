@@ -17,7 +17,7 @@ pytest.importorskip("cryptography", reason="needs cryptography")
 
 pytestmark = pytest.mark.torch
 
-#: Hexadecimal digits of a key of 32 bytes.
+#: The number of hexadecimal digits of a key of 32 bytes.
 KEY_LENGTH = 64
 
 
@@ -39,7 +39,7 @@ async def run_ranks(network: Network, ranks: Ranks, **environment: str) -> list[
             await process.kill()
 
 
-async def test_job_key_of_rank_0_reaches_the_other_host_through_the_store(
+async def test_job_key_of_rank_0_is_sent_to_the_other_host_through_the_torch_store(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     """Leave the key out of the environment; without a key, ranks on two hosts refuse to meet."""
@@ -47,7 +47,7 @@ async def test_job_key_of_rank_0_reaches_the_other_host_through_the_store(
         assert found == {"total": 3.0, "key length": KEY_LENGTH}
 
 
-async def test_job_key_of_the_environment_stays_out_of_the_store(
+async def test_job_key_from_the_environment_is_not_put_into_the_torch_store(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     for found in await run_ranks(network(2), ranks, AIOCOLL_JOB_KEY="of this test and no other"):

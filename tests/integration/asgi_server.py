@@ -1,4 +1,4 @@
-"""A worker of a web server: the part of ASGI and HTTP that docs/web-service.md needs. Argument: module:app."""
+"""A worker of a web server: the subset of ASGI and HTTP that docs/web-service.md needs. Argument: module:app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures that start the ranks of `program.py` like a supervisor, and check that nothing is left."""
+"""Fixtures that start the ranks of `program.py` as a supervisor does, and check that no process is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("program.py"))
-#: Seconds after which an unfinished rank has failed. Each rank takes less than a tenth of it.
+#: The timeout of a rank in seconds; each rank usually takes less than 10 % of this time.
 LIMIT = 60
 #: The job key of all these tests.
 KEY = b"of this test and no other"
@@ -64,7 +64,7 @@ class Ranks:
         env: Mapping[str, str] | None = None,
         killed: Sequence[int] = (),
     ) -> list[Any]:
-        """Run the ranks; return the result of each, and None for the `killed` ranks.
+        """Run the ranks; return the result of each, or None for the `killed` ranks.
 
         With `numbers`, rank and world size are on the command line, otherwise only in the environment.
         """

@@ -123,7 +123,7 @@ class Worker:
         self.killed = True
 
     async def record_reports(self, changed: asyncio.Event) -> None:
-        """Keep the latest report of the process until it ends."""
+        """Record the latest report of the process until it ends."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         async for line in self._process.stdout:
@@ -156,7 +156,7 @@ class Supervisor:
         killed = 0
         while killed < plan.kills:
             killed += await self._kill(min(2 if killed % 5 == 3 else 1, plan.kills - killed), killed % 3 == 0)
-            if killed % 4:  # otherwise the next kill comes during the recovery
+            if killed % 4:  # wait for the recovery, except after every fourth kill
                 began = self._workers[-1].started
                 await self._wait_for_full_group()
                 self._recoveries.append(time.monotonic() - began)
@@ -204,7 +204,7 @@ class Supervisor:
                 self._changed.clear()
 
     async def _kill(self, count: int, zero: bool) -> int:
-        """Kill `count` processes at a random moment; on each host one process that has been in a group survives."""
+        """Kill `count` processes at a random moment; one process per host that has been in a group survives."""
         await asyncio.sleep(self._random.uniform(0, 0.3))
         live = self._live_workers()
         kept = {host: self._random.choice(self._members(host)) for host in {worker.host for worker in live}}
@@ -251,5 +251,5 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         print_json(**asyncio.run(supervise(Plan(**json.loads(sys.argv[1])))))
     else:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no process outlives its supervisor
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # die together with the supervisor
         asyncio.run(work(*pickle.load(sys.stdin.buffer)))

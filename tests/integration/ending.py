@@ -1,4 +1,4 @@
-"""Two ranks: one ends with pending works, in the way that the first argument names, and its peer is notified."""
+"""Two ranks: one ends with pending works, in the way named by the first argument, and its peer is notified."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import aiocoll
 HOW, METHOD, RANK = sys.argv[1], sys.argv[2], int(sys.argv[3])
 #: The timeout of a collective that the other rank never calls. Leaving the group waits for it.
 TIMEOUT = 0.1
-# On a busy machine, a warning about a slow rank is correct. These tests look for errors.
+# Hide warnings, since a warning about a slow rank is correct on a busy machine.
 logging.getLogger("aiocoll").setLevel(logging.ERROR)
 
 
@@ -59,7 +59,7 @@ async def leave_works_pending(pg: aiocoll.ProcessGroup) -> list[Any]:
     await pg.send_object("go", 0)
     match HOW:
         case "leave":
-            # Start this barrier last, so that no other call uses up its timeout.
+            # Start this barrier last, so that starting other calls does not use up its timeout.
             works.append(pg.barrier(key="awaited as well", timeout=TIMEOUT))
             waiting.append(asyncio.gather(works[-1].join(), return_exceptions=True))
         case "interrupt":

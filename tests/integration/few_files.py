@@ -1,4 +1,4 @@
-"""Two ranks of one process that meet, lose the right to open files, and make every call; prints the errors as JSON."""
+"""Two ranks of one process that meet, can then open no more files, and make every call; prints the errors as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sparse: Any = importlib.import_module("scipy.sparse") if "sparse" in sys.argv el
 
 
 def forbid_new_files() -> None:
-    """Forbid new files: set the limit to the lowest free descriptor, which the next file would take."""
+    """Forbid new files: set the limit of open files to the lowest free descriptor number."""
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -1,4 +1,4 @@
-"""A rank that runs a recipe of the docs. Arguments: "meets", "joins" or "shrinks"; the point of its death."""
+"""A rank that runs a documented recovery recipe. Arguments: "meets", "joins" or "shrinks"; the moment of its death."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def die() -> None:
 
 
 async def step(pg: Any, state: dict[str, int]) -> None:
-    """Count the ranks; every step has `WORLD_SIZE` of them."""
+    """Check in one step that the group has `WORLD_SIZE` ranks."""
     if death == "step" and state["step"] == HALF:
         die()
     count = await pg.allreduce(1)
@@ -43,13 +43,13 @@ async def shrink(pg: aiocoll.ProcessGroup) -> aiocoll.ProcessGroup:
         die()
     shrinking = asyncio.ensure_future(_shrink(pg))
     if death == "shrinking":
-        await asyncio.sleep(0)  # sends the request to the other ranks
+        await asyncio.sleep(0)  # lets the loop send the request to the other ranks
         die()
     return await shrinking
 
 
 def newcomer_exchanges(pg: aiocoll.ProcessGroup) -> int:
-    """Return the number of exchanges in which the ranks compared their numbers of newcomers."""
+    """Return how often the ranks have exchanged their numbers of newcomers."""
     return sum(each.calls for each in pg.stats().operations if each.op == "ALLGATHER_OBJECT")
 
 
@@ -58,7 +58,7 @@ async def grow(pg: aiocoll.ProcessGroup, n: int) -> aiocoll.ProcessGroup:
     before = newcomer_exchanges(pg)
     growing = asyncio.ensure_future(_grow(pg, n))
     if death == "growing":
-        # Next, rank 0 requests newcomers from the store, and the other ranks wait for the reply of rank 0.
+        # Wait until rank 0 requests newcomers from the store, and the other ranks wait for rank 0's reply.
         while newcomer_exchanges(pg) == before or (pg.rank() and not pg.pending()):  # noqa: ASYNC110
             await asyncio.sleep(0)
         die()

@@ -1,4 +1,4 @@
-"""Launchers of other projects: MPI launchers, and a Slurm cluster of two nodes on this machine."""
+"""Launchers of other projects: MPI launchers, and a Slurm cluster of two simulated nodes on this machine."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def run(command: list[str], env: Mapping[str, str]) -> LauncherResult:
             process.kill()
     ended = LauncherResult(process.returncode, sorted(out.splitlines()), err)
     deadline = time.monotonic() + LIMIT
-    while left := running_processes():  # a launcher may not wait for processes that it has killed
+    while left := running_processes():  # wait here, since a launcher may not wait for processes that it has killed
         assert time.monotonic() < deadline, (left, ended)
         time.sleep(_POLL_SECONDS)
     return ended

@@ -1,4 +1,4 @@
-"""Ranks of which one is lost in the way named by the argument; the others print the reported loss."""
+"""Ranks, one of which is lost in the way named by the argument; the others print the reported loss."""
 
 from __future__ import annotations
 

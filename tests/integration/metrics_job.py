@@ -20,9 +20,9 @@ STEPS, KILLED_AFTER = 8, 3
 
 
 def allreduces(directory: str | None = None) -> dict[tuple[str, str], float]:
-    """Return the completed allreduces in a scrape, by group and rank."""
+    """Return the number of completed allreduces in a metrics scrape, by group and rank."""
     families: list[Any] = []
-    with contextlib.suppress(struct.error):  # another process may have just created a file, which is still empty
+    with contextlib.suppress(struct.error):  # another process may have just created a metric file, which is still empty
         families += MultiProcessCollector(None, directory).collect()
     return {
         (sample.labels["group"], sample.labels["rank"]): sample.value
@@ -40,7 +40,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def gauge_processes() -> set[int]:
-    """Return the processes whose gauges are in a scrape."""
+    """Return the processes whose gauges are in a metrics scrape."""
     return {int(path.stem.rpartition("_")[2]) for path in Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).glob("gauge_*")}
 
 

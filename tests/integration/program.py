@@ -47,7 +47,7 @@ def start_heir(seconds: str) -> subprocess.Popen[bytes]:
 
 
 async def large_array(pg: aiocoll.ProcessGroup) -> Any:
-    """Return a large array; with `EMPTY` in the environment, an array that the right neighbour has mapped."""
+    """Return a large array; with `EMPTY` in the environment, a registered array that the right neighbour has mapped."""
     array = np.ones(LARGE // 8)
     if "EMPTY" in os.environ:
         array = await pg.empty(LARGE // 8, np.float64)
@@ -59,7 +59,7 @@ async def large_array(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def lose_rank(pg: aiocoll.ProcessGroup) -> Any:
-    """Kill rank `VICTIM` in the middle of an allreduce; return how the call failed on the other ranks."""
+    """Kill rank `VICTIM` during an allreduce; return how the call failed on the other ranks."""
     array = await large_array(pg)
     if pg.rank() == int(os.environ["VICTIM"]):
         await wait_for_all_others(pg)
@@ -84,7 +84,7 @@ async def wait_for_all_others(pg: aiocoll.ProcessGroup) -> None:
 
 
 async def failed_calls(pg: aiocoll.ProcessGroup, array: Any) -> Any:
-    """Enter an allreduce; return how it failed, and how the next call failed."""
+    """Make an allreduce that fails; return how it and the next call failed."""
     work = pg.allreduce(array)
     await pg.send_object("entered", int(os.environ["VICTIM"]))
     try:
@@ -99,7 +99,7 @@ async def failed_calls(pg: aiocoll.ProcessGroup, array: Any) -> Any:
 
 
 async def recover(pg: aiocoll.ProcessGroup) -> Any:
-    """Lose rank `VICTIM`, continue without it, then with a newcomer; return the seconds until the shrunk group."""
+    """Kill rank `VICTIM`, continue without it, then with a newcomer; return the seconds until the shrunk group."""
     if pg.rank() == int(os.environ["VICTIM"]):
         return await lose_rank(pg)
     array = await large_array(pg)
@@ -117,7 +117,7 @@ async def recover(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def continue_alone(pg: aiocoll.ProcessGroup) -> Any:
-    """Lose rank `VICTIM`; return the kind of the loss, the size of the next group, and the seconds until it."""
+    """Kill rank `VICTIM`; return the kind of the loss, the size of the next group, and the seconds until it."""
     if pg.rank() == int(os.environ["VICTIM"]):
         return await lose_rank(pg)
     _, how, *_ = await failed_calls(pg, await large_array(pg))
@@ -130,7 +130,7 @@ async def lose_growing(pg: aiocoll.ProcessGroup) -> Any:
     """Kill rank `VICTIM` while the group waits for newcomers; return when and how the others were notified."""
     growing = asyncio.ensure_future(pg.grow(1))
     if pg.rank() == int(os.environ["VICTIM"]):
-        # Rank 0 has sent the number of newcomers, and the other ranks wait for their addresses.
+        # Wait until rank 0 has sent the number of newcomers, and the other ranks wait for the newcomers' addresses.
         while not any(each.op == "BROADCAST_OBJECT" for each in pg.pending()) and pg.rank():  # noqa: ASYNC110
             await asyncio.sleep(0)
         for rank in {*range(pg.size())} - {pg.rank()}:
@@ -167,12 +167,12 @@ async def replace_rank(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def join(pg: aiocoll.ProcessGroup) -> Any:
-    """Check the group as the newcomer that replaces a lost rank."""
+    """Join as the newcomer that replaces a lost rank, and check the group."""
     return await check(pg)
 
 
 async def check(pg: aiocoll.ProcessGroup) -> int:
-    """Return the number of ranks; fail unless the sum of all ranks is right."""
+    """Return the number of ranks; fail unless a sum over all ranks is correct."""
     tensor = np.full(LARGE // 8, 2.0 ** pg.rank())
     await pg.allreduce(tensor)
     assert (tensor == 2.0 ** pg.size() - 1).all()
@@ -188,7 +188,7 @@ def rendezvous_arguments() -> dict[str, Any]:
 
 
 async def meet(pg: aiocoll.ProcessGroup) -> Any:
-    """Meet, and make one call."""
+    """Meet the other ranks, and make one call."""
     return await pg.allreduce(1)
 
 
@@ -216,9 +216,9 @@ if __name__ == "__main__":
     before = open_files_and_threads()
     outcome = asyncio.run(main())
     if "EMPTY" in os.environ:
-        gc.collect()  # frees the error of the failed call, which refers to the array
+        gc.collect()  # collects the error of the failed call, which references the array
     files, threads = open_files_and_threads()
     assert files <= before[0], files - before[0]
     assert threads == before[1]
-    # Write one piece, because the ranks may share their output.
+    # Write the line at once, since the ranks may share one output.
     os.write(1, json.dumps(outcome).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Blocked, stopped and unreachable ranks: all are reported, and only those that cannot continue are declared dead.
+"""Blocked, stopped and unreachable ranks: all are reported, but only ranks that cannot continue are declared dead.
 
 Ranks that pretend to be on different hosts cannot inspect the process of a peer, so they exchange heartbeats.
 """
@@ -68,7 +68,7 @@ def block(seconds: float) -> None:
 
 
 def hold_gil(seconds: float) -> None:
-    """Hold the GIL for some seconds: no bytecode runs meanwhile, so the interpreter cannot switch threads."""
+    """Hold the GIL for some seconds, during which no bytecode runs and the interpreter cannot switch threads."""
     all(map((time.monotonic() + seconds).__gt__, iter(time.monotonic, None)))
 
 
@@ -97,7 +97,7 @@ async def wait_for_busy_rank(pg: ProcessGroup, victim: int, how: str, seconds: f
         total = await pg.allreduce(float(pg.rank()))
         assert isinstance(total, float)
         await pg.barrier()
-        # The thread that warns about this process may need a moment after the end of the fault.
+        # Wait for the thread that warns about this process, which may be late.
         await log.changed.wait()
     return total, log.messages
 
@@ -118,7 +118,7 @@ async def reduce_while_stopped(pg: ProcessGroup, victim: int, seconds: float) ->
         except PeerLostError as error:
             outcome = f"{error.how} {error.ranks}"
         took = loop.time() - started
-        # The rank that continues the victim must not end before.
+        # This rank continues the victim later, and must not end before.
         await asyncio.sleep(max(0.0, seconds + 0.1 - took))
     return outcome, took, log.messages
 
@@ -152,8 +152,8 @@ def check_lost(results: list[tuple[str, float, list[str]]], victim: int, how: st
 
 
 @pytest.mark.slow
-async def test_blocked_loop_is_reported_slow_not_dead() -> None:
-    """The victim is rank 0, which is the coordinator, or another rank."""
+async def test_rank_with_a_blocked_loop_is_reported_as_slow_and_not_as_dead() -> None:
+    """Block rank 0, which is the coordinator, or another rank."""
     both = await asyncio.gather(*(run_processes(3, wait_for_busy_rank, victim, "block", 3.0) for victim in (0, 2)))
     for victim, results in zip((0, 2), both, strict=True):
         check_busy(results, victim, ", its process is alive (sleeping)", "block")
@@ -184,7 +184,7 @@ async def join_without_watchdog(pg: ProcessGroup, path: Path, victim: int) -> tu
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-async def test_watchdog_that_cannot_start_fails_the_group_at_once_on_every_rank(tmp_path: Path, victim: int) -> None:
+async def test_failed_start_of_a_watchdog_fails_the_group_at_once_on_every_rank(tmp_path: Path, victim: int) -> None:
     results = await run_processes(3, join_without_watchdog, tmp_path / "store", victim)
     cause = f"rank {victim} cannot start its watchdog thread (can't start new thread); allow this user or container"
     for rank, (error, text, seconds) in enumerate(results):
@@ -210,7 +210,7 @@ async def time_out_on_blocked_rank(pg: ProcessGroup, victim: int, timeout: float
 
 
 @pytest.mark.slow
-async def test_timeout_names_a_blocked_coordinator() -> None:
+async def test_timeout_error_names_a_blocked_coordinator() -> None:
     results = await run_processes(4, time_out_on_blocked_rank, 0, 0.4)
     for error, took in results[1:]:
         assert error.ranks == (0, 3)
@@ -220,7 +220,7 @@ async def test_timeout_names_a_blocked_coordinator() -> None:
 
 
 @pytest.mark.slow
-async def test_call_that_holds_the_gil_is_reported_slow_not_dead(tmp_path: Path) -> None:
+async def test_rank_that_holds_the_gil_is_reported_as_slow_and_not_as_dead(tmp_path: Path) -> None:
     one_host, two_hosts = await asyncio.gather(
         run_processes(2, wait_for_busy_rank, 1, "hog", 3.0),
         run_processes(3, run_on_two_hosts, tmp_path / "store", wait_for_busy_rank, 0, "hog", 3.0),
@@ -230,7 +230,7 @@ async def test_call_that_holds_the_gil_is_reported_slow_not_dead(tmp_path: Path)
 
 
 @pytest.mark.slow
-async def test_rank_stopped_for_two_seconds_continues() -> None:
+async def test_rank_that_is_stopped_for_two_seconds_continues() -> None:
     both = await asyncio.gather(*(run_processes(3, reduce_while_stopped, victim, 2.0) for victim in (0, 1)))
     for victim, results in zip((0, 1), both, strict=True):
         for rank, (outcome, _, messages) in enumerate(results):
@@ -242,15 +242,15 @@ async def test_rank_stopped_for_two_seconds_continues() -> None:
 
 
 @pytest.mark.slow
-async def test_rank_that_stays_stopped_is_lost() -> None:
+async def test_rank_that_stays_stopped_is_reported_lost() -> None:
     both = await asyncio.gather(*(run_processes(3, reduce_while_stopped, victim, LOST_WITHIN) for victim in (0, 1)))
     for victim, results in zip((0, 1), both, strict=True):
         check_lost(results, victim, "stopped")
 
 
 @pytest.mark.slow
-async def test_silent_host_is_declared_dead_and_a_blocked_loop_is_not(tmp_path: Path) -> None:
-    """Ranks are blocked or stopped for longer than a heartbeat may be missing."""
+async def test_silent_host_is_declared_dead_and_a_rank_with_a_blocked_loop_is_not(tmp_path: Path) -> None:
+    """Block or stop ranks for longer than a heartbeat may be missing."""
     cut = await asyncio.gather(
         run_processes(3, run_on_two_hosts, tmp_path / "a", reduce_while_stopped, 0, LOST_WITHIN),
         run_processes(3, run_on_two_hosts, tmp_path / "b", reduce_while_stopped, 2, LOST_WITHIN),
@@ -263,7 +263,7 @@ async def test_silent_host_is_declared_dead_and_a_blocked_loop_is_not(tmp_path: 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", range(4))
-async def test_rank_blocked_for_ten_seconds_is_not_dead(victim: int, tmp_path: Path) -> None:
+async def test_rank_that_is_blocked_for_ten_seconds_is_not_declared_dead(victim: int, tmp_path: Path) -> None:
     check_busy(
         await run_processes(4, wait_for_busy_rank, victim, "block", 10.0), victim, ", its process is alive", "block"
     )

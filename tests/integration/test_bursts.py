@@ -1,4 +1,4 @@
-"""Bursts of small operations between processes: their frames leave in batches."""
+"""Bursts of small operations between processes, whose frames leave in batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import aiocoll
 from aiocoll import GroupOptions
 from aiocoll.testing import run_processes
 
-#: More frames than a batch takes, and more bytes than a link sends eagerly.
+#: The number of messages: more frames than a batch takes, and more bytes than a link sends eagerly.
 COUNT = 1200
 
 
@@ -29,7 +29,7 @@ async def run_bursts(pg: aiocoll.ProcessGroup) -> None:
     async def reduce_one(number: int) -> float:
         return await pg.allreduce(float(pg.rank() * number), key=str(number))
 
-    # On each rank, the tasks start in another order.
+    # Start the tasks in a different order on each rank.
     numbers = np.roll(np.arange(200), 50 * pg.rank()).tolist()
     assert await asyncio.gather(*map(reduce_one, numbers)) == [total * number for number in numbers]
 
@@ -44,7 +44,7 @@ async def run_bursts(pg: aiocoll.ProcessGroup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "tcp"), (3, "unix")])
-def test_burst_of_operations_gives_the_right_results(world_size: int, transport: Literal["unix", "tcp"]) -> None:
+def test_burst_of_operations_gives_correct_results(world_size: int, transport: Literal["unix", "tcp"]) -> None:
     asyncio.run(run_processes(world_size, run_bursts, options=GroupOptions(transport=transport)))
 
 
@@ -61,7 +61,7 @@ async def send_and_block(pg: aiocoll.ProcessGroup, path: str) -> None:
         os.close(os.open(path, os.O_WRONLY))
 
 
-def test_awaited_send_has_left_the_process(tmp_path: Path) -> None:
+def test_data_of_an_awaited_send_has_left_the_process(tmp_path: Path) -> None:
     path = tmp_path / "rank-1-is-done"
     os.mkfifo(path)
     asyncio.run(run_processes(2, send_and_block, str(path), timeout=30))

@@ -32,7 +32,7 @@ CASES: list[Case] = [case for case in TABLE if case.name in NAMES]
 
 
 async def run_all_cases(pg: aiocoll.ProcessGroup) -> list[Told]:
-    """Run each case in its own group, each time with another odd rank; return the reports."""
+    """Run each case in a separate group, each time with another odd rank; return the reports."""
     reports = []
     for number, case in enumerate(CASES):
         async with aiocoll.new_group() as group:
@@ -43,7 +43,7 @@ async def run_all_cases(pg: aiocoll.ProcessGroup) -> list[Told]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "tcp"), (3, "shm"), (4, "unix")])
-def test_mismatch_is_found_on_every_process(world_size: int, transport: Literal["unix", "tcp", "shm"]) -> None:
+def test_mismatch_is_reported_on_every_process(world_size: int, transport: Literal["unix", "tcp", "shm"]) -> None:
     assert len(CASES) == len(NAMES)
     results = asyncio.run(run_processes(world_size, run_all_cases, options=GroupOptions(transport=transport)))
     for number, (case, reports) in enumerate(zip(CASES, zip(*results, strict=True), strict=True)):
@@ -51,7 +51,7 @@ def test_mismatch_is_found_on_every_process(world_size: int, transport: Literal[
 
 
 async def disagree_with_blocked_hub(pg: aiocoll.ProcessGroup) -> tuple[float, float, str]:
-    """Run a mismatch while the loop of rank 0 is blocked, which relays the control messages of the others."""
+    """Run a mismatch while rank 0, which relays the control messages of the others, has a blocked loop."""
     case = next(case for case in TABLE if case.name == "dtype-allreduce")
     await pg.allreduce(0.0)  # opens all links
     if pg.rank() == 0:
@@ -66,7 +66,7 @@ async def disagree_with_blocked_hub(pg: aiocoll.ProcessGroup) -> tuple[float, fl
 
 
 @pytest.mark.slow
-def test_mismatch_of_two_processes_is_found() -> None:
+def test_mismatch_between_two_processes_is_reported() -> None:
     results = asyncio.run(run_processes(3, disagree_with_blocked_hub))
     called, received, texts = zip(*results, strict=True)
     assert max(received) <= max(called) + SOON

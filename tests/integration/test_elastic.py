@@ -12,13 +12,13 @@ from tests.integration.elastic_job import Plan, supervise
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 4])
-def test_elastic_job_survives_kills(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_job_survives_killed_processes(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with_kills(Plan(size, kills=6), tmp_path, monkeypatch)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4, 7])
-def test_elastic_job_survives_200_kills(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_job_survives_200_killed_processes(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with_kills(Plan(size, kills=200), tmp_path, monkeypatch)
 
 

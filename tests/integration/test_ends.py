@@ -1,4 +1,4 @@
-"""Programs that end with pending calls: their rank is quiet, and the other rank gets a named error."""
+"""Programs that end with pending calls: the rank prints only its own error, and the other rank gets a named error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
-def test_ending_rank_is_quiet_and_its_peer_is_notified(how: str, ranks: Ranks, port: int) -> None:
+def test_ending_rank_prints_only_its_own_error_and_its_peer_is_notified(how: str, ranks: Ranks, port: int) -> None:
     processes = [ranks.start(ENDING, how, f"tcp://127.0.0.1:{port}", str(rank)) for rank in range(2)]
     (out, err), (_, last) = [process.communicate(timeout=LIMIT) for process in processes]
     code, words = ENDS[how]
@@ -33,7 +33,7 @@ def test_ending_rank_is_quiet_and_its_peer_is_notified(how: str, ranks: Ranks, p
     assert out in ("GroupError None [1]\n", "PeerLostError left [1]\n"), out
 
 
-def test_pending_works_are_quiet_after_the_cause_was_reported(ranks: Ranks, port: int) -> None:
+def test_pending_works_print_nothing_after_their_failure_was_reported(ranks: Ranks, port: int) -> None:
     processes = [ranks.start(ENDING, "leave", f"tcp://127.0.0.1:{port}", str(rank)) for rank in range(2)]
     (out, err), (_, last) = [process.communicate(timeout=LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
@@ -42,7 +42,7 @@ def test_pending_works_are_quiet_after_the_cause_was_reported(ranks: Ranks, port
     assert last == ""
 
 
-def test_interrupted_rendezvous_is_quiet(ranks: Ranks, port: int) -> None:
+def test_interrupted_rendezvous_prints_only_keyboard_interrupt(ranks: Ranks, port: int) -> None:
     process = ranks.start(ENDING, "interrupt rendezvous", f"tcp://127.0.0.1:{port}", "0")
     _, last = process.communicate(timeout=LIMIT)
     assert process.returncode == -2
@@ -50,17 +50,17 @@ def test_interrupted_rendezvous_is_quiet(ranks: Ranks, port: int) -> None:
 
 
 def check_stderr(stderr: str, words: str) -> None:
-    """Check that the last line is `words`, and that nothing is reported about pending calls."""
+    """Check that the last line of standard error is `words`, and that no pending calls are reported."""
     assert stderr.strip().rpartition("\n")[2] == words
     for noise in ("ignored", "never retrieved", "destroyed", "nobody looked", "Warning"):
         assert noise not in stderr, stderr
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_loops_that_end_with_open_groups_leave_no_descriptor_and_no_thread(
+def test_event_loops_that_end_with_open_groups_leave_no_descriptors_and_threads(
     transport: str, ranks: Ranks, port: int
 ) -> None:
-    """The two processes have watchdogs and share memory."""
+    """Run two processes that have watchdogs and share memory."""
     env = {"AIOCOLL_TRANSPORT": transport, "PYTHONWARNINGS": "always::ResourceWarning"}
     processes = [ranks.start(UNCLOSED, f"tcp://127.0.0.1:{port}", str(rank), env=env) for rank in range(2)]
     for rank, process in enumerate(processes):

@@ -1,4 +1,4 @@
-"""A process that cannot open files: loaded calls work, and others fail with a named error."""
+"""A process that cannot open files: calls whose modules are loaded work, and others fail with a named error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRAM = str(Path(__file__).with_name("few_files.py"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [["tcp"], ["unix"], ["shm"], ["tcp", "sparse"]], ids=" ".join)
-def test_calls_work_without_a_free_descriptor(given: list[str]) -> None:
+def test_calls_work_without_a_free_file_descriptor(given: list[str]) -> None:
     done = subprocess.run([sys.executable, PROGRAM, *given], capture_output=True, text=True, timeout=60, check=True)
     errors = json.loads(done.stdout)
     needed_by = {"object messages": "objects", "objects": "objects", "sparse": "sparse arrays"}

@@ -27,7 +27,9 @@ PROGRAM = str(Path(__file__).with_name("going_on.py"))
         *(pytest.param(*each, marks=pytest.mark.soak) for each in (("shrink", 0), ("growing", 1))),
     ],
 )
-async def test_recovery_recipe_survives_a_death_during_recovery(ranks: Ranks, death: str, second: int) -> None:
+async def test_documented_recovery_recipe_survives_a_second_death_during_recovery(
+    ranks: Ranks, death: str, second: int
+) -> None:
     server = StoreServer(key=KEY)
     host, port = server.start()
     env = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher", "WORLD_SIZE": "4"}
@@ -38,7 +40,7 @@ async def test_recovery_recipe_survives_a_death_during_recovery(ranks: Ranks, de
             for rank in range(4)
         ]
         newcomers = []
-        if death == "grown":  # the second rank dies after the first newcomer has joined
+        if death == "grown":  # here, the second rank dies after the first newcomer has joined
             newcomers.append(ranks.start(PROGRAM, "joins", "never", env=env))
         for rank in (3, second):
             processes[rank].wait(LIMIT)
@@ -48,7 +50,7 @@ async def test_recovery_recipe_survives_a_death_during_recovery(ranks: Ranks, de
             assert err == ""
             assert process.returncode == (-9 if rank in deaths else 0)
             if rank not in deaths:
-                # A whole group has made every step exactly once.
+                # A complete group has made every step exactly once.
                 assert json.loads(out) == {"step": 40, "total": 160}
     finally:
         await server.aclose()
@@ -56,7 +58,7 @@ async def test_recovery_recipe_survives_a_death_during_recovery(ranks: Ranks, de
 
 @pytest.mark.slow
 @pytest.mark.parametrize("death", ["shrink", "shrinking"])
-async def test_guide_recipe_survives_a_death_during_shrink(ranks: Ranks, death: str) -> None:
+async def test_recovery_recipe_of_the_guide_survives_a_second_death_during_shrink(ranks: Ranks, death: str) -> None:
     server = StoreServer(key=KEY)
     host, port = server.start()
     env = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher", "WORLD_SIZE": "4"}

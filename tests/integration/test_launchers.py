@@ -72,49 +72,49 @@ def key(tmp_path: Path) -> str:
 
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_torchrun_starts_the_program(hello: str, tmp_path: Path) -> None:
-    """The store is on loopback, and not at the host name. `--no-python` lets each rank print in one piece."""
+def test_torchrun_starts_the_readme_program(hello: str, tmp_path: Path) -> None:
+    """Check that the store is on loopback, not at the host name; `--no-python` lets each rank print in one piece."""
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--no-python"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", *options, sys.executable, hello]
-    # torch itself warns.
+    # Show warnings without failing, since torch itself emits warnings.
     env = {"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}
     done = run(command, env)
     assert (done.code, done.out) == (0, [SUM] * 3), done.err
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # no socket is left
 
 
-def test_mpich_starts_the_program(mpich: Launch, hello: str) -> None:
+def test_mpich_starts_the_readme_program(mpich: Launch, hello: str) -> None:
     assert mpich(hello) == LauncherResult(0, [SUM] * 3, "")
 
 
-def test_openmpi_starts_the_program(openmpi: Launch, hello: str, tmp_path: Path) -> None:
+def test_openmpi_starts_the_readme_program(openmpi: Launch, hello: str, tmp_path: Path) -> None:
     assert openmpi(hello, XDG_RUNTIME_DIR=str(tmp_path)) == LauncherResult(0, [SUM] * 3, "")
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # no socket is left
 
 
-def test_slurm_with_pmi_starts_the_program(slurm: Slurm, hello: str) -> None:
-    """The two nodes have no store but that of the launcher."""
+def test_slurm_with_pmi_starts_the_readme_program(slurm: Slurm, hello: str) -> None:
+    """Use two nodes that have no store except the launcher's."""
     assert slurm.srun("--mpi=pmi2", "-n3", script=hello, AIOCOLL_BIND="127.0.0.1") == LauncherResult(0, [SUM] * 3, "")
 
 
-def test_slurm_without_pmi_starts_the_program(slurm: Slurm, hello: str, key: str) -> None:
+def test_slurm_without_pmi_starts_the_readme_program(slurm: Slurm, hello: str, key: str) -> None:
     assert slurm.srun("--mpi=none", "-n3", script=hello, AIOCOLL_JOB_KEY_FILE=key) == LauncherResult(0, [SUM] * 3, "")
 
 
-def test_slurm_on_one_node_needs_no_key(slurm: Slurm, hello: str, tmp_path: Path) -> None:
+def test_slurm_job_on_one_node_needs_no_job_key(slurm: Slurm, hello: str, tmp_path: Path) -> None:
     done = slurm.srun("--nodes=1", "-n3", script=hello, XDG_RUNTIME_DIR=str(tmp_path))
     assert done == LauncherResult(0, [SUM] * 3, "")
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]
 
 
-def test_slurm_without_a_key_is_reported(slurm: Slurm, hello: str) -> None:
+def test_slurm_job_on_two_nodes_without_a_job_key_is_reported(slurm: Slurm, hello: str) -> None:
     done = slurm.srun("--mpi=none", "-n3", script=hello)
     assert (done.code, done.out) == (1, [])
     wanted = r"^aiocoll\.errors\.AuthenticationError: Slurm started ranks on several hosts.*AIOCOLL_JOB_KEY_FILE"
     assert len(re.findall(wanted, done.err, re.MULTILINE)) == 3
 
 
-def test_slurm_host_lists_are_expanded_like_slurm(slurm: Slurm) -> None:
+def test_slurm_host_lists_are_expanded_as_by_scontrol(slurm: Slurm) -> None:
     from aiocoll.rendezvous.launchers import SLURM
 
     variables = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "9"}
@@ -133,12 +133,12 @@ def test_mpich_reports_a_failed_rank(mpich: Launch) -> None:
 
 
 def test_mpich_ends_all_ranks_if_one_is_killed(mpich: Launch) -> None:
-    """Its mpiexec ends them at once, and no process is left."""
+    """Check that mpiexec of MPICH ends all ranks at once and that no process is left."""
     assert mpich(LOST, "killed").code == 9
 
 
 def test_openmpi_reports_a_killed_rank(openmpi: Launch, tmp_path: Path) -> None:
-    """Its mpiexec ends the other ranks, unless `--enable-recovery` is set."""
+    """Use `--enable-recovery`, without which mpiexec of Open MPI ends the other ranks."""
     assert openmpi(LOST, "killed", XDG_RUNTIME_DIR=str(tmp_path)).code == 137
     done = openmpi(LOST, "killed", more=("--enable-recovery",), XDG_RUNTIME_DIR=str(tmp_path))
     assert done.out == SURVIVOR_LINES, done.err
@@ -153,7 +153,7 @@ def test_slurm_reports_a_killed_rank(slurm: Slurm, key: str, pmi: str) -> None:
 
 
 @pytest.mark.parametrize("launcher_name", ["mpich", "slurm"])
-def test_rank_that_never_joins_is_waited_for_until_the_timeout(
+def test_rendezvous_waits_for_a_missing_rank_until_the_timeout(
     launcher_name: str, request: pytest.FixtureRequest
 ) -> None:
     if launcher_name == "mpich":

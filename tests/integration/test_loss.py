@@ -1,4 +1,4 @@
-"""A rank is lost in the middle of an allreduce: all other ranks report it by number."""
+"""Loss of a rank during an allreduce: all other ranks report its number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         *(pytest.param(*each, marks=pytest.mark.soak) for each in ((0, "tcp"), (2, "unix"), (2, "shm"))),
     ],
 )
-def test_killed_rank_is_reported_by_all_others(ranks: Ranks, port: int, victim: int, transport: str) -> None:
+def test_killed_rank_is_reported_by_all_other_ranks(ranks: Ranks, port: int, victim: int, transport: str) -> None:
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport}
     results = ranks("lose", f"tcp://127.0.0.1:{port}", 4, env=env, killed=[victim])
     for rank in {0, 1, 2, 3} - {victim}:
@@ -31,8 +31,8 @@ def test_killed_rank_is_reported_by_all_others(ranks: Ranks, port: int, victim: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_killed_rank_with_memory_in_use_is_reported(ranks: Ranks, port: int, victim: int) -> None:
-    """The other ranks still map memory of the killed rank, which stays valid until they unmap it."""
+def test_killed_rank_whose_memory_is_still_mapped_is_reported(ranks: Ranks, port: int, victim: int) -> None:
+    """Check while the other ranks still map memory of the killed rank, which stays valid until they unmap it."""
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": "shm", "EMPTY": "1"}
     results = ranks("lose", f"tcp://127.0.0.1:{port}", 3, env=env, killed=[victim])
     for rank in {0, 1, 2} - {victim}:
@@ -49,7 +49,7 @@ def test_killed_rank_whose_child_keeps_its_connections_is_reported(ranks: Ranks,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_rank_that_leaves_is_reported_by_all_others(ranks: Ranks, port: int, victim: int) -> None:
+def test_rank_that_leaves_early_is_reported_by_all_other_ranks(ranks: Ranks, port: int, victim: int) -> None:
     results = ranks("leave", f"tcp://127.0.0.1:{port}", 4, env={"VICTIM": str(victim)})
     assert results.pop(victim) == "left"
     for name, how, lost, text, cause in results:

@@ -1,4 +1,4 @@
-"""More processes than cores, and a process with so many ranks that opening their links takes seconds."""
+"""Jobs with more processes than cores, and a process with so many ranks that opening links takes seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMIT = 1800
 
 
 @pytest.mark.soak
-def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_group_of_sixteen_processes_makes_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert asyncio.run(run_processes(16, every_call, (1, 1000, 20_000))) == [3] * 16
@@ -45,8 +45,8 @@ def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.soak
 @pytest.mark.parametrize("start", range(5))
-def test_hundred_and_twenty_eight_processes_form_a_group(start: int, tmp_path: Path) -> None:
-    """The handshakes block the event loops for seconds, but no rank may be lost."""
+def test_group_of_128_processes_forms(start: int, tmp_path: Path) -> None:
+    """Check that no rank is reported lost although handshakes block the event loops for seconds."""
     script = tmp_path / "script.py"
     script.write_text(SUM)
     command = [sys.executable, "-m", "aiocoll", "run", "-n", "128", str(script)]
@@ -54,7 +54,7 @@ def test_hundred_and_twenty_eight_processes_form_a_group(start: int, tmp_path: P
         try:
             out, err = launcher.communicate(timeout=LIMIT)
         finally:
-            launcher.terminate()  # does nothing if it has ended
+            launcher.terminate()  # does nothing if the launcher has ended
     assert launcher.returncode == 0, err
     assert [line.split()[-1] for line in out.splitlines()] == ["8256.0"] * 128, err
 
@@ -62,7 +62,7 @@ def test_hundred_and_twenty_eight_processes_form_a_group(start: int, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.ranks(64, timeout=600.0)
 @over("unix", pytest.param("memory", marks=pytest.mark.soak), pytest.param("shm", marks=pytest.mark.soak))
-async def test_sixty_four_ranks_run_every_collective(pg: ProcessGroup) -> None:
+async def test_group_of_64_ranks_runs_every_collective(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     total = size * (size - 1) // 2
     await pg.barrier()

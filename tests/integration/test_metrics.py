@@ -34,14 +34,14 @@ asyncio.run(main())
 """
 
 
-def test_rank_has_its_own_metrics_port(ranks: Ranks, tmp_path: Path) -> None:
+def test_each_rank_serves_metrics_on_a_separate_port(ranks: Ranks, tmp_path: Path) -> None:
     first = free_ports(2)
     program = tmp_path / "ports.py"
     program.write_text(f"FIRST = {first}\n{code(PAGE, 'Prometheus').replace('9464', str(first))}\n{PROGRAM}")
     run(ranks, "-n", "2", str(program))
 
 
-def test_scrape_has_all_processes_and_the_counts_of_a_replacement(ranks: Ranks, tmp_path: Path) -> None:
+def test_metrics_scrape_contains_all_processes_and_the_counts_of_a_replaced_rank(ranks: Ranks, tmp_path: Path) -> None:
     (command,) = commands(PAGE)
     assert command == "PROMETHEUS_MULTIPROC_DIR=$(mktemp -d) aiocoll run -n 2 program.py\n"
     directory = tmp_path / "metrics"

@@ -15,8 +15,8 @@ CHUNK = 6
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
-async def test_mismatch_is_found_over_sockets(start: int) -> None:
-    """Run several groups at a time, since the mismatches that need a stall report take minutes one by one."""
+async def test_mismatch_is_reported_over_sockets_and_shared_memory(start: int) -> None:
+    """Run several groups at a time, since mismatches that need a stall report would take minutes one by one."""
     transport = ("unix", "tcp", "shm")[start // CHUNK % 3]
     cases = TABLE[start : start + CHUNK]
     places = [PLACES[(start + index) % len(PLACES)] for index in range(len(cases))]
@@ -30,7 +30,7 @@ async def test_mismatch_is_found_over_sockets(start: int) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast"])
-async def test_mismatch_of_8_bytes_and_64_mib_is_found(kind: str, transport: str) -> None:
+async def test_mismatch_of_8_bytes_against_64_mib_is_reported(kind: str, transport: str) -> None:
     word, giant = counting(kind, 1, "float32"), counting(kind, 16 * 1024 * 1024, "float32")
     for odd in (0, 1):
         case = Case(kind, "counts, shape", giant, word)
@@ -38,6 +38,6 @@ async def test_mismatch_of_8_bytes_and_64_mib_is_found(kind: str, transport: str
 
 
 @pytest.mark.parametrize("transport", LINKS[1:])
-async def test_mismatched_message_is_found_over_sockets(transport: str) -> None:
+async def test_mismatched_message_is_reported_over_sockets(transport: str) -> None:
     runs = [run_ranks(3, misfit, *row, 0.0, transport=transport) for row in P2P_TABLE]
     assert all(len(set(texts)) == 1 for texts in await asyncio.gather(*runs))

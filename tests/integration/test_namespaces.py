@@ -28,9 +28,9 @@ pytestmark = [
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_death_in_another_process_namespace_is_detected(ranks: Ranks, port: int, victim: int) -> None:
-    """Neither rank sees the other in /proc. The socket between them identifies the process."""
+    """Check ranks that do not find each other in /proc; the socket between them identifies the process."""
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": "unix"}
-    # The first process of a namespace ignores its own signals, so the rank runs in a child of a shell.
+    # Run the rank in a child of a shell, since the first process of a pid namespace ignores its own signals.
     inside = ["-c", "import os, sys; os.execvp('unshare', sys.argv[1:])", "unshare", "--pid", "--fork", "--kill-child"]
     command = [*inside, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, PROGRAM, "alone", f"tcp://127.0.0.1:{port}"]
     processes = [ranks.start(*command, str(rank), "2", env=env) for rank in range(2)]

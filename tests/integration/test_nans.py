@@ -24,8 +24,10 @@ def simd_levels() -> str:
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_on_different_simd_levels_get_the_same_bits(size: int, transport: str, ranks: Ranks, port: int) -> None:
-    """Rank 1 uses the baseline only, and makes other NaNs. So one rank must reduce each element for all ranks."""
+def test_ranks_on_different_simd_levels_get_bitwise_equal_nans(
+    size: int, transport: str, ranks: Ranks, port: int
+) -> None:
+    """Let rank 1 use only the baseline SIMD level, whose NaNs differ, so that one rank must reduce for all."""
     env = {"AIOCOLL_TRANSPORT": transport}
     lower = {**env, "NPY_DISABLE_CPU_FEATURES": simd_levels()}
     processes = [

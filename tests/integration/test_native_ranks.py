@@ -1,4 +1,4 @@
-"""Jobs in which some processes run natively: they work together, and get the results of pure Python jobs."""
+"""Jobs in which only some processes use the accelerator: they get the results of pure Python jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOBS = ("NP", "PN", "NN", "NPN", "PNNP")
 
 
 def jobs(fast: int) -> list[Any]:
-    """Return the jobs as parameters. Starting processes takes seconds, so only the first `fast` jobs are fast tests."""
+    """Return the jobs as parameters; only the first `fast` jobs are fast, since processes start slowly."""
     return [pytest.param(job, marks=[pytest.mark.slow] * (place >= fast)) for place, job in enumerate(JOBS)]
 
 
@@ -32,7 +32,7 @@ SHM = GroupOptions(transport="shm")
 
 @pytest.fixture(autouse=True)
 def _accelerator() -> None:
-    """Skip a test where pure Python runs."""
+    """Skip a test where the accelerator is not available."""
     if core is None:
         pytest.skip(f"the accelerator in C does not run: {describe_implementation()}")
 
@@ -51,7 +51,7 @@ def set_job(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def result_digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int, int, int]:
-    """Make all small collectives; return whether the rank is native, a digest, and the numbers of calls."""
+    """Make all small collectives; return whether the rank is native, a digest of the results, and call counts."""
     digest = native = number = 0
     await pg.allgather(None, np.zeros(1))
     with np.errstate(all="ignore"):
@@ -68,7 +68,9 @@ async def result_digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int
 
 
 @pytest.mark.parametrize("job", jobs(2))
-async def test_mixed_processes_give_the_results_of_pure_ones(job: str, set_job: Any) -> None:
+async def test_native_and_pure_python_processes_together_give_the_results_of_pure_python_jobs(
+    job: str, set_job: Any
+) -> None:
     size, start = len(job), JOBS.index(job)
     places = list(range(start, len(DTYPES), len(JOBS)))
     set_job(job)
@@ -79,7 +81,7 @@ async def test_mixed_processes_give_the_results_of_pure_ones(job: str, set_job: 
     assert [each[1] for each in mixed] == [each[1] for each in pure]
     for (runs_natively, _, native, number), letter in zip(mixed, job, strict=True):
         assert runs_natively is (letter == "N")
-        # A call without a free slot on this or another rank is carried out in Python.
+        # Some calls are carried out in Python, since this or another rank has no free slot.
         assert native > number / 2 if runs_natively else native == 0
 
 
@@ -93,7 +95,7 @@ async def complete_calls_in_flight(pg: ProcessGroup) -> int:
     native = 0
     for turn in range(5):
         await pg.barrier()
-        # With no other call in flight, only this rank decides how it carries out the call.
+        # Without other calls in flight, this rank alone determines whether its call is native.
         alone = pg.allreduce(np.ones(3))
         await alone
         native += is_native(alone)
@@ -110,7 +112,7 @@ async def complete_calls_in_flight(pg: ProcessGroup) -> int:
 
 
 @pytest.mark.parametrize("job", jobs(1))
-async def test_mixed_processes_support_many_calls_in_flight(job: str, set_job: Any) -> None:
+async def test_native_and_pure_python_processes_together_support_many_concurrent_calls(job: str, set_job: Any) -> None:
     set_job(job)
     native = await run_processes(len(job), complete_calls_in_flight, options=SHM)
     assert [each > 0 for each in native] == [letter == "N" for letter in job]
@@ -129,7 +131,7 @@ async def disagree(pg: ProcessGroup) -> str:
 
 
 @pytest.mark.parametrize("job", jobs(1))
-async def test_mixed_processes_report_mismatches(job: str, set_job: Any) -> None:
+async def test_native_and_pure_python_processes_together_report_mismatches(job: str, set_job: Any) -> None:
     set_job(job)
     for text in await run_processes(2, disagree, options=SHM, allow_unretrieved=True):
         assert "ALLREDUCE" in text
@@ -149,7 +151,7 @@ async def lose_rank(pg: ProcessGroup) -> str:
 
 
 @pytest.mark.parametrize("job", jobs(2))
-async def test_mixed_processes_report_a_killed_rank(job: str, set_job: Any) -> None:
+async def test_native_and_pure_python_processes_together_report_a_killed_rank(job: str, set_job: Any) -> None:
     set_job(job)
     results = await run_processes(
         len(job), lose_rank, options=SHM, expect_death={1: signal.SIGKILL}, allow_unretrieved=True
@@ -160,7 +162,7 @@ async def test_mixed_processes_report_a_killed_rank(job: str, set_job: Any) -> N
 
 
 async def count_turns_of_other_task(pg: ProcessGroup) -> tuple[int, float, int]:
-    """Make calls whose awaits poll on rank 0, because rank 1 is late; return the iterations of another task."""
+    """Make calls whose awaits poll on rank 0, since rank 1 is late; return the loop iterations of another task."""
     turns = 0
 
     async def count() -> None:
@@ -184,8 +186,8 @@ async def count_turns_of_other_task(pg: ProcessGroup) -> tuple[int, float, int]:
     return turns, took, native
 
 
-async def test_calls_that_end_while_an_await_polls_let_other_tasks_run() -> None:
-    """A loop that is never idle completes an iteration at least every 500 µs."""
+async def test_other_tasks_run_between_calls_that_end_during_polling_awaits() -> None:
+    """Check that a loop that is never idle completes an iteration at least every 500 µs."""
     for turns, took, native in await run_processes(2, count_turns_of_other_task, options=SHM):
         assert native > 2000
         assert turns > took / 500e-6 / 4, took

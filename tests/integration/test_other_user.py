@@ -1,4 +1,4 @@
-"""Attacks of another user, which cannot join, read or stop a job with a key or over unix sockets."""
+"""Attacks by another user, which cannot join, read or stop a job with a job key or over unix sockets."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Program:
 async def test_other_user_cannot_join_read_or_stop_a_job(
     method: str, transport: str, prefix: list[str], folder: str, port: int
 ) -> None:
-    """The attacker makes all attempts while the ranks work. Then the ranks meet again while it holds connections.
+    """Attack while the ranks work, and then let the ranks meet again while the attacker holds connections.
 
     In a user namespace without mapped users, both users have the number 65534 for the ranks.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 JOB = str(Path(__file__).with_name("outboxes_job.py"))
 WORLD = 4
-#: The calls of each rank in the job. Some use frames, while links open or a rank is late.
+#: The number of calls per rank. Some calls use frames, while links open or a rank is late.
 CALLS = 300
 
 needs_namespaces = pytest.mark.skipif(
@@ -28,7 +28,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def run(ranks: Ranks, port: int, what: str, *before: str) -> list[list[object]]:
-    """Return the printed results of all ranks but the last: whether sums are right, a second result, used slots."""
+    """Return the printed results of all ranks except the last: whether sums are correct, other result, used slots."""
     command = [*before, JOB] if not before else [*before, sys.executable, JOB]
     processes = [ranks.start(*command, what, f"tcp://127.0.0.1:{port}", str(rank), str(WORLD)) for rank in range(WORLD)]
     results = []
@@ -42,7 +42,7 @@ def run(ranks: Ranks, port: int, what: str, *before: str) -> list[list[object]]:
 
 
 @pytest.mark.slow
-def test_stopped_reader_makes_another_group_use_frames_without_waiting(ranks: Ranks, port: int) -> None:
+def test_stopped_reader_makes_another_group_use_frames_instead_of_waiting(ranks: Ranks, port: int) -> None:
     for right, early, used in run(ranks, port, "stop"):
         assert right
         assert early, "the other group waited for the stopped rank"
@@ -51,7 +51,7 @@ def test_stopped_reader_makes_another_group_use_frames_without_waiting(ranks: Ra
 
 
 @pytest.mark.slow
-def test_killed_reader_blocks_no_slot(ranks: Ranks, port: int) -> None:
+def test_killed_reader_does_not_keep_slots_occupied(ranks: Ranks, port: int) -> None:
     for right, named, used in run(ranks, port, "die"):
         assert right
         assert named
@@ -60,7 +60,7 @@ def test_killed_reader_blocks_no_slot(ranks: Ranks, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_posts_of_a_rank_that_has_left_are_read(ranks: Ranks, port: int) -> None:
+def test_contributions_of_a_rank_that_has_left_are_still_read(ranks: Ranks, port: int) -> None:
     assert run(ranks, port, "leave") == [[True, True, 0]] * (WORLD - 1)
 
 

@@ -1,4 +1,4 @@
-"""A rank is killed: the others continue without it, and then with a newcomer."""
+"""Recovery from a killed rank: the other ranks continue without it, and then with a newcomer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def store(ranks: Ranks) -> AsyncIterator[dict[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (0, "shm"), (1, "unix"), (2, "tcp"), (3, "shm")])
-def test_killed_rank_is_replaced_and_the_others_continue(
+def test_killed_rank_is_replaced_and_the_other_ranks_continue(
     ranks: Ranks, store: dict[str, str], victim: int, transport: str
 ) -> None:
     env = {**store, "VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport, "WORLD_SIZE": "4"}
@@ -57,7 +57,7 @@ def test_killed_rank_is_replaced_and_the_others_continue(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (0, "shm"), (1, "unix"), (3, "tcp"), (3, "shm")])
-def test_death_while_newcomers_are_waited_for_ends_grow_on_all_ranks(
+def test_death_of_a_rank_during_the_wait_for_newcomers_fails_grow_on_all_ranks(
     ranks: Ranks, store: dict[str, str], victim: int, transport: str
 ) -> None:
     env = {**store, "VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport}
@@ -70,7 +70,7 @@ def test_death_while_newcomers_are_waited_for_ends_grow_on_all_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_death_of_the_store_host_while_newcomers_are_waited_for_ends_grow(ranks: Ranks, port: int, victim: int) -> None:
+def test_death_of_the_store_host_during_the_wait_for_newcomers_fails_grow(ranks: Ranks, port: int, victim: int) -> None:
     results = ranks("lose_growing", f"tcp://127.0.0.1:{port}", 3, env={"VICTIM": str(victim)}, killed=[victim])
     for rank in {0, 1, 2} - {victim}:
         took, how, lost, size = results[rank]
@@ -79,7 +79,9 @@ def test_death_of_the_store_host_while_newcomers_are_waited_for_ends_grow(ranks:
 
 
 @pytest.mark.slow
-def test_replaced_rank_is_notified_of_its_exclusion_when_it_continues(ranks: Ranks, store: dict[str, str]) -> None:
+def test_stopped_and_replaced_rank_is_notified_of_its_exclusion_when_it_continues(
+    ranks: Ranks, store: dict[str, str]
+) -> None:
     env = {**store, "VICTIM": "1", "WORLD_SIZE": "3"}
     processes = [ranks.start(PROGRAM, "replace", "env://", env={**env, "RANK": str(rank)}) for rank in range(3)]
     processes.append(ranks.start(PROGRAM, "join", "env://", env=env))
@@ -87,7 +89,7 @@ def test_replaced_rank_is_notified_of_its_exclusion_when_it_continues(ranks: Ran
     assert [result(process)["result"] for process in processes] == [3, 3, 3]
     stopped.send_signal(signal.SIGCONT)
     cause, refusal = result(stopped, expected_stderr=STALL_WARNING)["result"]
-    # The notices before and after the agreement use different links, so either may arrive first.
+    # Notices before and after the agreement use different links, so either notice may arrive first.
     assert cause in {
         "ranks 0, 2 of group 'world:0' continued as a new group",
         *(f"group 'world:0' was replaced: rank {rank} called shrink()" for rank in (0, 2)),

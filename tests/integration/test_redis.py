@@ -48,7 +48,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.mark.slow
-def test_ranks_with_numbers_meet_on_redis(ranks: Ranks, server: RedisServer) -> None:
+def test_ranks_with_given_numbers_meet_on_redis(ranks: Ranks, server: RedisServer) -> None:
     assert ranks("every", server.url, 3) == [COUNTS] * 3
 
 
@@ -66,8 +66,8 @@ def test_ranks_meet_on_redis_over_tls_with_a_password(ranks: Ranks, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_ranks_without_numbers_are_assigned_on_redis(ranks: Ranks, server: RedisServer) -> None:
-    """Each process has its own store, whose reads fail when the server loses its data."""
+def test_ranks_without_given_numbers_are_assigned_on_redis(ranks: Ranks, server: RedisServer) -> None:
+    """Give each process a separate store object, whose reads fail when the server loses its data."""
     processes = [ranks.start("-c", OWN_STORE, server.url, "4") for _ in range(4)]
     assert sorted(next_line(process) for process in processes) == ["[0, 1, 2, 3]"] * 4
     server.tell("FLUSHALL")
@@ -91,7 +91,7 @@ def test_ranks_wait_for_a_late_redis_server(ranks: Ranks, server: RedisServer) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_lost_rank_is_replaced_on_redis(ranks: Ranks, server: RedisServer, victim: int) -> None:
+def test_lost_rank_of_a_group_on_redis_is_replaced(ranks: Ranks, server: RedisServer, victim: int) -> None:
     env = {"VICTIM": str(victim), "AIOCOLL_JOB_ID": "elastic"}
     processes = [ranks.start(PROGRAM, "recover", server.url, str(rank), "3", env=env) for rank in range(3)]
     processes.append(ranks.start(PROGRAM, "join", server.url, env=env))

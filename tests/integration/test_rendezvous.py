@@ -21,18 +21,18 @@ COUNTS = 4
 
 
 @pytest.mark.slow
-def test_ranks_meet_from_the_environment(ranks: Ranks, port: int) -> None:
+def test_ranks_meet_by_environment_variables_in_processes(ranks: Ranks, port: int) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     assert ranks("every", "env://", 3, numbers=False, env=env) == [COUNTS] * 3
 
 
-def test_ranks_meet_over_tcp(ranks: Ranks, port: int) -> None:
+def test_ranks_in_processes_meet_by_a_tcp_address(ranks: Ranks, port: int) -> None:
     env = {"AIOCOLL_TRANSPORT": "tcp"}
     assert ranks("every", f"tcp://127.0.0.1:{port}", 3, env=env) == [COUNTS] * 3
 
 
 @pytest.mark.slow
-def test_ranks_meet_over_tcp_on_ipv6(ranks: Ranks) -> None:
+def test_ranks_in_processes_meet_by_an_ipv6_address(ranks: Ranks) -> None:
     try:
         port = free_port("::1")
     except OSError:
@@ -42,7 +42,7 @@ def test_ranks_meet_over_tcp_on_ipv6(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_claim_different_hosts_meet(ranks: Ranks, port: int) -> None:
+def test_ranks_with_different_host_names_on_one_machine_meet(ranks: Ranks, port: int) -> None:
     processes = [
         ranks.start(
             PROGRAM, "every", f"tcp://127.0.0.1:{port}", str(rank), "2", env={"AIOCOLL_HOST_ID": f"host {rank}"}
@@ -55,12 +55,12 @@ def test_ranks_that_claim_different_hosts_meet(ranks: Ranks, port: int) -> None:
         assert json.loads(out)["result"] == COUNTS
 
 
-def test_ranks_meet_in_a_file(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_in_processes_meet_in_a_file(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks("every", f"file://{tmp_path}/meet", 3) == [COUNTS] * 3
 
 
 @pytest.mark.slow
-def test_port_of_the_torchrun_agent_is_not_used(ranks: Ranks, tmp_path: Path) -> None:
+def test_rendezvous_does_not_use_the_port_of_the_torchrun_agent(ranks: Ranks, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as agent:
         port = agent.getsockname()[1]
         env = {
@@ -70,7 +70,7 @@ def test_port_of_the_torchrun_agent_is_not_used(ranks: Ranks, tmp_path: Path) ->
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": f"test-{port}",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            "XDG_RUNTIME_DIR": str(tmp_path),  # otherwise the ranks create a folder that stays
+            "XDG_RUNTIME_DIR": str(tmp_path),  # without this, the ranks create a folder that remains
         }
         assert ranks("every", "env://", 3, numbers=False, env=env) == [COUNTS] * 3
         agent.setblocking(False)
@@ -92,7 +92,7 @@ def test_ranks_meet_under_torchrun(ranks: Ranks, tmp_path: Path) -> None:
     assert sorted((each["rank"], each["size"], each["result"]) for each in results) == [(0, 2, COUNTS), (1, 2, COUNTS)]
 
 
-def test_ranks_meet_under_the_launcher(ranks: Ranks) -> None:
+def test_ranks_meet_under_aiocoll_run(ranks: Ranks) -> None:
     ranks.environment.pop("AIOCOLL_JOB_KEY_FILE")
     process = ranks.start("-m", "aiocoll", "run", "-n", "4", PROGRAM, "every", "env://")
     out, err = process.communicate(timeout=LIMIT)
@@ -109,7 +109,7 @@ def test_ranks_meet_repeatedly(ranks: Ranks, port: int, tmp_path: Path, method: 
 
 
 @pytest.mark.slow
-def test_ranks_meet_repeatedly_under_the_launcher(ranks: Ranks) -> None:
+def test_ranks_meet_repeatedly_under_aiocoll_run(ranks: Ranks) -> None:
     ranks.environment.pop("AIOCOLL_JOB_KEY_FILE")
     process = ranks.start("-m", "aiocoll", "run", "-n", "3", PROGRAM, "meet", "env://")
     out, err = process.communicate(timeout=LIMIT)

@@ -72,7 +72,7 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._server.port),
             "AIOCOLL_STORE": "launcher",
-            "PYTHONASYNCIODEBUG": "",  # debug mode would report a stopped rank as a slow task
+            "PYTHONASYNCIODEBUG": "",  # asyncio's debug mode would report a stopped rank as a slow task
         }
         command = [sys.executable, "-c", PROGRAM, self.kind, place, str(rank), str(self.size)]
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
@@ -100,7 +100,7 @@ class Ranks:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("kind", ["env", "file", "ticket"])
-async def test_killed_rank_is_replaced(kind: str, victim: int, tmp_path: Path) -> None:
+async def test_rank_killed_during_the_rendezvous_is_replaced(kind: str, victim: int, tmp_path: Path) -> None:
     with Ranks(kind, 3, tmp_path) as ranks:
         async with ranks.store() as store:
             started = [ranks.start(rank) for rank in range(2)]
@@ -115,8 +115,8 @@ async def test_killed_rank_is_replaced(kind: str, victim: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["env", "file"])
-async def test_stopped_rank_is_not_replaced(kind: str, tmp_path: Path) -> None:
-    """The process lives. A second process in its place is refused, and the first one meets the others later."""
+async def test_rank_stopped_during_the_rendezvous_is_not_replaced(kind: str, tmp_path: Path) -> None:
+    """Stop a process, which is alive: a second process with its rank is refused, and the first one meets later."""
     with Ranks(kind, 2, tmp_path) as ranks:
         async with ranks.store() as store:
             stopped = ranks.start(0)

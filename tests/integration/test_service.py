@@ -1,4 +1,4 @@
-"""The example service: it replies while its ranks count together, whatever its clients and ranks do."""
+"""The example service, which replies while its ranks count together and clients and ranks come and go."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 LOCAL = "127.0.0.1"
 SCRIPT = str(ROOT / "examples" / "service.py")
 CLIENTS = 8
-REQUESTS = 8  # per kind and client
+REQUESTS = 8  # requests per kind and client
 #: Seconds within which impatient clients disconnect. A round takes at least as long.
 PATIENCE = 0.05
 
 
 class Service:
-    """A service of two ranks, addressed by the place of their process, and its clients."""
+    """A service of two ranks and its clients; processes are addressed by their place, a number."""
 
     def __init__(self, ranks: Ranks, store: TCPStore, session: Any) -> None:
         self._ranks = ranks
@@ -45,7 +45,7 @@ class Service:
         return self._ranks.start(SCRIPT, "--port", "0", *more, env=self._environment | environment)
 
     def wait_until_up(self, place: int, rank: int) -> None:
-        """Wait until the process at `place` serves as `rank`."""
+        """Wait until the process number `place` serves requests as `rank`."""
         process = self.processes[place]
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -58,7 +58,7 @@ class Service:
         self.processes[place].communicate(timeout=LIMIT)
 
     def replace(self, place: int) -> None:
-        """Start a process in place of a killed one; the group gives it the last rank."""
+        """Start a process in place of a killed one; the group assigns the last rank to it."""
         self.processes[place] = self._start({}, "--join")
         self.wait_until_up(place, 1)
 
@@ -123,7 +123,7 @@ async def service(ranks: Ranks) -> AsyncIterator[Service]:
         yield service
 
 
-async def test_cancelled_requests_disturb_no_collective(service: Service) -> None:
+async def test_cancelled_requests_to_the_service_disturb_no_collective(service: Service) -> None:
     await service.send_requests(0, 1)
     # Rank 1 waits for rank 0 in its allreduce, so its clients disconnect during a collective.
     assert (await service.wait_for_all_counts(1))["gone"] > 0
@@ -134,7 +134,7 @@ async def test_cancelled_requests_disturb_no_collective(service: Service) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_killed_rank_of_the_service_is_replaced(victim: int, service: Service) -> None:
-    """The other rank answers every request, and keeps every count that all ranks knew."""
+    """Check that the other rank answers every request, and keeps every count that all ranks knew."""
     other = 1 - victim
     await service.send_requests(0, 1)
     await service.wait_for_all_counts(other)
@@ -152,7 +152,7 @@ async def test_killed_rank_of_the_service_is_replaced(victim: int, service: Serv
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_launcher_replaces_a_killed_rank(victim: int, ranks: Ranks) -> None:
+async def test_launcher_replaces_a_killed_rank_of_the_service(victim: int, ranks: Ranks) -> None:
     launcher = ranks.start("-m", "aiocoll", "run", "-n", "2", "--max-restarts", "1", SCRIPT, "--port", "0")
     serving_line = re.compile(r"\[(\d)\] rank \d of 2 serves (http://\S+)\n")
 

@@ -39,7 +39,7 @@ ITEMSIZE = {"float32": 4, "float64": 8, "int64": 8, "uint8": 1, "complex64": 8, 
 
 
 def matrix(world_size: int) -> list[Case]:
-    """Return all collectives with several dtypes and ops and rotating roots, and all counts for one dtype."""
+    """Return cases: all collectives with several dtypes, ops and roots, and all counts for one dtype."""
     found: list[Case] = []
     for kind in KINDS:
         for dtype, op in REDUCTIONS if kind in REDUCING else MOVED:
@@ -71,7 +71,7 @@ class HostTraffic:
             self.algorithm = choose(*args, **named)
             return self.algorithm
 
-        # No need to restore these: the process belongs to the test.
+        # These patches are not undone, since the process is used by this test only.
         StreamLink.write = count_and_write  # type: ignore[method-assign]
         planner.choose = choose_and_record  # type: ignore[assignment]
 
@@ -104,7 +104,7 @@ async def run_on_hosts(pg: ProcessGroup, path: Path, names: str, cases: list[Cas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["aabb", "abab", pytest.param("aaab", marks=pytest.mark.soak)])
-async def test_two_level_calls_give_right_results_and_send_the_expected_bytes(names: str, tmp_path: Path) -> None:
+async def test_two_level_calls_give_correct_results_and_send_the_expected_bytes(names: str, tmp_path: Path) -> None:
     cases = matrix(len(names))
     results = await run_processes(len(names), run_on_hosts, tmp_path / "store", names, cases)
     bits, traffic = zip(*results, strict=True)
@@ -123,7 +123,7 @@ async def test_two_level_calls_give_right_results_and_send_the_expected_bytes(na
             algorithm, kind, nbytes, host_numbers(names)
         ), case
         if algorithm == "leaders":
-            # The single element is on one host only.
+            # If there is a single element, only one host has it.
             messages = {"reduce": 1, "broadcast": 1, "allgather": min(2, count)}.get(kind, 2)
             assert sum(each[1] for each in ranks) == (messages if count or kind == "barrier" else 0), case
     # The leaders do not repeat user-defined ops, so small arrays with such ops use lanes.

@@ -1,4 +1,4 @@
-"""The service of docs/web-service.md, on workers of a small server and of uvicorn (if installed)."""
+"""The service of docs/web-service.md, run by a small server's workers and by uvicorn (if installed)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def total(port: int) -> int:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until `condition` is true; the answer may need a later round."""
+    """Poll until `condition` is true, which may need a later round of the service."""
     limit = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < limit
@@ -58,7 +58,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, environ: dict[str, str]) -> None:
+def test_web_service_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, environ: dict[str, str]) -> None:
     def serve() -> int:
         processes.append(ranks.start(SERVER, APP, env=environ))
         return int(processes[-1].stdout.readline())
@@ -84,7 +84,7 @@ def test_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, environ: dict[
     wait_for_counts(3, 0, 1, 2)
     assert fetch(ports[0], "GET", "/nothing") == (404, {})
 
-    processes[0].kill()  # may be rank 0, which finds newcomers
+    processes[0].kill()  # the killed process may be rank 0, which finds newcomers
     wait_for_counts(2, 1, 2)
     count(2)
     wait_for_counts(2, 1, 2)
@@ -105,8 +105,8 @@ def test_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, environ: dict[
 
 
 @pytest.mark.slow
-def test_service_survives_two_consecutive_deaths(ranks: Ranks, environ: dict[str, str]) -> None:
-    """The second death comes while the others detect the first one, or soon after."""
+def test_web_service_survives_two_consecutive_deaths_of_workers(ranks: Ranks, environ: dict[str, str]) -> None:
+    """Kill a second worker while the others detect the first death, or soon after."""
     processes: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(WORKERS)]
     ports = [int(process.stdout.readline()) for process in processes]
     fetch(ports[2], "POST", "/count")
@@ -121,8 +121,10 @@ def test_service_survives_two_consecutive_deaths(ranks: Ranks, environ: dict[str
 
 
 @pytest.mark.slow
-def test_scrape_has_the_metrics_of_all_workers(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
-    """A worker is killed and replaced: its counters remain in the scrape, its gauges do not."""
+def test_metrics_scrape_contains_the_metrics_of_all_web_service_workers(
+    ranks: Ranks, environ: dict[str, str], tmp_path: Path
+) -> None:
+    """Kill and replace a worker, whose counters remain in the scrape while its gauges do not."""
     directory = tmp_path / "metrics"
     directory.mkdir()
     environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
@@ -134,7 +136,7 @@ def test_scrape_has_the_metrics_of_all_workers(ranks: Ranks, environ: dict[str, 
         return int(processes[place].stdout.readline())
 
     def processes_with_metrics() -> set[int]:
-        """Return the processes with complete metric files. A scrape fails at a file that was just created."""
+        """Return the processes with complete metric files; a scrape fails at a file that was just created."""
         kinds = [
             {int(path.stem.rpartition("_")[2]) for path in directory.glob(f"{kind}_*.db") if path.stat().st_size}
             for kind in ("counter", "gauge", "histogram")
@@ -176,7 +178,9 @@ def test_scrape_has_the_metrics_of_all_workers(ranks: Ranks, environ: dict[str, 
 
 
 @pytest.mark.slow
-def test_workers_remain_ready_while_another_one_is_stopped(ranks: Ranks, environ: dict[str, str]) -> None:
+def test_web_service_workers_remain_ready_while_another_worker_is_stopped(
+    ranks: Ranks, environ: dict[str, str]
+) -> None:
     processes: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(WORKERS)]
     ports = [int(process.stdout.readline()) for process in processes]
     processes[0].send_signal(signal.SIGSTOP)
@@ -191,14 +195,14 @@ def test_workers_remain_ready_while_another_one_is_stopped(ranks: Ranks, environ
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_server_has_its_own_exit_code(ranks: Ranks, environ: dict[str, str], number: int) -> None:
+def test_stopped_web_server_returns_its_own_exit_code(ranks: Ranks, environ: dict[str, str], number: int) -> None:
     environ["WORKERS"] = "1"
     script = "import os, sys; os.setpgid(0, 0); sys.argv = sys.argv[1:]; exec(open(sys.argv[0]).read())"
     command = ("-c", script, str(serve_script(environ)), "tests.integration.asgi_server", APP)
     process: Any = ranks.start(*command, env=environ)
     port = int(process.stdout.readline())
     assert fetch(port, "GET", "/ready")[0] == 200
-    if number == signal.SIGINT:  # a terminal sends it to all processes
+    if number == signal.SIGINT:  # a terminal sends SIGINT to all processes of the group
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
@@ -207,16 +211,16 @@ def test_stopped_server_has_its_own_exit_code(ranks: Ranks, environ: dict[str, s
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(("this",), 75), (("tests.integration.asgi_server", "none:app"), 1)])
-def test_server_that_ends_by_itself_has_an_exit_code(
+def test_web_server_that_ends_by_itself_returns_an_exit_code(
     ranks: Ranks, environ: dict[str, str], arguments: tuple[str, ...], code: int
 ) -> None:
-    """`python -m this` ends with 0. The server of the second command does not find its module."""
+    """Use `python -m this`, which ends with 0, and a server that does not find its module."""
     process: Any = ranks.start(str(serve_script(environ)), *arguments, env=environ)
     process.communicate(timeout=LIMIT)
     assert process.returncode == code
 
 
-def test_killed_server_has_an_exit_code(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
+def test_killed_web_server_returns_an_exit_code(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     process: Any = ranks.start(str(serve_script(environ)), "killed", env=environ)
     process.communicate(timeout=LIMIT)
@@ -224,12 +228,12 @@ def test_killed_server_has_an_exit_code(ranks: Ranks, environ: dict[str, str], t
 
 
 def serve_script(environ: dict[str, str]) -> Path:
-    """Return the path of serve.py, which makes its own store."""
+    """Return the path of the page's serve.py, which makes its own store."""
     return Path(environ.pop("STORE")).parent.parent / "serve.py"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-def test_unit_file_is_valid(tmp_path: Path) -> None:
+def test_systemd_unit_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     unit = code(PAGE, "systemd and Kubernetes", language="ini")
     unit = unit.replace("/srv/service/venv/bin/python", sys.executable).replace("/srv/service", str(tmp_path))
     path = tmp_path / "service.service"
@@ -240,7 +244,7 @@ def test_unit_file_is_valid(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn is not installed")
-def test_uvicorn_replaces_workers(ranks: Ranks, environ: dict[str, str], port: int) -> None:
+def test_uvicorn_replaces_killed_workers(ranks: Ranks, environ: dict[str, str], port: int) -> None:
     server = start_uvicorn(ranks, environ, port)
 
     def readiness() -> dict[str, Any]:
@@ -269,10 +273,10 @@ def test_uvicorn_replaces_workers(ranks: Ranks, environ: dict[str, str], port: i
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn is not installed")
 @pytest.mark.parametrize("death", ["os._exit(1)", "os.kill(os.getpid(), 9)", "raise RuntimeError"])
-def test_service_fails_if_a_worker_of_uvicorn_dies_while_it_starts(
+def test_web_service_fails_if_a_uvicorn_worker_dies_during_its_start(
     ranks: Ranks, environ: dict[str, str], port: int, tmp_path: Path, death: str
 ) -> None:
-    """The second worker dies at its first call, and its successor joins no group. The server gives up after 30 s."""
+    """Let the second worker die at its first call; its successor joins no group, and the server gives up after 30 s."""
     program = tmp_path / "totals.py"
     place = "        if rank < WORKERS:\n"
     text = program.read_text().replace("timeout=30", "timeout=5")

@@ -1,4 +1,4 @@
-"""A rank that leaves its groups open in five loops; prints the numbers of descriptors and threads after each."""
+"""A rank that leaves its groups open in five loops; it prints the numbers of descriptors and threads after each."""
 
 from __future__ import annotations
 

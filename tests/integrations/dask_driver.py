@@ -39,7 +39,7 @@ async def run_hello() -> str:
 
 
 async def reduce_through_a_loss(folder: str, alone: bool = False) -> tuple[int, int, list[float]]:
-    """Reduce until the group is whole again after the loss of a rank, and for 200 steps more."""
+    """Repeat allreduces until the group is complete again after the loss of a rank, and for 200 more steps."""
     state: dict[str, Any] = {"groups": 0, "step": 0, "end": 0}
     options = GroupOptions(host_id=f"host of {os.getpid()}", encryption="none") if alone else None
     size = 0
@@ -100,7 +100,7 @@ def block_forever(folder: str) -> None:
 
 
 def remaining_objects() -> tuple[list[str], list[str]]:
-    """Return the objects of earlier ranks that a worker still holds."""
+    """Return the objects of earlier ranks that a worker process still references."""
     return sorted(held_resources()), sorted(map(str, dask._running))
 
 
@@ -128,7 +128,7 @@ async def wait_for_workers() -> list[str]:
 
 
 async def leftovers() -> list[Any]:
-    """Return what remains on the workers after the time that they need to end earlier ranks."""
+    """Return the resources that remain on the workers after the time that they need to end earlier ranks."""
     found: Any = None
     for _ in range(50):
         found = list((await client.run(remaining_objects)).values())
@@ -154,7 +154,7 @@ async def sum_of(x: float) -> float:
 
 
 async def from_another_client() -> Any:
-    """Run the job by a synchronous client, as most programs do."""
+    """Run the job through a synchronous client, as most programs do."""
     await wait_for_workers()
 
     def make() -> Client:

@@ -66,7 +66,7 @@ async def serve(functions: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition in another process, where no event reports it."""
+    """Wait for a condition in another process, which no event reports."""
     while True:
         if condition():
             return
@@ -78,7 +78,7 @@ def held_resources() -> set[str]:
     threads = {f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("aiocoll")}
     files = set()
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the descriptor that listed the others
+        with suppress(OSError):  # the descriptor of the directory listing itself is already closed
             files.add(os.readlink(f"/proc/self/fd/{fd}"))
     return threads | (files & _listening()) | {each for each in files if "memfd:aiocoll" in each}
 

@@ -68,7 +68,7 @@ class Counter(Member):
 
 
 class Waiter(BlockingMember):
-    """The same actor without an event loop."""
+    """An actor like `Counter`, but without an event loop."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -100,7 +100,7 @@ class Waiter(BlockingMember):
 
 
 class Alone(Counter):
-    """An actor that counts as alone on its host."""
+    """An actor that identifies as the only one on its host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ async def sums(kind: str, n: int) -> Any:
 
 
 async def lose(kind: str, n: int, victim: int, again: bool) -> Any:
-    """Kill an actor during allreduces; Ray starts it again, or `replace` makes another one."""
+    """Kill an actor during allreduces; Ray restarts the actor, or `replace` makes another one."""
     actors = start_actors(kind, n, max_restarts=-1 if again else 0)
     replaced_numbers: list[int] = []
 
@@ -171,7 +171,7 @@ async def lose(kind: str, n: int, victim: int, again: bool) -> Any:
         first = await ranks.call("add", 1.0)
         pid = await actors[victim].pid.remote()
         calling = asyncio.create_task(ranks.call("add", 1.0, pid))
-        while True:  # until another process answers
+        while True:  # repeat until another process answers
             with contextlib.suppress(ray.exceptions.RayActorError):
                 if await ranks.actors[victim].pid.remote() != pid:
                     break
@@ -185,7 +185,7 @@ async def lose(kind: str, n: int, victim: int, again: bool) -> Any:
 
 
 async def reduce_through_a_loss() -> list[float]:
-    """Reduce until a rank was lost, and for 100 steps more."""
+    """Repeat allreduces until a rank was lost, and for 100 more steps."""
     state = {"groups": 0, "step": 0, "end": 0}
     async for pg in aiocoll.elastic(state=state):
         state["groups"] += 1
@@ -266,7 +266,7 @@ async def fail(kind: str) -> Any:
 
 
 async def close(kind: str) -> Any:
-    """Return the leftovers of actors and driver before, during and after a group, and the error of a later call."""
+    """Return the resources of actors and driver before, during and after a group, and the error of a later call."""
     actors = start_actors(kind, 2)
     before = [await actor.leftovers.remote() for actor in actors]
     found: list[str] = []
@@ -418,7 +418,7 @@ async def page() -> Any:
         async with group(each) as ranks:
             found.append(await ranks.call(*call))
     replaced = code("docs/ray.md", "An actor is lost").replace("...", 'sums = await ranks.call("total", 1.0)')
-    ray.kill(actors[1])  # this actor has no restarts
+    ray.kill(actors[1])  # this actor is not restarted
     found.append((await execute(replaced, **{**names, "actors": actors}))["sums"])
     async with group(blocking) as ranks:
         found.append((await execute(code("docs/ray.md", "Programs"), **{**names, "ranks": ranks}))["totals"])

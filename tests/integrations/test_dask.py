@@ -23,77 +23,77 @@ def driver() -> Iterator[Driver]:
     driver.close()
 
 
-def test_readme_program_runs_unchanged(driver: Driver) -> None:
+def test_readme_program_runs_unchanged_on_the_cluster(driver: Driver) -> None:
     assert driver.call("say_hello") == ["[3. 3. 3.] ['rank 0', 'rank 1']\n"] * 2
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["coroutine", "function"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_rank_has_its_own_worker(driver: Driver, n: int, blocking: bool) -> None:
+def test_each_rank_runs_on_a_separate_dask_worker(driver: Driver, n: int, blocking: bool) -> None:
     assert driver.call("sums", n=n, blocking=blocking) == [1.5 * n] * n
 
 
-def test_client_may_be_synchronous(driver: Driver) -> None:
+def test_synchronous_dask_client_can_run_ranks(driver: Driver) -> None:
     assert driver.call("from_another_client") == [4.0, 4.0]
 
 
-def test_workers_may_be_threads_of_one_process(driver: Driver) -> None:
+def test_dask_workers_can_be_threads_of_one_process(driver: Driver) -> None:
     assert driver.call("in_one_process") == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_killed_worker_is_replaced(driver: Driver, victim: int, tmp_path: Path) -> None:
-    """Kill a worker: within 10 s of the nanny's restart, the group is whole again."""
+def test_killed_dask_worker_is_replaced(driver: Driver, victim: int, tmp_path: Path) -> None:
+    """Kill a worker; within 10 s of the nanny's restart, the group is complete again."""
     results, seconds, restarts = driver.call("lose", folder=str(tmp_path), n=3, victim=victim, alone=False)
     assert results == [[2, 3, [7.0]]] * 3
     assert restarts == 1
     assert seconds < 10
 
 
-def test_spare_worker_replaces_a_lost_one(driver: Driver, tmp_path: Path) -> None:
+def test_spare_dask_worker_replaces_a_lost_worker(driver: Driver, tmp_path: Path) -> None:
     results, _, _ = driver.call("lose", folder=str(tmp_path), n=2, victim=1, alone=False)
     assert results == [[2, 2, [3.0]]] * 2
 
 
 def test_dask_proves_a_death_that_the_ranks_cannot_see(driver: Driver, tmp_path: Path) -> None:
-    """Put each rank on a host of its own, where rank 1 could not continue without rank 0 by itself."""
+    """Put each rank on a separate host, where rank 1 alone could not continue without rank 0."""
     results, _, _ = driver.call("lose", folder=str(tmp_path), n=2, victim=0, alone=True)
     assert results == [[2, 2, [3.0]]] * 2
 
 
-def test_program_without_recovery_fails(driver: Driver, tmp_path: Path) -> None:
+def test_program_without_recovery_fails_after_the_loss_of_a_dask_worker(driver: Driver, tmp_path: Path) -> None:
     message, leftovers = driver.call("lose_a_rank_of_a_plain_program", folder=str(tmp_path))
     assert "rank 1 of group 'world:0' is gone" in message
     assert leftovers == [[]] * 3
 
 
 @pytest.mark.parametrize("how", ["waits", "sleeps"])
-def test_failed_rank_ends_the_run(driver: Driver, how: str) -> None:
+def test_failed_rank_ends_the_dask_run(driver: Driver, how: str) -> None:
     message, left, leftovers = driver.call("fail", how=how)
     assert message == "rank 1 does not like it"
     assert (left, leftovers) == ([], [[]] * 3)
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["coroutine", "function"])
-def test_cancelled_run_leaves_nothing(driver: Driver, blocking: bool, tmp_path: Path) -> None:
+def test_cancelled_dask_run_leaves_no_resources(driver: Driver, blocking: bool, tmp_path: Path) -> None:
     seconds, left, leftovers = driver.call("cancel", folder=str(tmp_path), blocking=blocking)
-    assert seconds < 4  # the run did not wait for a timeout
+    assert seconds < 4  # a run that waited for a timeout would take longer
     assert (left, leftovers) == ([], [[]] * 3)
 
 
-def test_run_cancelled_before_its_start_leaves_nothing(driver: Driver) -> None:
+def test_dask_run_cancelled_before_its_start_leaves_no_resources(driver: Driver) -> None:
     assert driver.call("cancel_early") == []
 
 
-def test_run_waits_for_workers(driver: Driver) -> None:
+def test_dask_run_waits_for_workers(driver: Driver) -> None:
     assert driver.call("grow_until_there_are_enough") == [4.0] * 4
 
 
-def test_scale_down_ends_ranks_and_the_others_continue(driver: Driver, tmp_path: Path) -> None:
+def test_scale_down_of_a_dask_cluster_ends_ranks_and_the_other_ranks_continue(driver: Driver, tmp_path: Path) -> None:
     assert driver.call("scale_down", folder=str(tmp_path)) == [[2, 2], 1]
 
 
-def test_run_refuses_wrong_arguments(driver: Driver) -> None:
+def test_dask_run_refuses_wrong_arguments(driver: Driver) -> None:
     assert driver.call("argument_errors") == [
         "program must be a function, not int",
         "n=0: must be positive",
@@ -102,5 +102,5 @@ def test_run_refuses_wrong_arguments(driver: Driver) -> None:
     ]
 
 
-def test_page_examples_work(driver: Driver) -> None:
+def test_examples_of_the_dask_page_work(driver: Driver) -> None:
     assert driver.call("page") == [[4.5] * 3, [300.0] * 3]

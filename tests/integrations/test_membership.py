@@ -52,7 +52,7 @@ class Engine:
         }
 
     async def complete_group(self) -> list[tuple[int, int]]:
-        """Complete the group; return number and world size of each issued ticket."""
+        """Complete the group; return process number and world size of each issued ticket."""
         self.tickets.clear()
         async with asyncio.timeout(LIMIT):
             while not await self.memberships.ensure_one_group(self.states()):  # noqa: ASYNC110 - engines poll as well
@@ -77,7 +77,7 @@ async def engine(n: int) -> AsyncIterator[Engine]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-async def test_processes_form_one_group_in_order(n: int) -> None:
+async def test_engine_processes_form_one_group_in_the_order_of_their_numbers(n: int) -> None:
     async with engine(n) as engine_:
         assert await engine_.complete_group() == [(number, n) for number in range(n)]
         assert [
@@ -88,7 +88,7 @@ async def test_processes_form_one_group_in_order(n: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [(0,), (2,), (0, 2)])
-async def test_newcomers_replace_lost_processes(lost: tuple[int, ...]) -> None:
+async def test_new_engine_processes_replace_lost_processes(lost: tuple[int, ...]) -> None:
     async with engine(3) as engine_:
         await engine_.complete_group()
         for number in lost:
@@ -97,7 +97,7 @@ async def test_newcomers_replace_lost_processes(lost: tuple[int, ...]) -> None:
         assert await engine_.total() == [6] * 3
 
 
-async def test_remaining_processes_repair_the_group_between_calls() -> None:
+async def test_remaining_engine_processes_repair_the_group_between_calls() -> None:
     async with engine(3) as engine_:
         await engine_.complete_group()
         old = engine_.processes[0]
@@ -110,7 +110,7 @@ async def test_remaining_processes_repair_the_group_between_calls() -> None:
         await until(lambda: engine_.states()[1] is None)
 
 
-async def test_processes_meet_again_if_none_is_left() -> None:
+async def test_engine_processes_form_a_new_group_after_the_loss_of_all_processes() -> None:
     async with engine(2) as engine_:
         await engine_.complete_group()
         for number in range(2):
@@ -119,7 +119,7 @@ async def test_processes_meet_again_if_none_is_left() -> None:
         assert await engine_.total() == [3, 3]
 
 
-async def test_process_lost_before_the_rendezvous_is_not_waited_for() -> None:
+async def test_engine_process_lost_before_the_rendezvous_does_not_delay_the_group() -> None:
     async with engine(3) as engine_:
         assert not await engine_.memberships.ensure_one_group(engine_.states())
         await engine_.leave(1)
@@ -127,7 +127,7 @@ async def test_process_lost_before_the_rendezvous_is_not_waited_for() -> None:
         assert await engine_.total() == [6] * 3
 
 
-async def test_unreplaced_process_is_missing() -> None:
+async def test_engine_process_without_a_replacement_is_reported_as_missing() -> None:
     async with engine(3) as engine_:
         await engine_.complete_group()
         await engine_.lose(0)
@@ -136,7 +136,7 @@ async def test_unreplaced_process_is_missing() -> None:
         assert await engine_.total() == [3, 3]
 
 
-async def test_aborted_group_has_a_successor_of_the_same_ranks() -> None:
+async def test_aborted_group_is_replaced_by_a_group_of_the_same_engine_processes() -> None:
     async with engine(2) as engine_:
         await engine_.complete_group()
         first = engine_.processes[0]
@@ -151,7 +151,7 @@ async def test_aborted_group_has_a_successor_of_the_same_ranks() -> None:
         assert first.state() == State(True, "world:0~1", 2)
 
 
-async def test_permanent_failure_of_a_process_is_raised() -> None:
+async def test_permanent_failure_of_an_engine_process_is_raised() -> None:
     membership = Membership("nonsense")  # type: ignore[arg-type]
     assert membership.state() == State(False, "", 0)
     await asyncio.wait([membership._task])
@@ -160,7 +160,7 @@ async def test_permanent_failure_of_a_process_is_raised() -> None:
 
 
 @pytest.mark.parametrize("error", [GroupError, RendezvousError, StoreError])
-async def test_failure_of_another_process_is_not_raised(
+async def test_failure_of_another_engine_process_is_not_raised(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(**given: Any) -> AsyncIterator[Any]:
@@ -173,7 +173,7 @@ async def test_failure_of_another_process_is_not_raised(
     assert membership.state() is None
 
 
-async def test_failed_group_is_not_current() -> None:
+async def test_failed_group_is_no_longer_the_current_group() -> None:
     async with engine(2) as engine_:
         await engine_.complete_group()
         first = engine_.processes[0]
@@ -186,7 +186,7 @@ async def test_failed_group_is_not_current() -> None:
         assert first.state() == State(True, "world:0~1", 2)
 
 
-async def test_processes_are_notified_of_a_replaced_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_processes_are_notified_of_a_replaced_process(monkeypatch: pytest.MonkeyPatch) -> None:
     report, reports = Meeting.report_death, []
 
     def record_report(meeting: Meeting, ticket: Ticket, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The error of a program whose ranks fail."""
+"""The error that is raised for a program whose ranks fail."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ def group_revoked() -> GroupRevokedError:
 
 
 async def outcome_of(*errors: BaseException) -> BaseException:
-    """Return the error of `Ranks.results` if each rank raises one of these errors, in this order."""
+    """Return the error of `Ranks.results` if each rank raises one of the given errors, in this order."""
     turns = [asyncio.Event() for _ in errors]
 
     async def fail(number: int, ticket: Ticket) -> None:
@@ -34,13 +34,13 @@ async def outcome_of(*errors: BaseException) -> BaseException:
     raise AssertionError("the program did not fail")
 
 
-async def test_programs_own_error_is_raised_first() -> None:
+async def test_error_of_the_program_takes_precedence_over_group_errors() -> None:
     blamed = ValueError("negative")
     for errors in ([blamed, peer_lost()], [peer_lost(), blamed], [group_revoked(), peer_lost(), blamed]):
         assert await outcome_of(*errors) is blamed
 
 
 async def test_group_that_failed_before_a_call_raises_its_cause() -> None:
-    """Expect the error of a failure during a call, since the moment of a failure is random."""
+    """Expect the same error as for a failure during a call, since the moment of a failure is random."""
     for errors in ([peer_lost(), group_revoked()], [group_revoked(), peer_lost()], [group_revoked(), group_revoked()]):
         assert isinstance(await outcome_of(*errors), PeerLostError)

@@ -40,13 +40,13 @@ def expected_sums(n: int, value: float, steps: int) -> list[list[float]]:
 
 
 @KINDS
-def test_readme_program_runs_unchanged(driver: Driver, kind: str) -> None:
+def test_readme_program_runs_unchanged_on_the_cluster(driver: Driver, kind: str) -> None:
     assert driver.call("say_hello", kind=kind) == ["[3. 3. 3.] ['rank 0', 'rank 1']\n"] * 2
 
 
 @KINDS
 @pytest.mark.parametrize("n", [1, 3])
-def test_actors_are_ranks(driver: Driver, kind: str, n: int) -> None:
+def test_ray_actors_become_ranks_of_one_group(driver: Driver, kind: str, n: int) -> None:
     assert driver.call("sums", kind=kind, n=n) == [expected_sums(n, 1.0, 1), expected_sums(n, 2.0, 2)]
 
 
@@ -54,10 +54,10 @@ def test_actors_are_ranks(driver: Driver, kind: str, n: int) -> None:
     ("kind", "n", "victim", "again"),
     [("async", 3, 0, True), ("async", 3, 2, False), ("blocking", 3, 1, True), ("blocking", 2, 0, False)],
 )
-def test_actor_killed_during_allreduces_is_replaced(
+def test_ray_actor_killed_during_allreduces_is_replaced(
     driver: Driver, kind: str, n: int, victim: int, again: bool
 ) -> None:
-    """Check that the group is whole within 10 s of the restart, with the right sums."""
+    """Check that the group is complete within 10 s of the restart, with correct sums."""
     first, second, third, seconds, replaced_numbers = driver.call("lose", kind=kind, n=n, victim=victim, again=again)
     assert first == expected_sums(n, 1.0, 1)
     assert [each[:2] for each in second] == [each[:2] for each in expected_sums(n, 1.0, 2)]
@@ -68,43 +68,43 @@ def test_actor_killed_during_allreduces_is_replaced(
 
 
 def test_ray_proves_a_death_that_the_ranks_cannot_see(driver: Driver) -> None:
-    """Put each rank on a host of its own, where rank 1 could not continue without rank 0 by itself."""
+    """Put each rank on a separate host, where rank 1 alone could not continue without rank 0."""
     first, _, third, _, _ = driver.call("lose", kind="alone", n=2, victim=0, again=True)
     assert first == expected_sums(2, 1.0, 1)
     assert third == expected_sums(2, 2.0, 3)
 
 
 @KINDS
-def test_elastic_program_continues_with_a_restarted_actor(driver: Driver, kind: str) -> None:
+def test_elastic_program_continues_with_a_restarted_ray_actor(driver: Driver, kind: str) -> None:
     results, sums = driver.call("lose_in_program", kind=kind)
     assert results == [[6.0, 3, 2]] * 3
     assert [each[:2] for each in sums] == [[6.0, 3]] * 3
 
 
 @KINDS
-def test_several_actors_lost_between_calls_are_replaced(driver: Driver, kind: str) -> None:
+def test_several_ray_actors_lost_between_calls_are_replaced(driver: Driver, kind: str) -> None:
     assert driver.call("lose_between_calls", kind=kind) == expected_sums(3, 1.0, 2)
 
 
-def test_all_lost_actors_are_replaced(driver: Driver) -> None:
+def test_replacement_works_after_the_loss_of_all_ray_actors(driver: Driver) -> None:
     assert driver.call("lose_all") == expected_sums(2, 1.0, 1)
 
 
-def test_unreplaced_actor_is_missing(driver: Driver) -> None:
+def test_lost_ray_actor_without_a_replacement_is_reported_as_missing(driver: Driver) -> None:
     assert driver.call("lose_for_good") == [expected_sums(2, 1.0, 2), 2]
 
 
-def test_missing_actor_is_reported(driver: Driver) -> None:
+def test_missing_ray_actor_is_reported(driver: Driver) -> None:
     assert "actor 1 has died and is not replaced" in driver.call("group_with_a_dead_actor")
 
 
 @KINDS
-def test_exception_of_an_actor_is_raised_and_the_group_continues(driver: Driver, kind: str) -> None:
+def test_exception_of_a_ray_actor_is_raised_and_the_group_continues(driver: Driver, kind: str) -> None:
     assert driver.call("fail", kind=kind) == ["rank 1 does not like it", expected_sums(3, 1.0, 1)]
 
 
 @KINDS
-def test_closed_group_leaves_nothing(driver: Driver, kind: str) -> None:
+def test_closed_group_of_ray_actors_leaves_no_resources(driver: Driver, kind: str) -> None:
     before, within, after, left, message = driver.call("close", kind=kind)
     assert before == after == [[], []]
     assert within == [True, True]
@@ -113,7 +113,7 @@ def test_closed_group_leaves_nothing(driver: Driver, kind: str) -> None:
 
 
 @KINDS
-def test_cancelled_call_ends_on_the_actors(driver: Driver, kind: str) -> None:
+def test_cancelled_call_ends_on_the_ray_actors(driver: Driver, kind: str) -> None:
     again, seconds, left, after = driver.call("cancel", kind=kind)
     assert again == expected_sums(2, 1.0, 1)
     assert seconds < 4
@@ -121,11 +121,11 @@ def test_cancelled_call_ends_on_the_actors(driver: Driver, kind: str) -> None:
 
 
 @KINDS
-def test_group_cancelled_during_its_creation_leaves_nothing(driver: Driver, kind: str) -> None:
+def test_group_of_ray_actors_cancelled_during_its_creation_leaves_no_resources(driver: Driver, kind: str) -> None:
     assert driver.call("cancel_early", kind=kind) == [[], [[], []]]
 
 
-def test_actors_refuse_wrong_arguments(driver: Driver) -> None:
+def test_group_of_ray_actors_refuses_wrong_arguments(driver: Driver) -> None:
     ending = "must be the handle of an actor whose class derives from Member or BlockingMember"
     assert driver.call("argument_errors") == [
         "actors is empty: a group has at least one rank",
@@ -147,7 +147,7 @@ def test_ray_util_collective_backend_works(driver: Driver, torch: bool, declared
     assert leftovers == [[]] * 3
 
 
-def test_page_examples_work(driver: Driver) -> None:
+def test_examples_of_the_ray_page_work(driver: Driver) -> None:
     totals, found = driver.call("page")
     assert totals == [4.5] * 3
     assert found == [[4.0] * 2, [1] * 2, [2.0] * 2, [3.0] * 2, [[2.0] * 2] * 2]

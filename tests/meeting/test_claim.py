@@ -1,4 +1,4 @@
-"""Rank claims: a successor replaces a process that ended at any step of the rendezvous, but never a live one."""
+"""Rank claims: a successor takes over the claim of a process that ended at any step, but never of a live one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT = 60.0
 
 
 class HoldingStore(HashStore):
-    """The store as one rank sees it; from request `last` on, the requests wait until `released` is set."""
+    """The view of a store by one rank; from request `last` on, the requests wait until `released` is set."""
 
     def __init__(self, store: Store, last: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class HoldingStore(HashStore):
         return await self._call_unless_held(lambda: self._shared._call(command, arguments))
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        if arguments == ("aiocoll/1/ended",):  # a background wait, not a step of the rank
+        if arguments == ("aiocoll/1/ended",):  # this is a background wait and not a step of the rank
             return await self._shared._wait(command, arguments, timeout)
         return await self._call_unless_held(lambda: self._shared._wait(command, arguments, timeout))
 
@@ -71,7 +71,7 @@ def loop_time() -> float:
 
 
 async def replace_at_request(size: int, victim: int, last: int, late: int | None) -> bool:
-    """Cancel a rank at request `last`, start its successor and then the `late` rank; return whether it was held."""
+    """Cancel a rank at request `last`, start its successor and then rank `late`; return whether the request waited."""
     store = HashStore()
     watched = HoldingStore(store, last)
     others = [rank for rank in range(size) if rank not in (victim, late)]
@@ -92,23 +92,23 @@ async def replace_at_request(size: int, victim: int, last: int, late: int | None
     if late is not None:
         assert found == [list(range(size))] * size
     elif any(each != list(range(size)) for each in found):
-        for each in found:  # ranks that have already met lose a peer
+        for each in found:  # ranks that have already met lose a peer when it is replaced
             assert isinstance(each, RendezvousError | PeerLostError), found
             assert f"rank {victim}" in str(each)
     return watched.held.is_set()
 
 
 @pytest.mark.parametrize(("size", "victim", "late"), [(2, 0, 1), (2, 1, 0), (3, 1, 2), (3, 0, 1), (4, 3, 0), (7, 5, 2)])
-def test_successor_takes_a_free_rank_before_all_have_come(size: int, victim: int, late: int) -> None:
+def test_successor_process_takes_a_free_rank_before_all_ranks_have_arrived(size: int, victim: int, late: int) -> None:
     for last in itertools.count():
         held = run_virtual(replace_at_request(size, victim, last, late))
-        if not held:  # after its last request, the rank waits for the others
+        if not held:  # after its last request, the rank only waits for the other ranks
             break
     assert last > 3
 
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 0), (2, 1), (3, 1), (4, 3), (7, 5)])
-def test_successor_takes_the_rank_or_all_ranks_fail_with_its_number(size: int, victim: int) -> None:
+def test_successor_process_takes_the_rank_or_the_errors_of_all_ranks_name_the_rank(size: int, victim: int) -> None:
     for last in itertools.count():
         if not run_virtual(replace_at_request(size, victim, last, None)):
             break
@@ -116,7 +116,7 @@ def test_successor_takes_the_rank_or_all_ranks_fail_with_its_number(size: int, v
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_live_claimer_is_never_displaced(size: int) -> None:
+def test_rank_claim_of_a_live_process_is_never_taken_over(size: int) -> None:
     async def main(last: int) -> bool:
         store = HashStore()
         watched = HoldingStore(store, last)
@@ -153,7 +153,7 @@ def claims(store: Store, rank: int, size: int) -> Claims:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs the start times of processes, from Linux")
-async def test_claim_of_an_ended_process_is_free(tmp_path: Any) -> None:
+async def test_rank_claim_of_an_ended_process_can_be_taken_over(tmp_path: Any) -> None:
     store = FileStore(tmp_path / "store")
     await store.set("aiocoll/1/claim/0", claim_of_ended_process())
     successor = claims(store, 0, 2)
@@ -177,7 +177,9 @@ async def test_claim_of_an_ended_process_is_free(tmp_path: Any) -> None:
     ],
     ids=["empty", "no msgpack", "short", "map", "other host", "other namespace", "living"],
 )
-async def test_claim_of_a_process_that_may_live_is_taken(claim: bytes, tmp_path: Any, monkeypatch: Any) -> None:
+async def test_rank_claim_of_a_possibly_live_process_is_respected(
+    claim: bytes, tmp_path: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("aiocoll.meeting.claim._active", {claim})
     store = FileStore(tmp_path / "store")
     await store.set("aiocoll/1/claim/0", claim or b"?")
@@ -186,7 +188,7 @@ async def test_claim_of_a_process_that_may_live_is_taken(claim: bytes, tmp_path:
     await store.aclose()
 
 
-async def test_server_marks_the_claims_of_clients_that_disconnect() -> None:
+async def test_store_server_marks_the_rank_claims_of_disconnected_clients() -> None:
     async with TCPStore("127.0.0.1", 0, is_master=True) as master:
         client = TCPStore("127.0.0.1", master.port)
         part = PrefixStore("part", client)
@@ -202,15 +204,15 @@ async def test_server_marks_the_claims_of_clients_that_disconnect() -> None:
         assert await master._hold("part/held", LEFT, b"next") == b"next"
 
 
-async def test_server_does_not_trust_process_ids() -> None:
-    """A process id may belong to another, cloned host. The server trusts only the connection."""
+async def test_store_server_does_not_free_a_rank_claim_because_of_a_process_id() -> None:
+    """Check that only the connection counts, since a process id may belong to a cloned host."""
     async with TCPStore("127.0.0.1", 0, is_master=True) as store:
         await store.set("aiocoll/1/claim/0", claim_of_ended_process())
         with pytest.raises(RankTakenError):
             await claims(store, 0, 2).claim()
 
 
-async def test_successor_fails_once_all_cards_are_published() -> None:
+async def test_successor_process_is_refused_after_all_cards_are_published() -> None:
     store = HashStore()
     await store.multi_set(["aiocoll/1/claim/1", "aiocoll/1/card/0", "aiocoll/1/card/1"], [LEFT, b"card", b"card"])
     successor = claims(store, 1, 2)
@@ -222,8 +224,8 @@ async def test_successor_fails_once_all_cards_are_published() -> None:
     assert again.generation == 2
 
 
-async def test_ranks_meet_again_where_some_have_met_and_some_have_failed() -> None:
-    """A cancelled generation has ended for all ranks, whatever each of them has seen of it."""
+async def test_ranks_meet_again_after_a_rendezvous_that_succeeded_on_only_some_ranks() -> None:
+    """Check that a cancelled rendezvous has ended for all ranks, whatever each rank has read of it."""
     store = HashStore(timeout=inf)
     for _ in range(3):
         assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
@@ -232,7 +234,7 @@ async def test_ranks_meet_again_where_some_have_met_and_some_have_failed() -> No
     assert await store.get("aiocoll/rank/0") == b"5"
 
 
-async def test_rank_gets_the_reason_of_a_cancelled_rendezvous() -> None:
+async def test_rank_receives_the_reason_of_a_cancelled_rendezvous() -> None:
     store = HashStore()
     await store.set("aiocoll/1/claim/0", LEFT)
     rank = claims(store, 1, 2)
@@ -242,7 +244,7 @@ async def test_rank_gets_the_reason_of_a_cancelled_rendezvous() -> None:
         await rank.restart_after_ended_rank()
 
 
-async def test_ranks_that_cannot_meet_again_get_the_reason() -> None:
+async def test_ranks_that_cannot_meet_again_receive_the_reason() -> None:
     store = HashStore()
     await store.set("aiocoll/1/claim/0", LEFT)
     rank = claims(store, 1, 2)
@@ -254,7 +256,7 @@ async def test_ranks_that_cannot_meet_again_get_the_reason() -> None:
     assert await rank.store.get("job") == b"off:on purpose"
 
 
-async def test_rendezvous_cancelled_between_its_two_restart_requests_fails() -> None:
+async def test_rendezvous_cancelled_between_its_two_restart_requests_raises_an_error() -> None:
     store = HashStore()
     await store.set("aiocoll/1/claim/0", LEFT)
     await call_off(store, 2, "on purpose")
@@ -265,7 +267,7 @@ async def test_rendezvous_cancelled_between_its_two_restart_requests_fails() -> 
         await rank.restart_after_ended_rank()
 
 
-async def test_stray_process_with_another_world_size_does_not_disturb_the_next_meeting() -> None:
+async def test_process_with_another_world_size_does_not_disturb_the_next_rendezvous() -> None:
     store = HashStore()
     assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
     with pytest.raises(RendezvousError, match="rank 1 was started with world_size=3, others with world_size=2"):
@@ -277,8 +279,8 @@ async def open_group(joining: new_group) -> ProcessGroup:
     return await joining
 
 
-async def test_assigned_ranks_skip_ranks_that_are_taken() -> None:
-    """A process that replaces an ended one gets its rank, even after the counter has passed it."""
+async def test_rank_assignment_skips_ranks_that_are_taken() -> None:
+    """Check that a replacement process gets the ended process's rank, even after the counter has passed it."""
     store = HashStore()
     waiting = [asyncio.create_task(open_group(new_group(store=store, world_size=3, timeout=LIMIT))) for _ in range(2)]
     await store.wait(["aiocoll/1/card/0", "aiocoll/1/card/1"])
@@ -292,8 +294,8 @@ async def test_assigned_ranks_skip_ranks_that_are_taken() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_ranks_wait_for_the_successor_of_an_ended_process(size: int) -> None:
-    """The last rank starts after the death and before the successor."""
+def test_rendezvous_waits_for_the_successor_of_an_ended_process(size: int) -> None:
+    """Start the last rank after the death of a process and before its successor."""
 
     async def main() -> None:
         store = HashStore()

@@ -17,7 +17,7 @@ from aiocoll.testing.virtual import VirtualLoop
 
 
 def run_on_virtual_clock(test: Callable[[HashStore], Awaitable[Any]]) -> Any:
-    """Run a test on its own event loop with a virtual clock; return its result."""
+    """Run a coroutine test on a new event loop with a virtual clock; return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
 
         async def run() -> Any:
@@ -39,13 +39,13 @@ def first_generation(assignment: Assignment, store: Store) -> Store:
 
 
 async def take_ticket_and_die(store: HashStore) -> None:
-    """Take a ticket, and stop like a newcomer that dies."""
+    """Take a newcomer's ticket, and then do nothing, like a newcomer that died."""
     ticket = await store.add("aiocoll/grow/tickets", 1)
     await store.set(f"aiocoll/grow/came/{ticket}", b"")
 
 
 class DelayedStore(HashStore):
-    """A store whose holder receives the result of its first wait `seconds` late."""
+    """A store handle whose first wait returns `seconds` late."""
 
     def __init__(self, store: HashStore, seconds: float) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class DelayedStore(HashStore):
 @pytest.mark.parametrize("order", ["dead first", "dead last"])
 @pytest.mark.parametrize("dead", [1, 2, 5])
 @pytest.mark.parametrize("live", [1, 2, 5])
-def test_dead_newcomers_get_no_rank(live: int, dead: int, order: str) -> None:
+def test_dead_newcomers_are_not_assigned_a_rank(live: int, dead: int, order: str) -> None:
     async def test(store: HashStore) -> None:
         waiting: list[asyncio.Future[Assignment]] = []
         for alive in sorted([True] * live + [False] * dead, reverse=order == "dead last"):
@@ -83,7 +83,7 @@ def test_dead_newcomers_get_no_rank(live: int, dead: int, order: str) -> None:
     run_on_virtual_clock(test)
 
 
-def test_late_newcomer_takes_another_ticket() -> None:
+def test_newcomer_that_answers_too_late_takes_another_ticket() -> None:
     async def test(store: HashStore) -> None:
         late = asyncio.ensure_future(await_assignment(DelayedStore(store, 2 * ANSWER), 100))
         assert await invite(store, Invitation(1, 1, 1, "large"), 100) == assignment_of(0, 2)
@@ -95,8 +95,8 @@ def test_late_newcomer_takes_another_ticket() -> None:
 
 
 @pytest.mark.parametrize(("present", "at_least"), [(1, 1), (2, 1), (2, 2), (3, 1)])
-def test_grow_at_least_takes_the_present_newcomers(present: int, at_least: int) -> None:
-    """The group grows when all newcomers have come, or at the timeout if there are enough."""
+def test_grow_with_a_minimum_includes_all_present_newcomers(present: int, at_least: int) -> None:
+    """Check that the group grows when all newcomers have arrived, or at the timeout if there are enough."""
 
     async def test(store: HashStore) -> None:
         waiting = [asyncio.ensure_future(await_assignment(store, 100)) for _ in range(present)]
@@ -109,7 +109,7 @@ def test_grow_at_least_takes_the_present_newcomers(present: int, at_least: int) 
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_too_few_newcomers_continue_to_wait(dead: int) -> None:
+def test_newcomers_continue_to_wait_if_they_are_too_few(dead: int) -> None:
     async def test(store: HashStore) -> None:
         for _ in range(dead):
             await take_ticket_and_die(store)
@@ -122,7 +122,7 @@ def test_too_few_newcomers_continue_to_wait(dead: int) -> None:
     run_on_virtual_clock(test)
 
 
-def test_timed_out_newcomer_is_not_called() -> None:
+def test_newcomer_that_timed_out_is_not_assigned_to_a_group() -> None:
     async def test(store: HashStore) -> None:
         with pytest.raises(RendezvousError, match="no group has grown within 5 s"):
             await await_assignment(store, 5)
@@ -134,7 +134,7 @@ def test_timed_out_newcomer_is_not_called() -> None:
 
 
 class MortalStore(HashStore):
-    """A store whose holder dies at its call number `last`, before or after the call is carried out."""
+    """A store handle whose user dies at call number `last`, before or after the call is carried out."""
 
     def __init__(self, store: HashStore, last: int, carried_out: bool) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class MortalStore(HashStore):
 @pytest.mark.parametrize("carried_out", [False, True])
 @pytest.mark.parametrize("newcomers", [1, 3])
 def test_newcomers_are_found_after_rank_0_died_at_any_step(newcomers: int, carried_out: bool) -> None:
-    """The successor of rank 0 finds all newcomers, and none of them waits in an abandoned group."""
+    """Check that the successor of rank 0 finds all newcomers, and that none waits in an abandoned group."""
 
     async def test(store: HashStore, last: int) -> bool:
         async def newcomer() -> Assignment:
@@ -192,7 +192,7 @@ def test_newcomers_are_found_after_rank_0_died_at_any_step(newcomers: int, carri
     assert calls > 8
 
 
-def test_two_groups_grow_at_once() -> None:
+def test_two_groups_can_grow_at_the_same_time() -> None:
     async def test(store: HashStore) -> None:
         waiting = [asyncio.ensure_future(await_assignment(store, 100)) for _ in range(5)]
         invitations = Invitation(2, 2, 1, "one~1"), Invitation(3, 3, 1, "two~1")
@@ -205,7 +205,7 @@ def test_two_groups_grow_at_once() -> None:
     run_on_virtual_clock(test)
 
 
-def test_waiting_rank_ignores_dead_newcomers() -> None:
+def test_rank_that_waits_for_a_newcomer_ignores_dead_newcomers() -> None:
     async def test(store: HashStore) -> None:
         await take_ticket_and_die(store)
         looking = asyncio.ensure_future(await_newcomer(store))
@@ -230,8 +230,8 @@ class LateStore(HashStore):
         return value
 
 
-def test_assignment_at_the_deadline_is_taken() -> None:
-    """Rank 0 has stored the assignment, and so counts on the newcomer."""
+def test_newcomer_accepts_an_assignment_that_arrives_at_its_deadline() -> None:
+    """Check that the newcomer accepts, since rank 0 has stored the assignment and so counts on the newcomer."""
 
     async def test(_: HashStore) -> None:
         store = LateStore()
@@ -242,7 +242,7 @@ def test_assignment_at_the_deadline_is_taken() -> None:
     run_on_virtual_clock(test)
 
 
-def test_cancelled_newcomer_is_not_called() -> None:
+def test_newcomer_that_was_cancelled_is_not_assigned_to_a_group() -> None:
     async def test(store: HashStore) -> None:
         cancelled = asyncio.ensure_future(await_assignment(store, 100))
         await asyncio.sleep(0.1)
@@ -272,8 +272,8 @@ class LingeringStore(HashStore):
         return await asyncio.shield(self.unfinished[-1])
 
 
-def test_cancelled_wait_consumes_no_newcomer() -> None:
-    """A later wait for newcomers is notified of the next newcomer at once."""
+def test_cancelled_wait_for_newcomers_does_not_drop_a_newcomer() -> None:
+    """Check that a later wait for newcomers is notified of the next newcomer at once."""
 
     async def test(store: HashStore) -> None:
         lingering = LingeringStore(store)

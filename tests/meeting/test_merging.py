@@ -26,7 +26,7 @@ Rank = Callable[[ProcessGroup], Awaitable[Any]]
 
 
 async def checked_ranks(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check a sum over the group; return the global ranks of the group."""
+    """Check a sum over the merged group; return the global ranks of the group."""
     tensor = np.full(50_000, 2.0 ** pg.rank())
     await pg.allreduce(tensor)
     assert (tensor == 2.0 ** pg.size() - 1).all()
@@ -36,7 +36,7 @@ async def checked_ranks(pg: ProcessGroup) -> tuple[int, ...]:
 async def run_on_worlds(
     *sizes: int, fn: Rank, transport: str = "memory", names: tuple[str, ...] = ()
 ) -> list[list[Any]]:
-    """Run `fn` on every rank of several worlds, each with its own store."""
+    """Run `fn` on every rank of several jobs, each with a separate store."""
 
     async def rank(store: Store, name: str | None, number: int, size: int) -> Any:
         given = options(transport)
@@ -56,7 +56,7 @@ async def run_on_worlds(
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_merged_worlds_are_ordered_by_name(transport: str) -> None:
+async def test_merged_groups_are_ordered_by_their_names(transport: str) -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -74,14 +74,14 @@ async def test_merged_worlds_are_ordered_by_name(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_merged_parts_of_a_world_are_ordered_by_their_lowest_rank(transport: str) -> None:
+async def test_merged_subgroups_of_one_group_are_ordered_by_their_lowest_rank(transport: str) -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
         part = await pg.split_group([[1, 3], [0], [2]])
         assert part is not None
         if pg.rank() == 0:
-            await until(lambda: len(waits_of(store)) == 2)  # rank 0 comes last
+            await until(lambda: len(waits_of(store)) == 2)  # rank 0 starts last
         async with await part.merge_remote_group(store, 4) as merged:
             await checked_ranks(merged)
             assert (merged.group_name, merged.timeout) == ("merged", pg.timeout)
@@ -101,7 +101,7 @@ async def test_merged_groups_with_equal_names_are_ordered_by_arrival() -> None:
     assert sorted(await run_on_worlds(1, 1, 1, fn=rank)) == [[0], [1], [2]]
 
 
-async def test_store_serves_consecutive_and_concurrent_merges() -> None:
+async def test_one_store_supports_consecutive_and_concurrent_merges() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -126,7 +126,7 @@ async def test_merge_with_too_few_ranks_times_out() -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(RendezvousError, match=r"2 of 3 ranks came within 0.1 s, from 'world:0' of 2; call"):
             await pg.merge_remote_group(store, 3, timeout=0.1)
-        async with await pg.merge_remote_group(store, 2) as merged:  # the failed merge left nothing in the store
+        async with await pg.merge_remote_group(store, 2) as merged:  # the failed merge has left no keys in the store
             assert await checked_ranks(merged) == (0, 1)
         assert await checked_ranks(pg) == (0, 1)
 
@@ -145,7 +145,7 @@ async def test_merge_with_too_many_ranks_is_refused() -> None:
     await run_on_worlds(2, 2, fn=rank, names=("a", "b"))
 
 
-async def test_merge_with_different_sizes_is_refused() -> None:
+async def test_merge_with_different_total_sizes_is_refused() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -178,7 +178,7 @@ async def test_merge_refuses_wrong_arguments() -> None:
     await run_on_worlds(2, fn=rank)
 
 
-async def test_merge_fails_without_its_store() -> None:
+async def test_merge_fails_if_the_store_is_lost() -> None:
     store = HashStore()
     await store.aclose()
 
@@ -208,7 +208,7 @@ async def test_merge_fails_if_a_rank_gives_up() -> None:
     await run_on_worlds(2, fn=rank)
 
 
-async def test_merge_fails_if_a_group_fails() -> None:
+async def test_merge_fails_if_one_of_the_groups_fails() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -216,7 +216,7 @@ async def test_merge_fails_if_a_group_fails() -> None:
         if pg.rank() == 0:
             await until(lambda: waits_of(store))
             pg.abort("enough")
-            # Rank 0 waits in the store. The other ranks must be notified at once.
+            # Cancel rank 0, which waits in the store; the other ranks must be notified at once.
             merging.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await merging

@@ -25,13 +25,13 @@ from ..pages import code
 from ..ranks import until
 from .test_prometheus import Samples, key, samples
 
-#: The id of no process: it is above the largest one of Linux.
+#: An id that no process has, above the largest process id of Linux.
 DEAD = 1 << 23
 
 
 @pytest.fixture
 def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Enable the mode, as the environment does when prometheus_client is imported; the parameter names the files."""
+    """Enable the multiprocess mode, as the environment does when prometheus_client is imported."""
     value_class: Any = values.MultiProcessValue(getattr(request, "param", os.getpid))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr(values, "ValueClass", value_class)
@@ -53,7 +53,7 @@ def collector(registry: Any) -> Iterator[GroupCollector]:
 
 
 def written() -> Samples:
-    """Return the samples in the files of all processes, as the page reads them."""
+    """Return the samples in the metric files of all processes, as the page reads them."""
     names: dict[str, Any] = {}
     # prometheus_client cannot read the length of a file that was created a moment ago.
     with suppress(struct.error):
@@ -68,7 +68,7 @@ def scraped(registry: Any) -> Samples:
 
 
 @pytest.mark.usefixtures("collector")
-async def test_metric_files_have_the_samples_of_a_scrape(registry: Any) -> None:
+async def test_metric_files_contain_the_samples_of_a_scrape(registry: Any) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pending = pg.recv(np.ones(1), 1 - pg.rank())
         for count in (1, 2, 5):
@@ -87,7 +87,7 @@ async def test_metric_files_have_the_samples_of_a_scrape(registry: Any) -> None:
         return {each: value for each, value in found.items() if each[0] != "aiocoll_oldest_pending_seconds"}
 
     await run_ranks(2, rank)
-    # The files have what was counted after the last write of the thread, and nothing is pending.
+    # The files of closed groups also contain the counts since the last write by the thread, and nothing is pending.
     for number in range(2):
         this = {"group": "world:0", "rank": number}
         kind = {**this, "op": "SEND", "algorithm": "", "transport": "memory"}
@@ -97,7 +97,7 @@ async def test_metric_files_have_the_samples_of_a_scrape(registry: Any) -> None:
     assert scraped(registry) == {}
 
 
-async def test_counters_of_a_file_never_decrease(directory: Path) -> None:
+async def test_counters_in_a_metric_file_never_decrease(directory: Path) -> None:
     """Include a group that is removed and added again, and the file of an ended process."""
     kind = {"group": "a", "rank": 0, "op": "ALLREDUCE", "algorithm": "alone", "transport": "", "outcome": "completed"}
     calls = key("aiocoll_operations_total", **kind)
@@ -128,7 +128,7 @@ async def test_counters_of_a_file_never_decrease(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("collector")
-async def test_gauges_of_ended_processes_are_removed(directory: Path) -> None:
+async def test_metric_files_with_gauges_of_ended_processes_are_removed(directory: Path) -> None:
     gone = directory / f"gauge_livesum_{DEAD}.db"
     mine = directory / f"gauge_livesum_{os.getpid()}.db"
 
@@ -144,7 +144,7 @@ async def test_gauges_of_ended_processes_are_removed(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", [lambda: 7], indirect=True, ids=["worker 7"])
-async def test_files_that_are_not_named_by_processes_are_kept(directory: Path, collector: GroupCollector) -> None:
+async def test_metric_files_not_named_by_process_ids_are_kept(directory: Path, collector: GroupCollector) -> None:
     assert collector._files is not None
 
     async def rank(pg: ProcessGroup) -> None:
@@ -171,7 +171,7 @@ async def test_lost_metrics_directory_fails_no_group(directory: Path, caplog: py
 
 
 @pytest.mark.usefixtures("collector")
-async def test_group_is_made_although_no_thread_can_start(
+async def test_group_is_created_although_the_metrics_thread_cannot_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
@@ -197,7 +197,7 @@ def test_missing_metrics_directory_is_refused(monkeypatch: pytest.MonkeyPatch, t
     GroupCollector(registry).close()
 
 
-def test_late_metrics_directory_is_reported(
+def test_metrics_directory_that_is_set_too_late_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))

@@ -43,7 +43,7 @@ def key(name: str, **attributes: Any) -> tuple[str, frozenset[tuple[str, Any]]]:
     return f"aiocoll.{name}", frozenset((f"aiocoll.{label}", value) for label, value in attributes.items())
 
 
-async def test_opentelemetry_exports_the_metrics() -> None:
+async def test_opentelemetry_exports_the_metrics_of_a_group() -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
     meter = GroupMeter(provider)
@@ -144,7 +144,7 @@ async def test_opentelemetry_makes_one_span_per_operation(debug: Any) -> None:
     await asyncio.to_thread(meters.shutdown)
 
 
-async def test_replacement_group_is_exported_as_its_predecessor() -> None:
+async def test_opentelemetry_exports_a_replacement_group_under_the_name_of_its_predecessor() -> None:
     """Check the name, counters that only grow, and spans with the same parent."""
     reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
     meters, tracers = MeterProvider([reader]), TracerProvider()

@@ -17,7 +17,7 @@ from aiocoll.testing import run_ranks
 from ..pages import ROOT, code, execute, without_numbers
 
 
-async def test_page_shows_the_stats(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_metrics_page_shows_the_output_of_stats(capsys: pytest.CaptureFixture[str]) -> None:
     async def work_for_a_while(pg: ProcessGroup) -> None:
         await pg.allreduce(np.ones(100))
 
@@ -40,7 +40,7 @@ async def test_page_shows_the_stats(capsys: pytest.CaptureFixture[str]) -> None:
     assert without_numbers(output[-1]) == "rank #: waited for # times, #"
 
 
-async def test_page_prometheus_example_works(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+async def test_prometheus_example_of_the_metrics_page_works(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     """Run one rank; `tests/integration/test_metrics.py` runs ranks of several processes."""
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setattr("aiocoll.metrics.prometheus.REGISTRY", registry)
@@ -61,7 +61,7 @@ async def test_page_prometheus_example_works(monkeypatch: pytest.MonkeyPatch, po
 
 
 @pytest.mark.ranks(1)
-async def test_page_opentelemetry_example_works(pg: ProcessGroup) -> None:
+async def test_opentelemetry_example_of_the_metrics_page_works(pg: ProcessGroup) -> None:
     reader = InMemoryMetricReader()
     meter_provider, tracer_provider = MeterProvider([reader]), TracerProvider()
     program = code("docs/metrics.md", "OpenTelemetry")

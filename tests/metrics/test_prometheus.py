@@ -31,7 +31,7 @@ Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def samples(text: str) -> Samples:
-    """Parse a scrape, and check that no sample is in it twice; return the samples."""
+    """Parse a scrape, and check that it contains no sample twice; return the samples."""
     found = [
         ((sample.name, frozenset(sample.labels.items())), sample.value)
         for family in text_string_to_metric_families(text)
@@ -53,7 +53,7 @@ async def scrape(port: int) -> Samples:
     return samples(await asyncio.to_thread(get))
 
 
-async def test_scrape_has_the_counters() -> None:
+async def test_prometheus_scrape_contains_the_counters() -> None:
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
     server, thread = prometheus_client.start_http_server(0, "127.0.0.1", registry)
@@ -104,7 +104,7 @@ async def test_scrape_has_the_counters() -> None:
             await pg.send(np.ones(1), 0)
 
     await run_ranks(2, rank)
-    assert await scrape(server.server_port) == {}  # the groups are closed
+    assert await scrape(server.server_port) == {}  # after the groups are closed, nothing is exported
     await asyncio.to_thread(server.shutdown)
     server.server_close()
     thread.join()
@@ -112,7 +112,7 @@ async def test_scrape_has_the_counters() -> None:
     GroupCollector(registry).close()
 
 
-def test_missing_rank_is_a_sample() -> None:
+def test_prometheus_scrape_contains_a_sample_for_a_missing_rank() -> None:
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
 
@@ -152,7 +152,7 @@ async def test_prometheus_refuses_wrong_arguments() -> None:
     assert samples(prometheus_client.generate_latest(registry).decode()) == {}
 
 
-async def test_revoked_group_is_exported_until_it_is_closed() -> None:
+async def test_revoked_group_is_exported_until_the_group_is_closed() -> None:
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
     pg = await single_rank_group(name="a")
@@ -181,8 +181,8 @@ def test_missing_prometheus_client_error_names_the_package(
         importlib.import_module(f"aiocoll.metrics.{name}")
 
 
-async def test_consecutive_groups_share_a_name(limits: Limits) -> None:
-    """Check also that a new name for every group is refused, because the number of names is limited."""
+async def test_consecutive_groups_can_share_an_exported_name(limits: Limits) -> None:
+    """Check also that a new exported name per group is refused, because the number of names is limited."""
     limits(metrics_names=3)
     collector = GroupCollector(prometheus_client.CollectorRegistry())
 

@@ -1,4 +1,4 @@
-"""Exported groups, and replacement groups, which continue the series of their predecessors."""
+"""Groups whose metrics are exported, and replacement groups, which continue the series of their predecessors."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def calls(collector: GroupCollector) -> Mapping[tuple[str, int], float]:
         ("a~1b", "a~1b"),
     ],
 )
-def test_strip_generation_leaves_out_the_numbers_of_successors(name: str, first: str) -> None:
+def test_strip_generation_removes_the_successor_number_from_a_group_name(name: str, first: str) -> None:
     assert strip_generation(name) == first
 
 
-async def test_all_groups_are_exported_until_one_is_added() -> None:
+async def test_all_groups_are_exported_until_a_group_is_added_explicitly() -> None:
     """Check open groups and groups that are made later, but no group without statistics."""
     collector = separate_collector()
 
@@ -92,7 +92,7 @@ async def test_all_groups_are_exported_until_one_is_added() -> None:
 
 
 @pytest.mark.parametrize("added", [None, "world:0", "workers"])
-async def test_successor_group_continues_the_series(added: str | None) -> None:
+async def test_successor_group_continues_the_metric_series(added: str | None) -> None:
     collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -119,7 +119,7 @@ async def test_successor_group_continues_the_series(added: str | None) -> None:
     collector.close()
 
 
-async def test_removed_group_has_no_successor() -> None:
+async def test_successor_of_a_removed_group_is_not_exported() -> None:
     collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -134,7 +134,7 @@ async def test_removed_group_has_no_successor() -> None:
     collector.close()
 
 
-async def test_groups_of_one_name_are_summed() -> None:
+async def test_counters_of_groups_with_the_same_name_are_summed() -> None:
     """Check the sums of all counters, also after one of the groups is closed."""
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
@@ -168,7 +168,7 @@ async def test_groups_of_one_name_are_summed() -> None:
     collector.close()
 
 
-async def test_elastic_groups_are_one_series() -> None:
+async def test_groups_of_an_elastic_program_are_exported_as_one_series() -> None:
     """Let process 1 leave after 3 of 8 steps, and a newcomer become rank 1 in its place."""
     collector = separate_collector()
     steps, left = 8, 3
@@ -199,7 +199,7 @@ async def test_elastic_groups_are_one_series() -> None:
     collector.close()
 
 
-async def test_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+async def test_group_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     limits(metrics_names=2)
     collector = separate_collector()
 
@@ -209,7 +209,7 @@ async def test_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: p
                 await part.allreduce(1)
             await pg.allreduce(1)
         assert calls(collector) == {("world:0", 0): 3}
-        collector.add(pg, name="a")  # names that were exported without being added do not count
+        collector.add(pg, name="a")  # names of groups that were exported without `add` do not count
         async with await pg.split(0, 0) as part:
             collector.add(part)
             await part.allreduce(1)
@@ -226,7 +226,7 @@ async def test_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: p
 
 
 @pytest.mark.ranks(1)
-async def test_dropped_collector_is_not_notified(pg: ProcessGroup) -> None:
+async def test_garbage_collected_metrics_collector_is_not_notified(pg: ProcessGroup) -> None:
     collector = ref(separate_collector())
     gc.collect()
     assert collector() is None
@@ -235,7 +235,7 @@ async def test_dropped_collector_is_not_notified(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_forked_child_does_not_export_its_parents_groups(pg: ProcessGroup) -> None:
+async def test_forked_child_does_not_export_the_groups_of_its_parent(pg: ProcessGroup) -> None:
     collector = separate_collector()
 
     def check() -> None:
@@ -247,7 +247,7 @@ async def test_forked_child_does_not_export_its_parents_groups(pg: ProcessGroup)
     collector.close()
 
 
-async def test_collector_keeps_no_group_alive() -> None:
+async def test_metrics_collector_keeps_no_group_alive() -> None:
     collector = separate_collector()
     pg = await new_group(store=HashStore(), rank=0, world_size=1)
     group = ref(pg)

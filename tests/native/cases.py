@@ -1,4 +1,4 @@
-"""The collectives on small arrays of random bits, as calls that a test makes on all ranks."""
+"""Collectives on small arrays of random bits, as calls that a test makes on all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bits(dtype: str, count: int, *seed: Any) -> Array:
 
 
 def counts(size: int, dtype: str) -> list[int]:
-    """Return element counts: zero, counts around the number of ranks, and counts for each kind of slot."""
+    """Return element counts: zero, counts near the number of ranks, and counts for each kind of slot."""
     each = numpy_dtype(dtype).itemsize
     inline, small, middle = 32 // each, 4096 // each, 16384 // each
     return sorted({0, 1, size - 1, size, size + 1, inline, inline + 1, small, small + 1, middle})
@@ -159,7 +159,7 @@ def reductions(size: int, dtype: str, count: int, op: str) -> Iterator[Case]:
         return pg.reduce(array, root, reduce_op(op, pg.rank())), [array] if pg.rank() == root else []
 
     plain = count > 0 and op not in ("larger", "affine", "PREMUL_SUM") and dtype not in HALVES + NARROW
-    portable = not (op == "PRODUCT" and dtype.startswith("complex"))  # other products need the result of one rank
+    portable = not (op == "PRODUCT" and dtype.startswith("complex"))  # complex products need the result of one rank
     calls = (allreduce, keyed, reduce_scatter, reduce_scatter_tensor)
     for call in calls if op == "AVG" else (*calls, scan, exscan):
         is_plain = plain and (call is not exscan or op not in LOGICAL) and (call not in (allreduce, keyed) or portable)

@@ -15,12 +15,12 @@ BOTH = ("test_works.py", "test_works_failing.py")
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]] | None:
-    """Return both event loops for the files in `BOTH`; None leaves the choice to other hooks."""
+    """Return both event loop factories for the files in `BOTH`; None leaves the choice to other hooks."""
     if item.path.name not in BOTH or importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop
 
-    uvloop.new_event_loop().close()  # the first loop opens a pipe that libuv never closes
+    uvloop.new_event_loop().close()  # open a loop once: the first loop opens a pipe that libuv never closes
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 

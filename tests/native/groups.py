@@ -17,7 +17,7 @@ from ..ranks import options, until
 
 __all__ = ["WORKS", "await_work", "group_of_ranks", "open_links", "pending_in_python", "start_allreduce"]
 
-#: Kinds of works: carried out by the accelerator, by Python, or by Python after a handover from the accelerator.
+#: Kinds of works: run by the accelerator, by Python, or by Python after a handover from the accelerator.
 WORKS = ("native", "completion", "taken over")
 
 
@@ -56,12 +56,12 @@ async def group_of_ranks(
 
 
 def pending_in_python(pg: ProcessGroup) -> int:
-    """Return the number of calls that Python has in flight, without a handover of native calls."""
+    """Return the number of calls that Python has in flight; this hands no native calls over."""
     return len(comm_of(pg)._pending)
 
 
 def start_allreduce(kind: str, pg: ProcessGroup, array: np.ndarray, **named: Any) -> Work[Any]:
-    """Start an allreduce that waits for the peer; its work is of `kind`, one of `WORKS`."""
+    """Start an allreduce that waits for the peer and whose work is of `kind`, one of `WORKS`."""
     work = pg.allreduce(array, **named)
     assert not work.done()
     if kind == "taken over":

@@ -1,4 +1,4 @@
-"""A rank of a mixed job: `python -m tests.native.rank_of_mixed_job RANK SIZE PORT`.
+"""A rank of a job with native and pure processes: `python -m tests.native.rank_of_mixed_job RANK SIZE PORT`.
 
 It makes every call with every count and checks the results. It prints its implementation and the chunk size.
 """

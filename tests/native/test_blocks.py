@@ -43,7 +43,7 @@ async def run_on_all(pgs: Sequence[ProcessGroup], rank: Callable[[ProcessGroup],
 
 @pytest.fixture
 def started_by_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the ids of calls are added that Python starts for a block."""
+    """Return a list to which the ids of calls that Python starts for a block are appended."""
     started: list[int] = []
     start = Flush.start_single
 
@@ -59,7 +59,7 @@ def started_by_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def results_of(pgs: Sequence[ProcessGroup], chosen: Sequence[Case], *, block: bool) -> list[list[bytes]]:
-    """Make the calls, in one block or one by one; return the result bytes of each rank."""
+    """Make the calls in one block or one by one; return the result bytes of each rank."""
 
     async def rank(pg: ProcessGroup) -> list[bytes]:
         if block:
@@ -81,12 +81,12 @@ def chosen_cases(size: int, number: int) -> list[Case]:
     for dtype in DTYPES:
         found = counts(size, dtype)
         chosen += list(cases(size, dtype, found[next(turns) % len(found)]))
-    return chosen[number % 5 :: 5]  # still more calls than slots, so that some use frames
+    return chosen[number % 5 :: 5]  # these are still more calls than slots, so that some use frames
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("job", JOBS)
-async def test_block_of_calls_of_every_kind_gives_the_bits_of_single_calls(job: str) -> None:
+async def test_native_block_of_every_kind_of_call_gives_the_same_bits_as_single_calls(job: str) -> None:
     chosen = chosen_cases(len(job), JOBS.index(job))
     async with group_of_ranks(native_ranks(job)) as pgs:
         alone = await results_of(pgs, chosen, block=False)
@@ -97,7 +97,7 @@ async def test_block_of_calls_of_every_kind_gives_the_bits_of_single_calls(job: 
         assert [pending_in_python(pg) for pg in pgs] == [0] * len(job)
 
 
-async def test_block_in_a_group_of_one_rank_completes() -> None:
+async def test_coalescing_block_in_a_group_of_one_rank_completes() -> None:
     async with group_of_ranks([True], linked=False) as (pg,):
         x = ones()
         async with pg.coalescing():
@@ -107,7 +107,9 @@ async def test_block_in_a_group_of_one_rank_completes() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-async def test_small_calls_of_a_block_are_native(size: int, started_by_python: list[int]) -> None:
+async def test_small_calls_of_a_block_are_carried_out_by_the_accelerator(
+    size: int, started_by_python: list[int]
+) -> None:
     async with group_of_ranks([True] * size) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -132,7 +134,7 @@ async def test_small_calls_of_a_block_are_native(size: int, started_by_python: l
     assert not started_by_python
 
 
-async def test_larger_calls_and_python_functions_are_packed(started_by_python: list[int]) -> None:
+async def test_larger_calls_and_python_reductions_of_a_block_are_fused_in_python(started_by_python: list[int]) -> None:
     add = ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))
     async with group_of_ranks([True, True]) as pgs:
 
@@ -156,7 +158,7 @@ async def test_larger_calls_and_python_functions_are_packed(started_by_python: l
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PP", "NNN"])
-async def test_block_of_more_calls_than_slots_completes(job: str) -> None:
+async def test_block_with_more_calls_than_slots_completes(job: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -170,7 +172,7 @@ async def test_block_of_more_calls_than_slots_completes(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PP"])
-async def test_block_of_list_calls_gives_their_results(job: str) -> None:
+async def test_native_block_of_list_calls_returns_their_results(job: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -212,7 +214,7 @@ async def test_calls_of_which_two_ranks_know_the_counts_complete_in_a_block_at_e
         await run_on_all(pgs, rank)
 
 
-async def test_block_is_one_operation_in_records_and_counters() -> None:
+async def test_native_block_is_one_operation_in_records_and_counters() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -263,7 +265,7 @@ async def test_handover_of_the_last_small_call_starts_no_packed_call(
 
 @pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task", "wait"])
 @pytest.mark.parametrize("job", ["NN", "NP"])
-async def test_await_inside_a_block_sends_the_recorded_calls(job: str, how: str) -> None:
+async def test_await_inside_a_block_starts_the_recorded_calls(job: str, how: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -294,7 +296,7 @@ async def test_await_inside_a_block_sends_the_recorded_calls(job: str, how: str)
         await run_on_all(pgs, rank)
 
 
-async def test_works_of_a_block_can_be_inspected_before_it_is_sent() -> None:
+async def test_works_of_a_native_block_can_be_inspected_before_the_block_starts() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -317,7 +319,7 @@ async def test_works_of_a_block_can_be_inspected_before_it_is_sent() -> None:
         await run_on_all(pgs, rank)
 
 
-async def test_inspected_calls_in_flight_are_handed_over_to_python() -> None:
+async def test_inspection_of_native_block_calls_in_flight_hands_them_over_to_python() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         tensors = [ones(4, number) for number in range(3)]
 
@@ -340,7 +342,7 @@ async def test_inspected_calls_in_flight_are_handed_over_to_python() -> None:
         assert [work.result()[0] for work in works] == [0, 2, 4]
 
 
-async def test_await_of_a_call_in_flight_keeps_it_native() -> None:
+async def test_await_of_a_native_call_in_flight_does_not_hand_the_call_over() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         works: list[Work[Any]] = []
 
@@ -359,7 +361,7 @@ async def test_await_of_a_call_in_flight_keeps_it_native() -> None:
         assert is_native(works[0])
 
 
-async def test_only_tasks_of_a_block_record_into_it() -> None:
+async def test_only_tasks_inside_a_native_block_record_their_calls() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -385,7 +387,7 @@ async def test_only_tasks_of_a_block_record_into_it() -> None:
         await run_on_all(pgs, rank)
 
 
-async def test_calls_that_share_memory_are_refused() -> None:
+async def test_native_block_of_calls_that_share_memory_is_refused() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -398,7 +400,7 @@ async def test_calls_that_share_memory_are_refused() -> None:
             assert comm_of(pg).entered == before
             assert pg.pending() == []
             outputs = ones(20, -1), ones(20, -1)
-            async with pg.coalescing():  # two calls may read the same memory
+            async with pg.coalescing():  # allowed: two calls read the same memory
                 pg.allgather_into_tensor(outputs[0], whole)
                 pg.allgather_into_tensor(outputs[1], whole)
             assert not any(each.any() for each in outputs)
@@ -409,7 +411,7 @@ async def test_calls_that_share_memory_are_refused() -> None:
 # -- blocks that fail
 
 
-async def test_exception_inside_a_block_sends_nothing() -> None:
+async def test_exception_inside_a_block_starts_no_calls() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -432,7 +434,7 @@ async def test_exception_inside_a_block_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP"])
-async def test_cancelled_end_of_a_block_leaves_its_calls_in_flight(job: str) -> None:
+async def test_cancelled_end_of_a_native_block_leaves_its_calls_in_flight(job: str) -> None:
     async with group_of_ranks(native_ranks(job)) as (zero, one):
         works: list[Work[Any]] = []
 
@@ -452,7 +454,7 @@ async def test_cancelled_end_of_a_block_leaves_its_calls_in_flight(job: str) -> 
             assert (await work).tolist() == [2.0] * 4
 
 
-async def test_cancelled_recording_block_leaves_nothing_pending() -> None:
+async def test_native_block_cancelled_during_recording_leaves_no_pending_calls() -> None:
     async with group_of_ranks([True, True]) as (zero, _):
         works: list[Work[Any]] = []
 
@@ -471,7 +473,7 @@ async def test_cancelled_recording_block_leaves_nothing_pending() -> None:
 
 
 @pytest.mark.parametrize("when", ["recorded", "in flight"])
-async def test_revocation_fails_the_calls_of_a_block(when: str) -> None:
+async def test_revocation_of_the_group_fails_the_calls_of_a_native_block(when: str) -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         works: list[Work[Any]] = []
 
@@ -494,7 +496,7 @@ async def test_revocation_fails_the_calls_of_a_block(when: str) -> None:
         assert native_of(zero) is None or native_of(zero).count == 0
 
 
-async def test_block_times_out_after_its_shortest_timeout() -> None:
+async def test_native_block_times_out_after_the_shortest_timeout_of_its_calls() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         with pytest.raises(TimeoutError, match=r"COALESCED .* did not complete within 0.1 s .*ALLREDUCE"):  # noqa: PT012
             async with zero.coalescing():
@@ -515,7 +517,8 @@ async def check_mismatch(pgs: Sequence[ProcessGroup], record: Callable[[ProcessG
         with pytest.raises(CollectiveMismatchError, match=text):  # noqa: PT012
             async with pg.coalescing():
                 record(pg)
-            # The block may have completed here: the sender of a message that only the peer reads sees no mismatch.
+            # The block may complete on this rank, since the sender of a message that only its peer reads finds no
+            # mismatch.
             await pg.wait_revoked()
             raise comm_of(pg).cause  # type: ignore[misc]
         assert asyncio.get_running_loop().time() - start < 1.0
@@ -526,7 +529,7 @@ async def check_mismatch(pgs: Sequence[ProcessGroup], record: Callable[[ProcessG
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN", "PP", "NNN", "NPN"])
 @pytest.mark.parametrize("name", CASES)
-async def test_blocks_with_different_calls_are_a_mismatch(name: str, job: str) -> None:
+async def test_native_blocks_with_different_calls_are_reported_as_a_mismatch(name: str, job: str) -> None:
     most, one, text = CASES[name]
     async with group_of_ranks(native_ranks(job)) as pgs:
         odd = len(job) % 2
@@ -534,8 +537,8 @@ async def test_blocks_with_different_calls_are_a_mismatch(name: str, job: str) -
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_shorter_block_that_reads_nothing_is_a_mismatch(job: str) -> None:
-    """Check that the stall report finds the mismatch: each rank sends messages that its peer never reads."""
+async def test_shorter_native_block_that_reads_nothing_is_reported_as_a_mismatch(job: str) -> None:
+    """Check that stall reports reveal the mismatch: each rank sends messages that its peer never reads."""
     async with group_of_ranks(native_ranks(job)) as pgs:
 
         def record(pg: ProcessGroup) -> None:
@@ -549,7 +552,7 @@ async def test_shorter_block_that_reads_nothing_is_a_mismatch(job: str) -> None:
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 @pytest.mark.parametrize("which", [0, 1])
-async def test_rank_that_does_not_coalesce_is_a_mismatch(job: str, which: int) -> None:
+async def test_native_block_against_plain_calls_is_reported_as_a_mismatch(job: str, which: int) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -567,8 +570,8 @@ async def test_rank_that_does_not_coalesce_is_a_mismatch(job: str, which: int) -
         await run_on_all(pgs, rank)
 
 
-async def test_equal_consecutive_blocks_are_not_merged() -> None:
-    """Check the case that one rank makes a block of four calls, and its peer two blocks of two."""
+async def test_one_native_block_against_two_shorter_blocks_is_reported_as_a_mismatch() -> None:
+    """Let one rank make a block of four calls, and its peer two blocks of two."""
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -584,7 +587,7 @@ async def test_equal_consecutive_blocks_are_not_merged() -> None:
 # -- references, counters and long blocks
 
 
-async def test_block_leaves_no_reference_cycles() -> None:
+async def test_native_block_leaves_no_reference_cycles() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -611,7 +614,7 @@ async def test_block_leaves_no_reference_cycles() -> None:
         assert not kinds & {"Work", "Block", "Recording", "Batch", "Flush", "ndarray", "DeferredCompletion"}
 
 
-async def test_block_in_a_group_without_a_timeout_completes() -> None:
+async def test_native_block_in_a_group_without_a_timeout_completes() -> None:
     async with group_of_ranks([True, True], timeout=inf) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -622,7 +625,7 @@ async def test_block_in_a_group_without_a_timeout_completes() -> None:
         await run_on_all(pgs, rank)
 
 
-async def test_hooks_are_called_once_per_block() -> None:
+async def test_hooks_are_called_once_per_native_block() -> None:
     events: list[tuple[str, str]] = []
 
     class Recorder:
@@ -646,7 +649,7 @@ async def test_hooks_are_called_once_per_block() -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_long_block_continues_when_its_late_peer_calls(job: str) -> None:
+async def test_long_native_block_continues_when_its_late_peer_makes_the_calls(job: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:
@@ -668,7 +671,7 @@ async def test_long_block_continues_when_its_late_peer_calls(job: str) -> None:
         await asyncio.gather(run_on_all(pgs, rank), *checks)
 
 
-async def test_long_block_fails_with_its_group() -> None:
+async def test_long_native_block_fails_if_its_group_fails() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         works: list[Work[Any]] = []
 
@@ -678,7 +681,7 @@ async def test_long_block_fails_with_its_group() -> None:
 
         task = asyncio.create_task(block())
         await until(lambda: native_of(zero).count)
-        waiter = asyncio.create_task(await_work(works[-1]))  # this call has not started
+        waiter = asyncio.create_task(await_work(works[-1]))  # this call is still queued
         await asyncio.sleep(0)
         one.abort("enough")
         with pytest.raises(GroupError, match="enough"):
@@ -688,7 +691,7 @@ async def test_long_block_fails_with_its_group() -> None:
         assert {type(work.exception()) for work in works} == {GroupError}
 
 
-async def test_call_of_a_long_block_that_has_not_started_can_be_awaited() -> None:
+async def test_queued_call_of_a_long_native_block_can_be_awaited() -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:

@@ -51,7 +51,7 @@ async def await_all(*works: Work[Any]) -> None:
 
 
 async def check_next_call_is_native(ranks: Ranks) -> None:
-    """Check that the next call is native."""
+    """Check that the next call is carried out by the accelerator."""
     zero, one = ranks
     work = zero.allreduce(ones())
     assert is_native(work)
@@ -60,7 +60,7 @@ async def check_next_call_is_native(ranks: Ranks) -> None:
     assert is_native(work)
 
 
-async def test_hook_declines_calls_until_it_is_removed(ranks: Ranks) -> None:
+async def test_hook_prevents_native_calls_until_the_hook_is_removed(ranks: Ranks) -> None:
     zero, one = ranks
     seen: list[str] = []
 
@@ -84,7 +84,7 @@ async def test_hook_declines_calls_until_it_is_removed(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("timeout", "native"), [(0.1, False), (0.5, True), (5.0, True), (60, True), (float("inf"), True)]
 )
-async def test_short_timeout_of_a_call_declines_it(ranks: Ranks, timeout: float, native: bool) -> None:
+async def test_call_with_a_short_timeout_is_not_native(ranks: Ranks, timeout: float, native: bool) -> None:
     zero, one = ranks
     works = [zero.allreduce(ones(), timeout=timeout), zero.allreduce(ones(), timeout=timeout, key="step")]
     works.append(zero.allgather_into_tensor(ones(6), ones(), timeout=timeout))
@@ -93,13 +93,13 @@ async def test_short_timeout_of_a_call_declines_it(ranks: Ranks, timeout: float,
     await await_all(one.allgather_into_tensor(ones(6), ones()), *works)
 
 
-async def test_timeout_of_a_call_expires_in_time() -> None:
-    """Check the expiry of a call whose timeout differs from the group's: the timer hands it over, then times it out.
+async def test_timeout_of_a_native_call_expires_in_time() -> None:
+    """Check a call whose timeout differs from the group's: its timer hands the call over, then fails it.
 
     The timer runs every 0.25 s, which bounds the delay.
     """
     async with group_of_ranks([True, True]) as (zero, _):
-        await until(lambda: not comm_of(zero).endpoint.watch.armed[0])  # until the timer is idle
+        await until(lambda: not comm_of(zero).endpoint.watch.armed[0])  # wait until the timer is idle
         works = [zero.allreduce(ones(), timeout=timeout) for timeout in (None, 0.6, 30.0)]
         assert all(map(is_native, works))
         start = time.monotonic()
@@ -108,7 +108,7 @@ async def test_timeout_of_a_call_expires_in_time() -> None:
         assert 0.55 < time.monotonic() - start < 0.85
 
 
-async def test_new_group_timeout_applies_to_later_calls(ranks: Ranks, limits: Limits) -> None:
+async def test_changed_group_timeout_applies_to_later_native_calls(ranks: Ranks, limits: Limits) -> None:
     zero, _one = ranks
     zero.timeout = 0.3
     await check_next_call_is_native(ranks)
@@ -118,7 +118,7 @@ async def test_new_group_timeout_applies_to_later_calls(ranks: Ranks, limits: Li
         await work
 
 
-async def test_short_timeout_of_the_group_declines_all_calls(ranks: Ranks) -> None:
+async def test_group_with_a_short_timeout_makes_no_native_calls(ranks: Ranks) -> None:
     zero, one = ranks
     zero.timeout = 0.1
     work = zero.allreduce(ones())
@@ -128,7 +128,7 @@ async def test_short_timeout_of_the_group_declines_all_calls(ranks: Ranks) -> No
     await check_next_call_is_native(ranks)
 
 
-async def test_block_takes_calls_that_are_made_in_it(ranks: Ranks) -> None:
+async def test_coalescing_block_records_calls_instead_of_the_accelerator(ranks: Ranks) -> None:
     zero, one = ranks
     arrays = [ones() for _ in range(4)]
     async with asyncio.timeout(20):
@@ -149,7 +149,7 @@ async def make_block(pg: ProcessGroup, arrays: list[np.ndarray]) -> None:
             raise ZeroDivisionError
 
 
-async def test_dry_run_takes_calls_that_are_made_in_it(ranks: Ranks) -> None:
+async def test_time_estimator_takes_calls_instead_of_the_accelerator(ranks: Ranks) -> None:
     zero, _ = ranks
     entered = comm_of(zero).entered
     with zero.time_estimator() as estimate:
@@ -170,10 +170,10 @@ async def test_compared_calls_are_not_native() -> None:
     await testing.run_ranks(2, rank, options=GroupOptions(transport="shm", debug="detail"))
 
 
-async def test_early_frames_decline_calls_until_they_are_taken(ranks: Ranks) -> None:
+async def test_early_frames_prevent_native_calls_until_the_frames_are_taken(ranks: Ranks) -> None:
     zero, one = ranks
     keys = [f"layer {number}" for number in range(3 * SMALL_SLOTS)]
-    early = [one.allreduce(ones(), key=key) for key in keys]  # more calls than slots: the rest use frames
+    early = [one.allreduce(ones(), key=key) for key in keys]  # more calls than slots, so the last calls use frames
     await until(lambda: comm_of(zero).early)
     work = zero.allreduce(ones())
     assert not is_native(work)
@@ -183,7 +183,7 @@ async def test_early_frames_decline_calls_until_they_are_taken(ranks: Ranks) -> 
     await check_next_call_is_native(ranks)
 
 
-async def test_calls_on_unusual_arrays_give_the_right_results(ranks: Ranks) -> None:
+async def test_calls_on_unusual_arrays_give_correct_results_in_native_groups(ranks: Ranks) -> None:
     """Check strided, Fortran-ordered and other unusual arrays, which the accelerator may decline."""
     zero, one = ranks
     for make in (
@@ -206,7 +206,7 @@ async def test_calls_on_unusual_arrays_give_the_right_results(ranks: Ranks) -> N
     assert pending_in_python(zero) == pending_in_python(one) == 0
 
 
-async def test_wrong_arguments_are_refused_before_a_sequence_number_is_taken(ranks: Ranks) -> None:
+async def test_native_call_with_wrong_arguments_takes_no_sequence_number(ranks: Ranks) -> None:
     zero, one = ranks
     array = ones()
     array.flags.writeable = False
@@ -231,7 +231,7 @@ async def test_wrong_arguments_are_refused_before_a_sequence_number_is_taken(ran
     await await_all(*works)
 
 
-async def test_overlapping_parts_give_the_right_results(ranks: Ranks) -> None:
+async def test_native_calls_with_overlapping_parts_give_correct_results(ranks: Ranks) -> None:
     whole = [np.zeros(6), np.zeros(6)]
     works = []
     for pg, array in zip(ranks, whole, strict=True):
@@ -242,7 +242,7 @@ async def test_overlapping_parts_give_the_right_results(ranks: Ranks) -> None:
     assert whole[0].tolist() == whole[1].tolist() == [1, 1, 1, 2, 2, 2]
 
 
-async def test_key_can_be_reused_while_its_call_is_in_flight(ranks: Ranks) -> None:
+async def test_key_can_be_reused_while_its_native_call_is_in_flight(ranks: Ranks) -> None:
     zero, one = ranks
     arrays = [np.full(2, float(number)) for number in range(3)]
     works = [zero.allreduce(array, key="step") for array in arrays]
@@ -274,9 +274,9 @@ CALLS: list[Callable[[ProcessGroup], Any]] = [
 ]
 
 
-async def test_calls_from_other_threads_and_loops_are_refused(ranks: Ranks) -> None:
+async def test_native_group_refuses_calls_from_other_threads_and_loops(ranks: Ranks) -> None:
     zero, one = ranks
-    for call in CALLS:  # so that the call cache has the plan of each call
+    for call in CALLS:  # fill the call cache with the plan of each call
         await await_all(call(zero), call(one))
     entered = comm_of(zero).entered
 
@@ -295,7 +295,7 @@ async def test_calls_from_other_threads_and_loops_are_refused(ranks: Ranks) -> N
     await check_next_call_is_native(ranks)
 
 
-async def test_calls_on_a_revoked_group_are_refused(ranks: Ranks) -> None:
+async def test_revoked_native_group_refuses_calls(ranks: Ranks) -> None:
     zero, one = ranks
     for call in CALLS:
         await await_all(call(zero), call(one))
@@ -307,7 +307,7 @@ async def test_calls_on_a_revoked_group_are_refused(ranks: Ranks) -> None:
     assert (native_of(zero).count, pending_in_python(zero)) == (0, 0)
 
 
-async def test_calls_on_a_closed_group_are_refused(ranks: Ranks) -> None:
+async def test_closed_native_group_refuses_calls(ranks: Ranks) -> None:
     zero, one = ranks
     for call in CALLS:
         await await_all(call(zero), call(one))
@@ -317,7 +317,7 @@ async def test_calls_on_a_closed_group_are_refused(ranks: Ranks) -> None:
             call(zero)
 
 
-async def test_call_after_a_rank_has_left_names_it() -> None:
+async def test_error_of_a_native_call_names_a_rank_that_has_left() -> None:
     async with group_of_ranks([True, True, True]) as (zero, one, two):
         await await_all(*(pg.allreduce(ones()) for pg in (zero, one, two)))
         await two.shutdown()
@@ -330,14 +330,14 @@ async def test_call_after_a_rank_has_left_names_it() -> None:
             await one.allreduce(ones())
 
 
-async def test_frame_instead_of_a_post_hands_a_call_over() -> None:
+async def test_frame_instead_of_a_shared_memory_post_hands_a_native_call_over() -> None:
     async with group_of_ranks([True, True]) as (a_zero, a_one):
         b_zero, b_one = await asyncio.gather(a_zero.split(0), a_one.split(0))
         assert b_zero is not None
         assert b_one is not None
         for pg in (a_zero, a_one, b_zero, b_one):
             use_same_slots(pg)
-        while comm_of(b_one).entered < comm_of(a_one).entered:  # until the next calls of both groups share a slot
+        while comm_of(b_one).entered < comm_of(a_one).entered:  # call until the next calls of both groups share a slot
             await await_all(b_zero.barrier(), b_one.barrier())
         while comm_of(a_one).entered < comm_of(b_one).entered:
             await await_all(a_zero.barrier(), a_one.barrier())
@@ -369,7 +369,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("key", [{}, {"key": "step"}], ids=["ordered", "keyed"])
 @pytest.mark.parametrize("peer", [True, False], ids=["native peer", "pure peer"])
-async def test_mismatch_is_reported_within_a_second_on_both_ranks(
+async def test_native_mismatch_is_reported_within_a_second_on_both_ranks(
     other: str, first: int, key: dict[str, str], peer: bool
 ) -> None:
     async with group_of_ranks([True, peer]) as (zero, one):
@@ -389,7 +389,7 @@ async def test_mismatch_is_reported_within_a_second_on_both_ranks(
         assert (array == 1).all(), "a byte of the mismatching call is in the array"
 
 
-async def test_mismatching_roots_are_reported(ranks: Ranks) -> None:
+async def test_different_roots_of_native_calls_are_reported(ranks: Ranks) -> None:
     zero, one = ranks
     works = [one.broadcast(ones(), 0), zero.broadcast(ones(), 1)]
     async with asyncio.timeout(1):
@@ -398,7 +398,7 @@ async def test_mismatching_roots_are_reported(ranks: Ranks) -> None:
     assert all("root=0" in str(each) and "root=1" in str(each) for each in found), found
 
 
-async def test_post_of_a_finished_root_is_compared() -> None:
+async def test_mismatch_with_a_finished_native_broadcast_root_is_reported() -> None:
     """Check that a mismatch is found although the root of the broadcast has already finished its call."""
     async with group_of_ranks([True, True]) as (zero, one):
         done = zero.broadcast(ones(), 0)
@@ -413,7 +413,7 @@ async def test_post_of_a_finished_root_is_compared() -> None:
                 zero.barrier()
 
 
-async def test_timeout_names_the_rank_that_never_calls() -> None:
+async def test_timeout_error_of_a_native_call_names_the_rank_that_never_calls() -> None:
     async with group_of_ranks([True, True, True], timeout=0.4) as (zero, one, _):
         works = [zero.allreduce(ones()), one.allreduce(ones())]
         assert all(map(is_native, works))
@@ -434,7 +434,7 @@ def comparable_entries(pg: ProcessGroup) -> list[Any]:
     ]
 
 
-async def test_inspection_of_a_group_shows_native_calls_without_a_handover(ranks: Ranks) -> None:
+async def test_inspection_of_a_group_lists_native_calls_without_handing_them_over(ranks: Ranks) -> None:
     zero, one = ranks
     works = [zero.allreduce(ones()), zero.allreduce(ones(), key="step"), zero.allgather_into_tensor(ones(6), ones())]
     works.append(zero.allgather([ones(), ones()], ones()))
@@ -447,7 +447,7 @@ async def test_inspection_of_a_group_shows_native_calls_without_a_handover(ranks
         return stats.pending, 0 < stats.oldest < 60, shown
 
     from_loop, from_thread = inspect_group(), await asyncio.to_thread(inspect_group)
-    function = "test_inspection_of_a_group_shows_native_calls_without_a_handover"
+    function = "test_inspection_of_a_group_lists_native_calls_without_handing_them_over"
     seq = comm_of(zero).entered - 2
     assert from_loop == from_thread
     assert from_loop[:2] == (4, True)
@@ -465,9 +465,9 @@ async def test_inspection_of_a_group_shows_native_calls_without_a_handover(ranks
     assert inspect_group()[0] == 0
 
 
-async def test_pending_works_are_listed_oldest_first(ranks: Ranks, limits: Limits) -> None:
+async def test_pending_native_works_are_listed_oldest_first(ranks: Ranks, limits: Limits) -> None:
     zero, one = ranks
-    limits(report_after=100.0)  # makes a timeout of 50 s count as short
+    limits(report_after=100.0)  # with this limit, a timeout of 50 s counts as short
     works = [zero.allreduce(ones(), timeout=timeout) for timeout in (None, 50, 51, None)]
     assert list(map(is_native, works)) == [True, False, False, True]
     assert zero.pending() == works
@@ -477,7 +477,7 @@ async def test_pending_works_are_listed_oldest_first(ranks: Ranks, limits: Limit
     assert zero.pending() == []
 
 
-async def test_counters_and_records_are_those_of_pure_ranks() -> None:
+async def test_counters_and_records_of_native_ranks_equal_those_of_pure_ranks() -> None:
     found = []
     for native in (True, False):
         async with group_of_ranks([native, native], "counted") as pgs:
@@ -501,7 +501,7 @@ async def test_counters_and_records_are_those_of_pure_ranks() -> None:
     assert found[0][2] == found[1][2]
 
 
-async def test_threads_read_stats_while_calls_are_made(ranks: Ranks) -> None:
+async def test_threads_can_read_stats_during_native_calls(ranks: Ranks) -> None:
     zero, one = ranks
     stop, failures = threading.Event(), []
 
@@ -527,7 +527,7 @@ async def test_threads_read_stats_while_calls_are_made(ranks: Ranks) -> None:
     assert failures == []
 
 
-async def test_call_of_no_elements_completes(ranks: Ranks) -> None:
+async def test_native_call_without_elements_completes(ranks: Ranks) -> None:
     works = [pg.allreduce(ones(0)) for pg in ranks]
     await await_all(*works)
     whole = [ones(0), ones(0)]
@@ -535,7 +535,7 @@ async def test_call_of_no_elements_completes(ranks: Ranks) -> None:
     await check_next_call_is_native(ranks)
 
 
-async def test_pure_ranks_use_no_c_code() -> None:
+async def test_pure_ranks_make_no_native_calls() -> None:
     async with group_of_ranks([False, True]) as (zero, one):
         assert native_of(zero) is None
         make_pure(zero)

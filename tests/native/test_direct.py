@@ -83,7 +83,7 @@ def fail_on_plan(*_: Any, **__: Any) -> Any:
 
 
 def forbid_plans(pgs: Sequence[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test if Python plans or starts a call from now on."""
+    """Make the test fail if Python plans or starts a call from now on."""
     for pg in pgs:
         dispatcher = pg._parts.collectives._dispatcher
         monkeypatch.setattr(dispatcher.plans, "known", {})
@@ -104,7 +104,7 @@ async def make_checked_call(pgs: Sequence[ProcessGroup], call: Call, shape: tupl
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), ()])
 @pytest.mark.parametrize("kind", CALLS)
-async def test_repeated_call_on_lists_runs_no_python(
+async def test_repeated_native_list_call_runs_no_python_planning(
     kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with group_of_ranks([True, True]) as pgs:
@@ -116,7 +116,7 @@ async def test_repeated_call_on_lists_runs_no_python(
         assert all(map(is_native, works))
 
 
-async def test_repeated_call_without_a_list_runs_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeated_native_call_without_a_list_runs_no_python_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     async with group_of_ranks([True, True]) as pgs:
 
         def call(pg: ProcessGroup) -> list[Work[Any]]:
@@ -144,7 +144,7 @@ async def test_repeated_call_without_a_list_runs_no_python(monkeypatch: pytest.M
         assert all(map(is_native, first + again))
 
 
-async def test_results_of_lists_are_lists() -> None:
+async def test_native_list_calls_return_lists() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         for make in (list, tuple):
             outputs = make(two_arrays((2,)))
@@ -162,8 +162,8 @@ async def test_results_of_lists_are_lists() -> None:
             await await_work(exchanges[1])
 
 
-async def test_irregular_lists_go_through_python() -> None:
-    """Check lists with arrays of several shapes, a wrong number of arrays, or something else than arrays."""
+async def test_native_call_with_irregular_lists_is_declined() -> None:
+    """Pass lists with arrays of several shapes, a wrong number of arrays, or objects that are not arrays."""
     async with group_of_ranks([True, True]) as pgs:
         native = native_of(pgs[0])
         one = np.ones(2)
@@ -177,7 +177,7 @@ async def test_irregular_lists_go_through_python() -> None:
 
 
 @pytest.mark.parametrize("kind", CALLS)
-async def test_overlapping_output_arrays_are_declined(kind: str) -> None:
+async def test_native_call_with_overlapping_output_arrays_is_declined(kind: str) -> None:
     async with group_of_ranks([True, True]) as pgs:
         await make_checked_call(pgs, CALLS[kind], (4,))
         memory = np.zeros(12)
@@ -197,12 +197,12 @@ async def test_overlapping_output_arrays_are_declined(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CALLS)
-async def test_call_on_lists_is_handed_over_with_flat_arrays(kind: str) -> None:
+async def test_native_list_call_is_handed_over_with_flat_arrays(kind: str) -> None:
     call = CALLS[kind]
     async with group_of_ranks([True, True]) as pgs:
         await make_checked_call(pgs, call, (2, 3))
         given = [call.arguments_of(pg.rank(), (2, 3)) for pg in pgs]
-        late = 0 if kind == "scatter" else 1  # the root of a scatter waits for no rank
+        late = 0 if kind == "scatter" else 1  # a scatter's root waits for no rank, so rank 0 is late there
         first = call.make(pgs[1 - late], *given[1 - late])
         if not first.done():
             native_of(pgs[1 - late]).hand_over()
@@ -213,8 +213,8 @@ async def test_call_on_lists_is_handed_over_with_flat_arrays(kind: str) -> None:
         assert call.has_results(*given[0])
 
 
-async def test_lists_on_other_ranks_than_before_are_detected() -> None:
-    """Check that lists are refused on ranks other than the root, and that the root without a list gets a new one."""
+async def test_list_on_a_rank_other_than_the_root_is_detected_in_a_repeated_native_call() -> None:
+    """Check that lists on ranks other than the root are refused, and that the root without a list gets a new one."""
     async with group_of_ranks([True, True]) as pgs:
         await make_checked_call(pgs, CALLS["gather"], (4,))
         await make_checked_call(pgs, CALLS["scatter"], (4,))

@@ -21,7 +21,7 @@ CALLS, WARM = 500_000, 20_000
 
 
 @pytest.mark.parametrize("dtype", ["f8", "f2"])
-async def test_million_calls_leave_no_memory_and_references(dtype: str) -> None:
+async def test_million_native_calls_leave_no_memory_and_no_references(dtype: str) -> None:
     async with jobs(2) as [pgs]:
         arrays = [np.zeros(4, dtype) for _ in pgs]
         whole, parts = [np.zeros(8, dtype) for _ in pgs], [np.zeros(4, dtype) for _ in pgs]

@@ -28,7 +28,7 @@ def native_of(pg: ProcessGroup) -> Any:
 
 
 async def finished_works() -> tuple[list[ProcessGroup], list[Work[Any]]]:
-    """Return the ranks of a closed group, and native works that finished before it was closed."""
+    """Return the ranks of a closed group, and native works that finished before the group was closed."""
     async with jobs(2) as [pgs]:
         works = [pg.allreduce(np.full(4, 1.0 + pg.rank())) for pg in pgs]
         await until(lambda: all(work.done() for work in works))
@@ -36,20 +36,20 @@ async def finished_works() -> tuple[list[ProcessGroup], list[Work[Any]]]:
         return pgs, works
 
 
-async def test_finished_work_can_be_awaited_after_its_group_is_closed() -> None:
+async def test_finished_native_work_can_be_awaited_after_its_group_is_closed() -> None:
     _, works = await finished_works()
     assert (await works[0]).tolist() == [3.0] * 4
     assert works[1].result().tolist() == [3.0] * 4
 
 
-async def test_finished_work_can_be_inspected_after_its_group_is_closed() -> None:
+async def test_finished_native_work_can_be_inspected_after_its_group_is_closed() -> None:
     pgs, works = await finished_works()
     assert "ALLREDUCE" in repr(works[0])
     assert works[0].group is pgs[0]
     assert await works[0].join() is works[0].result()
 
 
-async def test_call_on_a_closed_group_is_refused() -> None:
+async def test_native_call_on_a_closed_group_is_refused() -> None:
     pgs, _ = await finished_works()
     with pytest.raises(GroupClosedError):
         pgs[0].allreduce(np.ones(4))
@@ -57,7 +57,7 @@ async def test_call_on_a_closed_group_is_refused() -> None:
         pgs[0].allgather_into_tensor(np.ones(8), np.ones(4))
 
 
-async def test_closed_native_calls_decline_and_list_no_calls() -> None:
+async def test_accelerator_object_of_a_closed_group_declines_calls_and_lists_none() -> None:
     async with jobs(2) as [pgs]:
         native = native_of(pgs[0])
     assert native.start(None, [], (), None, 1.0, None) is None
@@ -70,7 +70,7 @@ async def test_closed_native_calls_decline_and_list_no_calls() -> None:
     native.close()
 
 
-async def test_group_is_freed_with_a_reference_cycle_that_holds_its_work() -> None:
+async def test_group_is_freed_together_with_a_reference_cycle_that_holds_its_work() -> None:
     pgs, works = await finished_works()
     comm = weakref.ref(comm_of(pgs[0]))
     cycle: list[Any] = [works[0]]
@@ -82,7 +82,7 @@ async def test_group_is_freed_with_a_reference_cycle_that_holds_its_work() -> No
     assert comm() is None
 
 
-def test_objects_that_were_not_initialized_raise() -> None:
+def test_uninitialized_accelerator_objects_raise_errors() -> None:
     assert core is not None
     calls, lanes, common = (each.__new__(each) for each in (core.Calls, core.PeerLanes, core.CommonLane))
     with pytest.raises(RuntimeError, match="not initialized"):
@@ -94,7 +94,7 @@ def test_objects_that_were_not_initialized_raise() -> None:
         Work.__new__(Work).result()
 
 
-async def test_waiting_thread_gets_the_result() -> None:
+async def test_thread_that_waits_for_a_work_gets_the_result() -> None:
     async with jobs(2) as [pgs]:
         for _ in range(50):
             array = np.ones(4)
@@ -110,7 +110,7 @@ async def test_waiting_thread_gets_the_result() -> None:
             assert array.tolist() == [2.0] * 4
 
 
-async def test_post_seen_before_its_link_closes_is_read_by_python() -> None:
+async def test_post_that_the_accelerator_has_seen_is_read_by_python_after_the_link_closes() -> None:
     async with group_of_ranks([True] * 3) as pgs:
         arrays = [np.full(4, 2.0 ** pg.rank()) for pg in pgs]
         works = [pgs[1].allreduce(arrays[1]), pgs[0].allreduce(arrays[0])]
@@ -126,7 +126,7 @@ async def test_post_seen_before_its_link_closes_is_read_by_python() -> None:
         assert all((array == 7).all() for array in arrays)
 
 
-async def test_scan_list_keeps_no_operation_of_a_closed_group() -> None:
+async def test_polling_list_keeps_no_operation_of_a_closed_group() -> None:
     async with group_of_ranks([True, False]) as (zero, one):
         polling, work = comm_of(one).polling, one.allreduce(np.ones(4))
         polling._scan = list(polling.readers)

@@ -33,7 +33,7 @@ def native_ranks(job: str) -> list[bool]:
 
 
 async def results_of(pgs: Sequence[ProcessGroup], case: Case, first: int) -> tuple[list[Any], list[bool]]:
-    """Make a call on all ranks, rank `first` first; return the result bytes, and whether each rank was native."""
+    """Make a call on all ranks, first on rank `first`; return the result bytes, and whether each rank was native."""
     started = {rank: case.call(pgs[rank]) for rank in [*range(first, len(pgs)), *range(first)]}
     for work, _ in started.values():
         await work
@@ -49,7 +49,7 @@ def chosen_count(number: int, size: int, dtype: str) -> int:
 
 
 async def compare_with_pure_job(job: str, chosen: Sequence[tuple[str, int]]) -> None:
-    """Check that a job and a pure job have the same results for all calls with the chosen dtypes and counts."""
+    """Check that a job and a pure job give equal results for all calls with the chosen dtypes and counts."""
     size, native, turns = len(job), native_ranks(job), itertools.cycle(range(len(job)))
     async with group_of_ranks(native) as pgs, group_of_ranks([False] * size, "pure") as pure:
         for dtype, count in chosen:
@@ -70,8 +70,8 @@ async def compare_with_pure_job(job: str, chosen: Sequence[tuple[str, int]]) -> 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("job", JOBS)
-async def test_mixed_job_has_the_bits_of_a_pure_one(job: str) -> None:
-    """Check one count per dtype; each job takes other counts."""
+async def test_job_of_native_and_pure_ranks_gives_the_same_bits_as_a_pure_job(job: str) -> None:
+    """Check one element count per dtype; each job uses different counts."""
     size, start = len(job), JOBS.index(job)
     chosen = [(dtype, chosen_count(start + place, size, dtype)) for place, dtype in enumerate(DTYPES)]
     await compare_with_pure_job(job, chosen[start % 2 :: 2] if size > 2 else chosen)
@@ -81,14 +81,16 @@ async def test_mixed_job_has_the_bits_of_a_pure_one(job: str) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("job", JOBS)
-async def test_mixed_job_has_the_bits_of_a_pure_one_for_each_count(job: str, dtype: str) -> None:
+async def test_job_of_native_and_pure_ranks_gives_the_same_bits_as_a_pure_job_for_each_count(
+    job: str, dtype: str
+) -> None:
     await compare_with_pure_job(job, [(dtype, count) for count in counts(len(job), dtype)])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("count", [1, 2, 17])
-async def test_nans_are_equal_on_all_ranks(count: int) -> None:
-    """Check each count: NumPy computes different NaN bits for scalars, arrays of one element and longer arrays."""
+async def test_nan_bits_are_equal_on_all_ranks(count: int) -> None:
+    """Check each element count, since NumPy computes other NaN bits for scalars, single elements and longer arrays."""
     async with group_of_ranks([True, False, True]) as pgs:
         for (op, dtype), seed in itertools.product(nans.cases(), range(25)):
             arrays = [array.copy() for array in nans.inputs(dtype, count, 3, seed)]
@@ -100,7 +102,7 @@ async def test_nans_are_equal_on_all_ranks(count: int) -> None:
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN", "NPN"])
 @pytest.mark.parametrize("count", [1, 512, 2048])
-async def test_many_calls_in_flight_use_slots_or_frames(job: str, count: int) -> None:
+async def test_many_concurrent_native_calls_use_slots_or_frames(job: str, count: int) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
         size, number = len(pgs), 3 * SMALL_SLOTS
         calls = [[np.full(count, 2.0**rank + call) for call in range(number)] for rank in range(size)]
@@ -119,7 +121,7 @@ async def test_many_calls_in_flight_use_slots_or_frames(job: str, count: int) ->
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PNN"])
-async def test_keyed_calls_match_in_any_order(job: str) -> None:
+async def test_keyed_calls_of_native_and_pure_ranks_match_in_any_order(job: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
         works, keys = [], [f"layer {number}" for number in range(20)]
         for pg in pgs:
@@ -134,7 +136,7 @@ async def test_keyed_calls_match_in_any_order(job: str) -> None:
                 await work
             assert work.key == key
             assert (array == len(pgs) * keys.index(key)).all()
-        # A key can be reused, and calls without a key continue their own sequence numbers.
+        # Reuse a key, and continue the sequence numbers of calls without a key.
         again = [pg.allreduce(np.ones(1), key=keys[0]) for pg in pgs]
         await asyncio.gather(*again)
         assert {work.seq for work in again} == {3}
@@ -143,7 +145,7 @@ async def test_keyed_calls_match_in_any_order(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["NNNN", "NPNP", "PNPN", "NPPN"])
-async def test_overlapping_groups_share_links(job: str) -> None:
+async def test_overlapping_groups_with_native_ranks_share_links(job: str) -> None:
     """Check ranks that call their groups in different orders, while the calls compete for the same slots."""
     async with group_of_ranks(native_ranks(job)) as pgs:
         whole = list(pgs)
@@ -173,8 +175,8 @@ async def test_overlapping_groups_share_links(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_rank_that_runs_ahead_overwrites_no_slot(job: str) -> None:
-    """Check a root that makes many broadcasts before the reader calls; the root waits for no rank."""
+async def test_native_rank_that_runs_ahead_overwrites_no_unread_slot(job: str) -> None:
+    """Let a root make many broadcasts, waiting for no rank, before the reader calls."""
     async with group_of_ranks(native_ranks(job)) as (zero, one):
         sent = [bits("uint8", count, call) for call, count in enumerate([1, 32, 33, 4096, 4097] * 40)]
         got = [np.zeros_like(array) for array in sent]
@@ -195,7 +197,7 @@ async def test_rank_that_runs_ahead_overwrites_no_slot(job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_calls_before_links_exist_use_frames(job: str) -> None:
+async def test_native_calls_before_links_exist_use_frames(job: str) -> None:
     async with group_of_ranks(native_ranks(job), linked=False) as pgs:
         works = [pg.allreduce(np.full(3, 2.0 ** pg.rank())) for pg in pgs for _ in range(5)]
         assert not any(map(is_native, works))

@@ -17,7 +17,7 @@ KIB = 1024
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("job", "chunk"), [("NP", 256), ("PN", 256), ("PPN", 256), ("NPN", 128), ("NNP", 128)])
-def test_processes_of_both_implementations_reduce_and_move_large_arrays(job: str, chunk: int) -> None:
+def test_native_and_pure_processes_together_reduce_and_transfer_large_arrays(job: str, chunk: int) -> None:
     port = str(free_port())
     ranks = [
         subprocess.Popen(

@@ -37,7 +37,7 @@ def _debug_level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def reasons(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
-    """Return the reasons that rank 0 has logged since the last call; check that all have this level."""
+    """Return the reasons that rank 0 has logged since the last check; all must have this level."""
     found = [
         record
         for record in caplog.records
@@ -54,7 +54,7 @@ async def check_calls(pgs: list[ProcessGroup], *, native: bool) -> None:
     await asyncio.gather(*works)
 
 
-async def test_native_group_logs_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+async def test_group_that_runs_natively_logs_no_reason_against_native_calls(caplog: pytest.LogCaptureFixture) -> None:
     async with group_of_ranks([True, True]) as pgs:
         await check_calls(pgs, native=True)
         pgs[0].timeout = 50.0
@@ -62,7 +62,7 @@ async def test_native_group_logs_no_reason(caplog: pytest.LogCaptureFixture) -> 
     assert reasons(caplog) == []
 
 
-async def test_hook_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_names_a_hook_that_prevents_native_calls_once(caplog: pytest.LogCaptureFixture) -> None:
     async with group_of_ranks([True, True], "watched") as pgs:
         handles = [pg.add_hook(Quiet()) for pg in pgs]
         (record, _) = [each for each in caplog.records if REASON in each.getMessage()]
@@ -79,7 +79,9 @@ async def test_hook_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
         assert reasons(caplog) == ["hook Other observes them, until it is removed"]
 
 
-async def test_hook_of_all_groups_is_named_by_each_group(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_of_each_group_names_a_global_hook_that_prevents_native_calls(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     handle = hooks.add_hook(Quiet())
     try:
         async with group_of_ranks([True, True]) as pgs:
@@ -94,7 +96,7 @@ async def test_hook_of_all_groups_is_named_by_each_group(caplog: pytest.LogCaptu
         assert reasons(caplog) == ["hook Quiet observes them, until it is removed"]
 
 
-async def test_short_timeout_is_named(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_names_a_short_timeout_that_prevents_native_calls(caplog: pytest.LogCaptureFixture) -> None:
     async with group_of_ranks([True, True]) as pgs:
         pgs[0].timeout = 0.1
         pgs[0].timeout = 0.2
@@ -117,7 +119,7 @@ async def check_pure_group(pg: ProcessGroup) -> None:
     ],
     ids=["memory", "unix", "compared"],
 )
-async def test_group_without_native_calls_logs_the_reason(
+async def test_group_without_the_accelerator_logs_the_reason(
     group: GroupOptions, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -128,17 +130,17 @@ async def test_group_without_native_calls_logs_the_reason(
     assert reasons(caplog, logging.DEBUG) == [reason]
 
 
-async def test_group_of_one_rank_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+async def test_group_of_one_rank_logs_why_calls_are_not_native(caplog: pytest.LogCaptureFixture) -> None:
     await run_ranks(1, check_pure_group, options=options("shm"))
     assert reasons(caplog, logging.DEBUG) == ["the group has one rank"]
 
 
-def test_group_in_virtual_time_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_group_in_virtual_time_logs_why_calls_are_not_native(caplog: pytest.LogCaptureFixture) -> None:
     run_virtual(2, check_pure_group)
     assert reasons(caplog, logging.DEBUG) == ["time is virtual"]
 
 
-async def test_group_of_several_hosts_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+async def test_group_on_several_hosts_logs_why_calls_are_not_native(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(store: HashStore, number: int) -> None:
         group = GroupOptions(host_id=f"host {number}", bind="127.0.0.1", encryption="none")
         async with await new_group(store=store, rank=number, world_size=2, options=group) as pg:

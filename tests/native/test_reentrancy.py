@@ -1,4 +1,4 @@
-"""Native calls that run Python code which makes, finishes or hands over other calls."""
+"""Native calls that run Python code, which makes, finishes or hands over other calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def start_allreduce(pg: ProcessGroup, dtype: str) -> Work[Any]:
 
 @pytest.mark.parametrize("dtype", ["f8", "f2"])
 @pytest.mark.parametrize("seed", range(4))
-async def test_finalizer_may_make_and_hand_over_calls(dtype: str, seed: int) -> None:
+async def test_finalizer_can_make_and_hand_over_native_calls(dtype: str, seed: int) -> None:
     chance = random.Random(seed)
     async with jobs(2) as [pgs]:
         works: list[list[Work[Any]]] = [[], []]
@@ -104,7 +104,7 @@ async def test_finalizer_may_make_and_hand_over_calls(dtype: str, seed: int) -> 
 
 @pytest.mark.parametrize("dtype", ["f8", "f2"])
 @pytest.mark.parametrize("collected", range(0, 40, 3))
-async def test_finalizer_may_fail_the_group(dtype: str, collected: int) -> None:
+async def test_finalizer_can_abort_the_group_during_native_calls(dtype: str, collected: int) -> None:
     async with jobs(2) as [pgs]:
         works: list[Work[Any]] = []
         count = 0
@@ -129,7 +129,7 @@ async def test_finalizer_may_fail_the_group(dtype: str, collected: int) -> None:
         assert all(work.done() for work in works)
 
 
-async def test_call_stays_native_until_the_peer_calls() -> None:
+async def test_waiting_native_call_is_not_handed_over_before_the_peer_calls() -> None:
     async with jobs(2) as [pgs]:
         work = start_allreduce(pgs[0], "f8")
         assert native_of(pgs[0]).count == 1
@@ -137,7 +137,7 @@ async def test_call_stays_native_until_the_peer_calls() -> None:
         assert (await work).tolist() == [2.0] * 4
 
 
-async def test_await_that_precedes_a_handover_ends() -> None:
+async def test_await_that_started_before_a_handover_completes() -> None:
     class StartedAwait:
         def __init__(self, work: Work[Any]) -> None:
             self.iterator: Any = work.__await__()

@@ -24,9 +24,9 @@ from ..internals import is_native, native_of
 from .groups import group_of_ranks
 from .test_wrong_arguments import make_common_lane, make_steps
 
-#: The number of counted repetitions, and of those before them, which fill the call history.
+#: The number of counted repetitions, and of earlier repetitions that fill the call history.
 TURNS, WARM = 400, HISTORY + 300
-#: Extension modules give objects at least this reference count to keep them alive for ever.
+#: The minimum reference count by which extension modules keep objects alive forever.
 IMMORTAL = 10**8
 
 Arrays = dict[str, Any]
@@ -46,7 +46,7 @@ def arrays() -> Arrays:
     }
 
 
-#: Calls that the accelerator carries out. Those of the first table run no Python in the group's method.
+#: Calls that the accelerator carries out without Python code in the group's method.
 STRAIGHT: dict[str, Callable[[ProcessGroup, Arrays], Work[Any]]] = {
     "allreduce": lambda pg, a: pg.allreduce(a["x"]),
     "one number": lambda pg, a: pg.allreduce(a["one"]),
@@ -168,7 +168,7 @@ OTHERS: dict[str, Callable[[Ranks], Awaitable[None]]] = {
 
 
 def count_references() -> tuple[int, int]:
-    """Return the number of references to all reachable objects, and the number of allocated memory blocks."""
+    """Return the total number of references to all reachable objects, and the number of allocated memory blocks."""
     gc.collect()
     objects = gc.get_objects()
     reachable = {id(each): each for each in objects} | {id(each): each for each in gc.get_referents(*objects)}
@@ -178,7 +178,7 @@ def count_references() -> tuple[int, int]:
 async def check_no_growth(
     turn: Callable[[], Awaitable[None]], turns: int = TURNS, warm: int = WARM, allowed: float = 0.5
 ) -> int:
-    """Check that turns leave no references and no memory; return the growth of a debug interpreter's total.
+    """Check that repetitions leave no references and no memory; return the growth of a debug interpreter's total.
 
     A leak grows in each of several rounds. Caches and free lists stop growing when they are full.
     """
@@ -211,7 +211,7 @@ def turn_of(call: Callable[[ProcessGroup, Arrays], Work[Any]], ranks: Ranks) -> 
 
 
 @pytest.mark.parametrize("name", NATIVE | PYTHON)
-async def test_calls_leave_no_references(name: str) -> None:
+async def test_native_calls_leave_no_references(name: str) -> None:
     call = (NATIVE | PYTHON)[name]
     async with group_of_ranks([True, True]) as pgs:
         ranks = [(pg, arrays()) for pg in pgs]
@@ -224,14 +224,14 @@ async def test_calls_leave_no_references(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_handed_over_and_refused_calls_leave_no_references(name: str) -> None:
+async def test_handed_over_and_refused_native_calls_leave_no_references(name: str) -> None:
     async with group_of_ranks([True, True]) as pgs:
         ranks = [(pg, arrays()) for pg in pgs]
         await check_no_growth(lambda: OTHERS[name](ranks), turns=100)
 
 
-async def test_groups_leave_no_references() -> None:
-    """Check groups with a wider limit: a group has thousands of references, and free lists keep a few of them."""
+async def test_closed_native_groups_leave_no_references() -> None:
+    """Check groups with a wider limit, since a group has thousands of references and free lists keep a few."""
     made = arrays()["list"]
 
     async def turn() -> None:

@@ -58,13 +58,13 @@ def queue_writer(pg: ProcessGroup) -> Any:
 
 
 def counts(size: int, chunk: int) -> list[int]:
-    """Return counts around those that need another chunk, and one count whose last chunk may have one element."""
+    """Return element counts near multiples of a chunk, and one count whose last chunk may have one element."""
     return [chunk * size + extra for extra in (-size - 1, -1, 0, 2 * size, size)] + [5 * chunk + 7]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("job", JOBS)
-async def test_relay_has_the_bits_of_pure_ranks(job: str) -> None:
+async def test_native_relay_gives_the_same_bits_as_pure_ranks(job: str) -> None:
     size = len(job)
     async with group_of_ranks(native_ranks(job)) as pgs, group_of_ranks([False] * size, "pure") as pure:
         for number, (dtype, op) in enumerate((dtype, op) for dtype in DTYPES for op in OPS if allowed(op, dtype)):
@@ -110,7 +110,7 @@ def start_between_two(
     if kind == "alltoall_base":
         return pg.alltoall_base(other, bits(dtype, 2 * count, rank)), [other]
     if kind == "alltoall":
-        counts = [[9, count], [count - 7, 0]]  # elements that each rank sends to each rank
+        counts = [[9, count], [count - 7, 0]]  # the element counts that each rank sends to each rank
         outputs = [np.zeros(counts[peer][rank], numpy_dtype(dtype)) for peer in range(2)]
         return pg.alltoall(outputs, [bits(dtype, counts[rank][peer], rank, peer) for peer in range(2)]), outputs
     if kind.startswith("gather"):
@@ -130,7 +130,9 @@ def start_between_two(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("job", "dtype"), [("NN", "float32"), ("NP", "complex64"), ("PN", "int16"), ("NN", "float16")])
-async def test_collectives_between_two_ranks_have_the_bits_of_pure_ones(job: str, dtype: str) -> None:
+async def test_large_native_collectives_between_two_ranks_give_the_same_bits_as_pure_ranks(
+    job: str, dtype: str
+) -> None:
     rooted = ("broadcast", "reduce", "gather", "scatter")
     kinds = [f"{name} from {root}" for name in rooted for root in range(2)]
     kinds += [
@@ -158,7 +160,7 @@ async def test_collectives_between_two_ranks_have_the_bits_of_pure_ones(job: str
                 assert found[0] == found[1], f"{kind} of {count} {dtype}"
 
 
-async def test_collectives_between_two_ranks_give_the_closed_form() -> None:
+async def test_large_native_collectives_between_two_ranks_give_closed_form_results() -> None:
     async with group_of_ranks([True, True]) as pgs:
         count = 30 * CHUNK + 14
         kinds = ("broadcast from 0", "reduce from 1", "allgather_into_tensor", "reduce_scatter_tensor")
@@ -202,7 +204,7 @@ async def test_collectives_between_two_ranks_give_the_closed_form() -> None:
 @pytest.mark.parametrize(
     "kind", ["broadcast from 0", "reduce from 1", "allgather_into_tensor", "reduce_scatter_tensor"]
 )
-async def test_collectives_between_two_ranks_can_be_handed_over(kind: str, turns: int) -> None:
+async def test_large_native_collectives_between_two_ranks_can_be_handed_over(kind: str, turns: int) -> None:
     count = 60 * CHUNK
     async with group_of_ranks([True, True]) as pgs, group_of_ranks([True, True], "other") as others:
         results = []
@@ -222,7 +224,7 @@ async def test_collectives_between_two_ranks_can_be_handed_over(kind: str, turns
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "NNN"])
-async def test_calls_in_flight_wait_for_the_chunk_queue_in_order(job: str) -> None:
+async def test_concurrent_native_calls_wait_for_the_chunk_queue_in_order(job: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
         calls = [start_allreduce(pg, (9 - number) * CHUNK) for pg in pgs for number in range(6)]
         calls += [start_allreduce(pg, 3) for pg in pgs]
@@ -233,7 +235,7 @@ async def test_calls_in_flight_wait_for_the_chunk_queue_in_order(job: str) -> No
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "NNN"])
-async def test_keyed_calls_match_in_any_order(job: str) -> None:
+async def test_large_keyed_native_calls_match_in_any_order(job: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
         calls, keys = [], list("abcde")
         for pg in pgs:
@@ -244,7 +246,7 @@ async def test_keyed_calls_match_in_any_order(job: str) -> None:
         await check_sums(calls, len(job))
 
 
-#: Bytes of a chunk, and message lengths around those that change the path or the number of chunks.
+#: Bytes of a chunk, and message lengths near the limits of a path and near multiples of a chunk.
 BYTES = CHUNK * 8
 LENGTHS = [0, 1, *(limit + extra for limit in (BYTES // 2, BYTES, 2 * BYTES, 11 * BYTES) for extra in (-1, 0, 1))]
 LENGTHS += [3_000_017]
@@ -272,7 +274,7 @@ async def check_gather(works: Sequence[Work[Any]], root: int, lengths: Sequence[
 @pytest.mark.parametrize("job", ["NN", "NP", "PN", "PP"])
 @pytest.mark.parametrize("root", [0, 1])
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
-async def test_gather_of_two_ranks_has_both_blocks(job: str, root: int, sized: bool) -> None:
+async def test_native_gather_of_two_ranks_returns_both_blocks(job: str, root: int, sized: bool) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
         for number, length in enumerate(LENGTHS):
             lengths = [LENGTHS[number - 3]] * 2
@@ -291,7 +293,7 @@ async def test_gather_of_two_ranks_has_both_blocks(job: str, root: int, sized: b
 
 @pytest.mark.parametrize("first", [0, 1], ids=["root last", "root first"])
 @pytest.mark.parametrize("job", ["NN", "PN", "NP"])
-async def test_gathers_of_all_kinds_complete_concurrently(job: str, first: int) -> None:
+async def test_native_gathers_of_all_kinds_complete_concurrently(job: str, first: int) -> None:
     lengths = [(number * 70_001 % 900_000, number * 90_001 % 1_000_000) for number in range(12)]
     async with group_of_ranks(native_ranks(job)) as pgs:
         for root in range(2):
@@ -315,7 +317,7 @@ async def test_gathers_of_all_kinds_complete_concurrently(job: str, first: int) 
 
 @pytest.mark.parametrize("job", ["NN", "PN", "NP"])
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
-async def test_gather_uses_frames_while_the_chunk_queue_is_taken(job: str, sized: bool) -> None:
+async def test_native_gather_uses_frames_while_the_chunk_queue_is_in_use(job: str, sized: bool) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
         for root in range(2):
             sender = queue_writer(pgs[1 - root])
@@ -335,7 +337,7 @@ async def test_gather_uses_frames_while_the_chunk_queue_is_taken(job: str, sized
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
-async def test_gather_that_opens_the_link_completes(sized: bool) -> None:
+async def test_native_gather_without_an_open_link_completes(sized: bool) -> None:
     for root in range(2):
         async with group_of_ranks([True, True], linked=False) as pgs:
             works = [start_gather(pg, root, (3 * BYTES + 1, 5 * BYTES), sized) for pg in pgs]
@@ -344,7 +346,7 @@ async def test_gather_that_opens_the_link_completes(sized: bool) -> None:
 
 @pytest.mark.parametrize("turns", range(5))
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
-async def test_gather_can_be_handed_over_at_any_chunk(sized: bool, turns: int) -> None:
+async def test_native_gather_can_be_handed_over_at_any_chunk(sized: bool, turns: int) -> None:
     async with group_of_ranks([True, True]) as pgs:
         for root in range(2):
             lengths = (40 * BYTES + 3, 40 * BYTES + 3)
@@ -358,7 +360,7 @@ async def test_gather_can_be_handed_over_at_any_chunk(sized: bool, turns: int) -
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
-async def test_chunks_of_a_failed_groups_gather_block_no_other(sized: bool) -> None:
+async def test_gather_chunks_of_a_failed_group_block_no_other_group(sized: bool) -> None:
     lengths = (20 * BYTES, 20 * BYTES)
     async with group_of_ranks([True, True]) as pgs:
         for aborted in range(2):
@@ -376,7 +378,7 @@ async def test_chunks_of_a_failed_groups_gather_block_no_other(sized: bool) -> N
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_mismatched_gathers_are_named(job: str) -> None:
+async def test_error_names_both_mismatched_native_gathers(job: str) -> None:
     dtypes = [np.float32, np.float64]
     for sized in (True, False):
         async with group_of_ranks(native_ranks(job)) as pgs:
@@ -392,8 +394,8 @@ async def test_mismatched_gathers_are_named(job: str) -> None:
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 @pytest.mark.parametrize("kind", ["gather", "broadcast"])
-async def test_mismatch_of_finished_calls_is_reported(job: str, kind: str, limits: Limits) -> None:
-    """Check calls that both finish although no rank reads the chunks of its peer."""
+async def test_mismatch_of_finished_native_calls_is_reported(job: str, kind: str, limits: Limits) -> None:
+    """Check calls that finish on both ranks although no rank reads the chunks of its peer."""
     limits(stray_after=0.01)
     async with group_of_ranks(native_ranks(job)) as pgs:
         zero, one = pgs
@@ -444,7 +446,7 @@ async def test_unread_chunks_of_a_group_delay_no_other_group(job: str) -> None:
         await asyncio.gather(*(pg.shutdown() for pg in others))
 
 
-async def test_groups_that_share_a_queue_do_not_wait_for_each_other() -> None:
+async def test_groups_that_share_a_chunk_queue_do_not_wait_for_each_other() -> None:
     """Check two ranks that make their calls in two groups in opposite orders."""
     async with group_of_ranks([True, True]) as pgs:
         others = await asyncio.gather(*(pg.split(0) for pg in pgs))
@@ -460,7 +462,7 @@ async def test_groups_that_share_a_queue_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("turns", range(0, 12, 2))
 @pytest.mark.parametrize("size", [2, 3])
-async def test_call_can_be_handed_over_at_any_chunk(size: int, turns: int) -> None:
+async def test_native_relay_can_be_handed_over_at_any_chunk(size: int, turns: int) -> None:
     async with group_of_ranks([True] * size) as pgs:
         calls = [start_allreduce(pg, 40 * CHUNK) for pg in pgs[1:]]
         for _ in range(turns):
@@ -479,7 +481,7 @@ async def test_call_can_be_handed_over_at_any_chunk(size: int, turns: int) -> No
         assert all(is_native(work) for work, _ in later)
 
 
-async def test_waiting_call_is_handed_over_without_the_chunk_queue() -> None:
+async def test_native_call_that_waits_for_the_chunk_queue_can_be_handed_over() -> None:
     async with group_of_ranks([True, True]) as pgs:
         calls = [start_allreduce(pgs[0], 4 * CHUNK), start_allreduce(pgs[0], 4 * CHUNK)]
         assert native_of(pgs[0]).count == 2
@@ -489,7 +491,7 @@ async def test_waiting_call_is_handed_over_without_the_chunk_queue() -> None:
         await check_sums([*calls, start_allreduce(pgs[1], 4 * CHUNK), start_allreduce(pgs[1], 4 * CHUNK)], 2)
 
 
-async def test_call_goes_to_python_while_the_chunk_queue_is_taken() -> None:
+async def test_call_is_carried_out_in_python_while_the_chunk_queue_is_in_use() -> None:
     async with group_of_ranks([True, True]) as pgs:
         assert queue_writer(pgs[0]).take(1, 99)
         calls = [start_allreduce(pg, 4 * CHUNK) for pg in pgs]
@@ -501,7 +503,7 @@ async def test_call_goes_to_python_while_the_chunk_queue_is_taken() -> None:
         assert all(is_native(work) for work, _ in calls)
 
 
-async def test_chunks_of_a_failed_group_block_no_other() -> None:
+async def test_chunks_of_a_failed_group_block_no_other_group() -> None:
     async with group_of_ranks([True, True]) as pgs:
         others = await asyncio.gather(*(pg.split(0) for pg in pgs))
         await open_links(others)
@@ -519,7 +521,7 @@ async def test_chunks_of_a_failed_group_block_no_other() -> None:
 
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
-async def test_mismatched_calls_are_named(job: str) -> None:
+async def test_error_names_both_mismatched_large_native_calls(job: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
         arrays = [np.ones(8 * CHUNK) for _ in pgs]
         works = [pg.allreduce(x, op) for pg, x, op in zip(pgs, arrays, (ReduceOp.SUM, ReduceOp.MAX), strict=True)]
@@ -529,7 +531,7 @@ async def test_mismatched_calls_are_named(job: str) -> None:
                     await work
 
 
-async def test_counters_and_records_are_those_of_python() -> None:
+async def test_counters_and_records_of_native_relays_equal_those_of_python() -> None:
     async with group_of_ranks([True, True]) as pgs, group_of_ranks([False, False], "pure") as pure:
         for group in (pgs, pure):
             await check_sums([start_allreduce(pg, 8 * CHUNK) for pg in group], 2)
@@ -542,7 +544,7 @@ async def test_counters_and_records_are_those_of_python() -> None:
         assert waits[:2] == waits[2:]
 
 
-async def test_registered_arrays_are_reduced() -> None:
+async def test_native_relays_reduce_registered_arrays() -> None:
     for job in ("NN", "NP"):
         async with group_of_ranks(native_ranks(job)) as pgs:
             arrays = [await pg.empty(9 * CHUNK, np.float64) for pg in pgs]
@@ -555,7 +557,7 @@ async def test_registered_arrays_are_reduced() -> None:
 
 @pytest.mark.parametrize("shift", [0, 1, 15])
 async def test_non_temporal_stores_write_results_at_any_address(shift: int) -> None:
-    """Check messages above 16 MiB, where such stores are used; the bytes around the target stay unchanged."""
+    """Check messages above 16 MiB, which use non-temporal stores; the bytes around the target stay unchanged."""
     count = (17 << 20) + 13
     async with group_of_ranks([True, True]) as pgs:
         given = [np.arange(count + rank, dtype=np.uint32).view(np.uint8)[: count + 40] for rank in range(2)]
@@ -591,7 +593,7 @@ async def test_non_temporal_stores_write_results_at_any_address(shift: int) -> N
 
 @pytest.mark.parametrize("job", ["NNN", "NPN", "PNNP", "NNNNN"])
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "complex128"])
-async def test_broadcast_and_allgather_of_several_ranks_are_relayed(job: str, dtype: str) -> None:
+async def test_native_broadcast_and_allgather_of_several_ranks_use_relays(job: str, dtype: str) -> None:
     size, itemsize = len(job), numpy_dtype(dtype).itemsize
     chunk = CHUNK * 8 // itemsize
     async with group_of_ranks(native_ranks(job)) as pgs:
@@ -617,8 +619,8 @@ async def test_broadcast_and_allgather_of_several_ranks_are_relayed(job: str, dt
         assert [pending_in_python(pg) for pg in pgs] == [0] * size
 
 
-async def test_allgather_of_uneven_blocks_is_not_relayed() -> None:
-    """Check that blocks of different lengths take another path: ranks would not agree on the number of chunks."""
+async def test_native_allgather_of_uneven_blocks_does_not_use_a_relay() -> None:
+    """Check blocks of different lengths, for which ranks would not agree on the number of chunks."""
     async with group_of_ranks([True] * 3) as pgs:
         lengths = [2 * CHUNK, 2 * CHUNK + 1, 5 * CHUNK]
         outputs = [[np.zeros(length) for length in lengths] for _ in pgs]

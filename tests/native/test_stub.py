@@ -20,7 +20,7 @@ SPECIAL = {"__init__", "__await__"}
 
 
 def names_of(body: list[ast.stmt]) -> set[str]:
-    """Return the names that a part of the stub defines."""
+    """Return the names that a part of the type stub defines."""
     named = {node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     return named | {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
 
@@ -37,7 +37,7 @@ FUNCTIONS = dict(stub_functions())
 
 
 def object_named(name: str) -> Callable[..., Any]:
-    """Return the object of the module with a dotted name; for `__init__`, the class."""
+    """Return the object with a dotted name in the module; for `__init__`, the class."""
     made: Any = core
     for part in name.removesuffix(".__init__").split("."):
         made = getattr(made, part)
@@ -65,18 +65,18 @@ def accepts_count(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def test_stub_has_all_names_of_the_module() -> None:
+def test_accelerator_type_stub_declares_all_names_of_the_module() -> None:
     assert names_of(STUB.body) == {name for name in vars(core) if not name.startswith("__")}
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_stub_has_all_attributes_of_a_class(name: str) -> None:
+def test_accelerator_type_stub_declares_all_attributes_of_a_class(name: str) -> None:
     has = {each for each in vars(getattr(core, name)) if not each.startswith("__") or each in SPECIAL}
     assert names_of(CLASSES[name].body) == has
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_stub_marks_final_classes(name: str) -> None:
+def test_accelerator_type_stub_marks_final_classes(name: str) -> None:
     is_final = [ast.unparse(each) for each in CLASSES[name].decorator_list] == ["final"]
     try:
         type("Derived", (getattr(core, name),), {})
@@ -87,7 +87,7 @@ def test_stub_marks_final_classes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_stub_arguments_match_the_docstring(name: str) -> None:
+def test_accelerator_type_stub_arguments_match_the_docstrings(name: str) -> None:
     arguments = FUNCTIONS[name].args
     named = [each.arg for each in (*arguments.posonlyargs, *arguments.args) if each.arg != "self"]
     shown = inspect.signature(object_named(name)).parameters.values()
@@ -97,12 +97,12 @@ def test_stub_arguments_match_the_docstring(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_number_of_arguments_matches_the_stub(name: str) -> None:
+def test_accepted_number_of_arguments_matches_the_type_stub(name: str) -> None:
     arguments = FUNCTIONS[name].args
     most = sum(each.arg != "self" for each in (*arguments.posonlyargs, *arguments.args))
     least = most - len(arguments.defaults)
     function = callable_named(name)
-    # A complete call of `configure` would change the module for later tests.
+    # Do not call `configure` with valid arguments, which would change the module for later tests.
     tried = [least - 1, most + 1] if name == "configure" else range(most + 2)
     assert [count for count in tried if count >= 0 and accepts_count(function, count)] == [
         count for count in tried if least <= count <= most

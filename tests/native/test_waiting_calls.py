@@ -53,7 +53,7 @@ async def check_sums(pgs: list[ProcessGroup], started: list[list[tuple[np.ndarra
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-async def test_waiting_calls_stay_native(size: int) -> None:
+async def test_native_calls_that_wait_for_a_slot_are_not_handed_over(size: int) -> None:
     async with group_of_ranks([True] * size) as pgs:
         started = [start_allreduces(pg) for pg in pgs]
         assert native_of(pgs[0]).waiting == CALLS - SMALL_SLOTS
@@ -62,7 +62,7 @@ async def test_waiting_calls_stay_native(size: int) -> None:
         assert [native_of(pg).waiting for pg in pgs] == [0] * size
 
 
-async def test_last_call_ends_after_earlier_ones() -> None:
+async def test_last_waiting_native_call_ends_after_the_earlier_calls() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero, one = [start_allreduces(pg) for pg in pgs]
         await await_work(zero[-1][1])
@@ -70,7 +70,7 @@ async def test_last_call_ends_after_earlier_ones() -> None:
         await check_sums(pgs, [zero, one])
 
 
-async def test_root_that_runs_ahead_waits_for_its_reader() -> None:
+async def test_native_root_that_runs_ahead_waits_for_its_reader() -> None:
     async with group_of_ranks([True, True]) as (zero, one):
         sent = [np.full(5, float(number)) for number in range(CALLS)]
         got = [np.zeros(5) for _ in sent]
@@ -85,12 +85,12 @@ async def test_root_that_runs_ahead_waits_for_its_reader() -> None:
 
 
 @pytest.mark.parametrize("peer", [True, False], ids=["native peer", "pure peer"])
-async def test_frames_are_used_where_no_slot_becomes_free(immediate_handover: None, peer: bool) -> None:
+async def test_native_calls_use_frames_if_no_slot_becomes_free(immediate_handover: None, peer: bool) -> None:
     async with group_of_ranks([True, peer]) as pgs:
         zero = start_allreduces(pgs[0])
         await until(lambda: not native_of(pgs[0]).waiting)
         assert [is_native(work) for _, work in zero] == [True] * SMALL_SLOTS + [False] * (CALLS - SMALL_SLOTS)
-        # Later calls do not wait until a call has found a free slot again.
+        # After a wait, calls use frames until a call has found a free slot again.
         array = np.full(3, float(CALLS))
         work = pgs[0].allreduce(array)
         assert not is_native(work)
@@ -101,7 +101,7 @@ async def test_frames_are_used_where_no_slot_becomes_free(immediate_handover: No
         await check_sums(pgs, again)
 
 
-async def test_inspected_call_stops_waiting() -> None:
+async def test_inspection_of_a_waiting_native_call_hands_the_call_over() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = start_allreduces(pgs[0])
         for _, work in (zero[-1], zero[SMALL_SLOTS], zero[SMALL_SLOTS + 5]):
@@ -112,8 +112,8 @@ async def test_inspected_call_stops_waiting() -> None:
         await check_sums(pgs, [zero, start_allreduces(pgs[1])])
 
 
-async def test_inspected_waiting_call_is_in_flight() -> None:
-    """Check that a waiting call is found in flight.
+async def test_waiting_native_call_is_listed_as_in_flight() -> None:
+    """Check that an inspection lists a waiting call as in flight.
 
     A broadcast finishes on its root as soon as it is posted. Without a record, it would count as never made.
     """
@@ -130,7 +130,7 @@ async def test_inspected_waiting_call_is_in_flight() -> None:
                 await await_work(work)
 
 
-async def test_keyed_call_does_not_wait_for_other_calls() -> None:
+async def test_keyed_native_call_does_not_wait_for_other_calls() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = start_allreduces(pgs[0])
         keyed = [pg.allreduce(np.ones(3), key="step") for pg in pgs]
@@ -140,8 +140,8 @@ async def test_keyed_call_does_not_wait_for_other_calls() -> None:
         await await_work(keyed[1])
 
 
-async def test_call_of_another_group_does_not_wait() -> None:
-    """Check that a call uses frames if a group with late ranks occupies its slot."""
+async def test_native_call_of_another_group_does_not_wait_for_a_slot() -> None:
+    """Check that a call uses frames if another group, whose ranks are late, occupies its slot."""
     async with group_of_ranks([True, True]) as pgs:
         others = [pg for pg in await asyncio.gather(*(pg.split(0) for pg in pgs)) if pg is not None]
         for pg in (*pgs, *others):
@@ -155,7 +155,7 @@ async def test_call_of_another_group_does_not_wait() -> None:
         await asyncio.gather(*(pg.shutdown() for pg in others))
 
 
-async def test_mismatch_names_the_waiting_call() -> None:
+async def test_mismatch_error_names_the_waiting_native_call() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = start_allreduces(pgs[0])
         one = [pgs[1].allreduce(np.ones(4 if number == CALLS - 1 else 3)) for number in range(CALLS)]
@@ -168,7 +168,7 @@ async def test_mismatch_names_the_waiting_call() -> None:
             await work
 
 
-async def test_waiting_calls_fail_with_their_group() -> None:
+async def test_waiting_native_calls_fail_if_their_group_fails() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = start_allreduces(pgs[0])
         pgs[1].abort()
@@ -178,7 +178,7 @@ async def test_waiting_calls_fail_with_their_group() -> None:
         assert len(comm_of(pgs[0]).in_flight) == 0
 
 
-async def test_waiting_calls_time_out(limits: Limits) -> None:
+async def test_waiting_native_calls_time_out(limits: Limits) -> None:
     limits(report_after=0.05)
     async with group_of_ranks([True, True], timeout=0.3) as pgs:
         zero = start_allreduces(pgs[0])
@@ -190,7 +190,7 @@ async def test_waiting_calls_time_out(limits: Limits) -> None:
                 await work
 
 
-async def test_waiting_calls_end_when_their_group_is_closed() -> None:
+async def test_waiting_native_calls_fail_when_their_group_is_closed() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = start_allreduces(pgs[0])
         pgs[0].abort()
@@ -198,7 +198,7 @@ async def test_waiting_calls_end_when_their_group_is_closed() -> None:
         assert all(isinstance(work.exception(), GroupError) for _, work in zero)
 
 
-async def test_waiting_calls_are_recorded_and_counted() -> None:
+async def test_waiting_native_calls_are_recorded_and_counted() -> None:
     async with group_of_ranks([True, True]) as pgs:
         before = counted_calls(pgs[0])
         started = [start_allreduces(pg) for pg in pgs]
@@ -209,7 +209,7 @@ async def test_waiting_calls_are_recorded_and_counted() -> None:
 
 
 @pytest.mark.parametrize("stays_native", [True, False])
-async def test_calls_with_a_python_reduction_may_wait(
+async def test_calls_with_a_python_reduction_can_wait_for_a_slot(
     stays_native: bool, monkeypatch: pytest.MonkeyPatch, no_handover: None
 ) -> None:
     """Check that waiting calls can finish inside the engine's context, which cannot be entered twice."""

@@ -29,13 +29,13 @@ Ranks = tuple[ProcessGroup, ProcessGroup]
 
 @pytest.fixture(params=WORKS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of the works that a test starts on rank 0."""
+    """Return the kind of works that a test starts on rank 0."""
     return str(request.param)
 
 
 @pytest.fixture
 async def ranks(kind: str) -> AsyncIterator[Ranks]:
-    """Yield two ranks; the works of rank 0 are of one kind."""
+    """Yield two ranks; all works of rank 0 are of the kind under test."""
     async with group_of_ranks([kind != "completion", True]) as (zero, one):
         yield zero, one
 
@@ -45,12 +45,12 @@ def ones() -> np.ndarray:
 
 
 async def finish_calls(ranks: Ranks, **named: Any) -> None:
-    """Make the call on rank 1, and wait until all calls of rank 0 have finished."""
+    """Make the matching call on rank 1, and wait until all calls of rank 0 have finished."""
     await ranks[1].allreduce(ones(), **named)
     await until(lambda: not len(comm_of(ranks[0]).in_flight))
 
 
-async def test_work_is_of_the_public_type_and_may_be_subscripted(kind: str, ranks: Ranks) -> None:
+async def test_work_has_the_public_class_and_can_be_subscripted(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
     assert type(work) is Work is aiocoll.Work
@@ -67,10 +67,10 @@ async def test_work_is_of_the_public_type_and_may_be_subscripted(kind: str, rank
     await work
 
 
-async def test_work_attributes_are_the_same_before_and_after_the_end(kind: str, ranks: Ranks) -> None:
+async def test_work_attributes_are_equal_before_and_after_completion(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
-    seq = work.seq if kind != "native" else None  # reading `seq` of a native work hands the call over to Python
+    seq = work.seq if kind != "native" else None  # not read for a native work, since this hands the call over to Python
     assert not work.done()
     assert not work.is_completed()
     assert not work.is_success()
@@ -93,7 +93,7 @@ async def test_work_attributes_are_the_same_before_and_after_the_end(kind: str, 
     assert repr(keyed) == "<Work ALLREDUCE seq=1 key='step' done>"
 
 
-async def test_work_attributes_can_be_read_in_flight(kind: str, ranks: Ranks) -> None:
+async def test_work_attributes_can_be_read_before_completion(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
     assert repr(work) == f"<Work ALLREDUCE seq={work.seq} pending>"
@@ -102,7 +102,7 @@ async def test_work_attributes_can_be_read_in_flight(kind: str, ranks: Ranks) ->
     assert (await work == 2).all()
 
 
-async def test_work_has_a_result_after_its_end_only(kind: str, ranks: Ranks) -> None:
+async def test_work_result_is_available_only_after_completion(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start_allreduce(kind, zero, array)
@@ -117,7 +117,7 @@ async def test_work_has_a_result_after_its_end_only(kind: str, ranks: Ranks) -> 
     assert (array == 2).all()
 
 
-async def test_work_is_awaited_any_number_of_times_by_any_task(kind: str, ranks: Ranks) -> None:
+async def test_work_can_be_awaited_repeatedly_by_any_task(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start_allreduce(kind, zero, array)
@@ -194,7 +194,7 @@ def reachable(start_at: Any, depth: int) -> list[Any]:
     return found
 
 
-async def test_asyncio_takes_works_as_futures(kind: str, ranks: Ranks) -> None:
+async def test_asyncio_functions_accept_works_like_futures(kind: str, ranks: Ranks) -> None:
     zero, one = ranks
     loop = asyncio.get_running_loop()
     for way in (gather, wait, wait_first, wait_for, shield, as_completed, task_group, get_future, ensure_future):
@@ -258,7 +258,7 @@ async def ensure_future(work: Any) -> Any:
     return await asyncio.ensure_future(work)
 
 
-async def test_wait_for_that_expires_cancels_the_await_only(kind: str, ranks: Ranks) -> None:
+async def test_expired_wait_for_cancels_only_the_await_of_a_work(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start_allreduce(kind, zero, array)
@@ -276,7 +276,7 @@ async def test_wait_for_that_expires_cancels_the_await_only(kind: str, ranks: Ra
     assert await work is array
 
 
-async def test_callbacks_are_called_once_in_a_separate_iteration(kind: str, ranks: Ranks) -> None:
+async def test_done_callbacks_are_called_once_in_a_separate_loop_iteration(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     called: list[Any] = []
 
@@ -337,7 +337,7 @@ async def test_other_thread_can_inspect_a_work(kind: str, ranks: Ranks) -> None:
     )
 
 
-async def test_inspection_by_another_thread_hands_over_no_call(ranks: Ranks, kind: str) -> None:
+async def test_inspection_by_another_thread_does_not_hand_native_calls_over(ranks: Ranks, kind: str) -> None:
     """Check that another thread hands no call over: only the thread of the loop may use the engine."""
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
@@ -355,7 +355,7 @@ async def test_inspection_by_another_thread_hands_over_no_call(ranks: Ranks, kin
     assert (await work == 2).all()
 
 
-async def test_inspection_by_a_forked_child_hands_over_no_call(kind: str, ranks: Ranks) -> None:
+async def test_inspection_by_a_forked_child_does_not_hand_native_calls_over(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
 
@@ -370,7 +370,7 @@ async def test_inspection_by_a_forked_child_hands_over_no_call(kind: str, ranks:
     assert (await work == 2).all()
 
 
-async def test_await_in_another_loop_is_refused(kind: str, ranks: Ranks) -> None:
+async def test_await_of_a_work_in_another_event_loop_is_refused(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
 
@@ -385,7 +385,7 @@ async def test_await_in_another_loop_is_refused(kind: str, ranks: Ranks) -> None
     assert (await work == 2).all()
 
 
-async def test_weak_references_end_with_the_work(kind: str, ranks: Ranks) -> None:
+async def test_weak_references_to_a_work_end_with_the_work(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     ended: list[str] = []
     array = ones()
@@ -405,7 +405,7 @@ async def test_weak_references_end_with_the_work(kind: str, ranks: Ranks) -> Non
         gc.enable()
 
 
-async def test_ended_work_keeps_nothing_but_its_result(kind: str, ranks: Ranks) -> None:
+async def test_completed_work_references_only_its_result(kind: str, ranks: Ranks) -> None:
     zero, one = ranks
     for _ in range(3):  # plans and views of the first call are cached
         whole, part = np.ones(6), np.ones(3)
@@ -421,7 +421,7 @@ async def test_ended_work_keeps_nothing_but_its_result(kind: str, ranks: Ranks) 
         assert work.result() is whole
 
 
-async def test_work_references_are_balanced(kind: str, ranks: Ranks) -> None:
+async def test_reference_counts_of_works_are_balanced(kind: str, ranks: Ranks) -> None:
     zero, one = ranks
     array, mine = ones(), ones()
     sizes, counts = [], []
@@ -468,13 +468,13 @@ async def test_works_leave_no_reference_cycles(kind: str, ranks: Ranks) -> None:
     assert found == []
 
 
-async def test_await_is_an_iterator_that_refuses_to_start_over(kind: str, ranks: Ranks) -> None:
+async def test_await_iterator_of_a_work_cannot_be_restarted(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
     iterator = work.__await__()
     future = next(iterator)
     assert asyncio.isfuture(future)
-    future._asyncio_future_blocking = False  # a task does this with a future that it waits for
+    future._asyncio_future_blocking = False  # a task sets this flag on a future that it waits for
     await finish_calls(ranks)
     with pytest.raises(StopIteration) as ended:
         next(iterator)
@@ -483,7 +483,7 @@ async def test_await_is_an_iterator_that_refuses_to_start_over(kind: str, ranks:
         iterator.close()
 
 
-async def test_dropped_await_does_not_stop_the_operation(kind: str, ranks: Ranks) -> None:
+async def test_deleted_await_iterator_does_not_cancel_the_operation(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
     iterator = work.__await__()
@@ -494,7 +494,7 @@ async def test_dropped_await_does_not_stop_the_operation(kind: str, ranks: Ranks
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks come with Python 3.12")
-async def test_eager_tasks_await_works(kind: str, ranks: Ranks) -> None:
+async def test_eager_tasks_can_await_works(kind: str, ranks: Ranks) -> None:
     loop = asyncio.get_running_loop()
     eager: Any = partial(asyncio.Task, loop=loop, eager_start=True)  # uvloop does not accept an eager task factory
     work = start_allreduce(kind, ranks[0], ones())
@@ -507,7 +507,7 @@ async def test_eager_tasks_await_works(kind: str, ranks: Ranks) -> None:
     assert (await late == 2).all()
 
 
-async def test_work_that_is_never_awaited_leads_to_a_warning_in_debug_mode(kind: str) -> None:
+async def test_work_that_is_never_awaited_emits_a_warning_in_debug_mode(kind: str) -> None:
     uses = (None, await_use, call_done, call_result, add_callback, inspect_too_early)
     for use in uses:
         texts = await warnings_of(kind, use)
@@ -540,7 +540,7 @@ async def warnings_of(kind: str, use: Callable[[Any], Awaitable[object]] | None)
 
 
 async def inspect_too_early(work: Any) -> None:
-    """Read the result too early. This does not count as a use of the work."""
+    """Read the result too early, which does not count as a use of the work."""
     assert not work.done()
     with pytest.raises(asyncio.InvalidStateError):
         work.result()
@@ -612,7 +612,7 @@ class Named(Work):  # type: ignore[type-arg]
     __slots__ = ("name",)
 
 
-async def test_subclasses_work_over_completions(kind: str, ranks: Ranks) -> None:
+async def test_subclass_of_work_can_wrap_a_completion(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
     named = Named(work._completion)  # the only way for a program to get a completion

@@ -33,12 +33,12 @@ TIMEOUT = 0.3
 
 @pytest.fixture(params=WORKS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of the works that a test starts on rank 0."""
+    """Return the kind of works that a test starts on rank 0."""
     return str(request.param)
 
 
 async def make_mismatch(zero: ProcessGroup, one: ProcessGroup) -> None:
-    """Make another call on rank 1."""
+    """Make a different call on rank 1, so that the calls mismatch."""
     with pytest.raises(CollectiveMismatchError):
         await one.broadcast(np.ones(3), 0)
 
@@ -81,7 +81,9 @@ each_failure = pytest.mark.parametrize(("fail", "error", "text"), FAILURES, ids=
 
 
 @each_failure
-async def test_failure_is_raised_in_every_awaiter(kind: str, fail: Fail, error: type[Exception], text: str) -> None:
+async def test_failure_of_a_work_is_raised_in_every_awaiting_task(
+    kind: str, fail: Fail, error: type[Exception], text: str
+) -> None:
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
         called: list[Any] = []
         work = start_allreduce(kind, zero, np.ones(3))
@@ -133,7 +135,7 @@ async def test_group_is_revoked_by_the_first_failure(kind: str, fail: Fail, erro
 
 
 @each_failure
-async def test_unseen_failure_is_logged_with_the_line_of_the_call(
+async def test_unretrieved_failure_of_a_work_is_logged_with_the_line_of_the_call(
     kind: str, fail: Fail, error: type[Exception], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "aiocoll")
@@ -145,14 +147,16 @@ async def test_unseen_failure_is_logged_with_the_line_of_the_call(
         await until(lambda: not len(comm_of(zero).in_flight))
     gc.collect()
     logged = [each.getMessage() for each in caplog.records if "rank 0: exception of ALLREDUCE" in each.getMessage()]
-    expected = fail is not abort_group  # the program on rank 0 aborted the group itself
+    expected = fail is not abort_group  # no log record if the program on rank 0 aborted the group itself
     assert len(logged) == expected, logged
     if expected:
         assert re.search(r"ALLREDUCE \(sequence 2\) called at \S*native/groups.py:\d+ was never retrieved", logged[0])
 
 
 @pytest.mark.parametrize("when", ["in flight", "after the failure"])
-async def test_seen_failure_is_not_logged(kind: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_retrieved_failure_of_a_work_is_not_logged(
+    kind: str, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.ERROR, "aiocoll")
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
         work = start_allreduce(kind, zero, np.ones(3))
@@ -183,7 +187,7 @@ async def test_failed_works_leave_no_reference_cycles(kind: str) -> None:
             gc.enable()
 
 
-async def test_works_of_a_closed_loop_can_be_inspected(kind: str) -> None:
+async def test_failed_works_of_a_closed_loop_can_be_inspected(kind: str) -> None:
     kept: list[Work[Any]] = []
 
     async def program() -> None:

@@ -1,4 +1,4 @@
-"""Arguments from the Python package that the accelerator refuses, so that a mistake there accesses no wrong memory."""
+"""Wrong arguments from the Python package, which the accelerator refuses so that no wrong memory is accessed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_common_lane(layout: tuple[int, ...] = LAYOUT, nbytes: int = NBYTES, **o
     return core.CommonLane(aligned_memory(nbytes), layout, posted, bytearray(SLOTS), readers, lambda *_: True)
 
 
-def test_lane_that_fits_is_accepted() -> None:
+def test_accelerator_accepts_a_lane_that_fits_its_memory() -> None:
     make_common_lane().close()
 
 
@@ -54,19 +54,19 @@ def test_lane_that_fits_is_accepted() -> None:
         (*LAYOUT[:4], MIDDLE + 1, 0),
     ],
 )
-def test_layout_that_is_longer_than_its_memory_is_refused(layout: tuple[int, ...]) -> None:
+def test_accelerator_refuses_a_layout_that_is_longer_than_its_memory(layout: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         make_common_lane(layout)
 
 
-def test_lane_whose_arrays_are_short_is_refused() -> None:
+def test_accelerator_refuses_a_lane_with_too_short_arrays() -> None:
     with pytest.raises(ValueError, match="one number"):
         make_common_lane(posted=array("Q", bytes(8)))
     with pytest.raises(ValueError, match="one list"):
         make_common_lane(readers=[()])
 
 
-def test_second_initialization_is_refused() -> None:
+def test_accelerator_object_refuses_a_second_initialization() -> None:
     lane = make_common_lane()
     with pytest.raises(TypeError, match="already initialized"):
         lane.__init__(
@@ -75,7 +75,7 @@ def test_second_initialization_is_refused() -> None:
 
 
 def make_steps(size: int = 2, buffers: int = 2, dtype: str = "f8", **parts: Any) -> Any:
-    """Return the steps of an allreduce of two elements; `parts` replace some of them."""
+    """Return the schedule steps of an allreduce of two elements; `parts` replaces some fields."""
     assert core is not None
     given = {
         "copies": (),
@@ -93,7 +93,7 @@ def make_steps(size: int = 2, buffers: int = 2, dtype: str = "f8", **parts: Any)
     )
 
 
-def test_consistent_steps_are_accepted() -> None:
+def test_accelerator_accepts_consistent_schedule_steps() -> None:
     make_steps()
     make_steps(dtype=">f8")
 
@@ -130,7 +130,7 @@ def test_consistent_steps_are_accepted() -> None:
         {"moves": ((0, 9),)},
     ],
 )
-def test_inconsistent_steps_are_refused(parts: dict[str, Any]) -> None:
+def test_accelerator_refuses_inconsistent_schedule_steps(parts: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match=r"does not exist|out of range|inconsistent|not a rank|have a reader|is invalid"
     ):
@@ -138,7 +138,7 @@ def test_inconsistent_steps_are_refused(parts: dict[str, Any]) -> None:
 
 
 def make_relay(**parts: Any) -> Any:
-    """Return the steps of a reduction from one rank to its peer; `parts` replace some of them."""
+    """Return the relay steps of a reduction from one rank to its peer; `parts` replaces some fields."""
     assert core is not None
     size = parts.pop("size", 2)
     given = {"chunk": 4, "behind": 1, "puts": (), "takes": ((0, 0, 9),), "sources": ((0, 0, 9),), "copy": ()} | parts
@@ -146,7 +146,7 @@ def make_relay(**parts: Any) -> Any:
     return core.Steps(*numbers, tuple(given.values()), np.add, lambda *_: None)
 
 
-def test_consistent_relay_is_accepted() -> None:
+def test_accelerator_accepts_a_consistent_relay() -> None:
     make_relay()
     make_relay(copy=((0, 0, 5), (1, 4, 9)))
     make_relay(puts=((0, 0, 4), (0, 4, 9)), takes=((0, 4, 9), (0, 0, 4)), sources=((0, 4, 9),))
@@ -175,6 +175,6 @@ def test_consistent_relay_is_accepted() -> None:
         {"copy": ((0, 0, 5), (1, 0, 6))},
     ],
 )
-def test_inconsistent_relay_is_refused(parts: dict[str, Any]) -> None:
+def test_accelerator_refuses_an_inconsistent_relay(parts: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"does not exist|out of range|inconsistent"):
         make_relay(**parts)

@@ -1,4 +1,4 @@
-"""Mutants: small faults that a programmer could make, each at one place, as valid Python code."""
+"""Mutants: small faults that a programmer could make, each at one code place, as valid Python code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Mutant(NamedTuple):
         return Place(self.where, self.old)
 
 
-#: Operators that programmers confuse.
+#: Comparison operators that programmers confuse.
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt),
     ast.LtE: (ast.Lt, ast.GtE),
@@ -122,7 +122,7 @@ def _constant(node: ast.AST) -> Iterator[ast.AST]:
 
 def _arguments(node: ast.AST) -> Iterator[ast.AST]:
     match node:
-        # Arguments of one syntactic kind: the called function would refuse others at once.
+        # Swap only arguments of the same syntactic kind, since the called function would refuse others at once.
         case ast.Call(func, [first, second, *others], keywords) if type(first) is type(second) is not ast.Starred:
             if text(func) not in ("isinstance", "min", "max"):
                 yield ast.Call(func, [second, first, *others], keywords)

@@ -1,4 +1,4 @@
-"""Places in the package, which are found again after code has moved.
+"""Code places in the package, which can be found again after the code has moved.
 
 A place is a statement, or the condition of a compound statement. It is identified by the qualified name of its function
 and by its text from `ast.unparse`. The file and the line are not part of the identity.
@@ -48,7 +48,7 @@ class Spot(NamedTuple):
     nodes: tuple[ast.AST, ...]
 
     def replaced(self, source: bytes, new: tuple[str, ...]) -> bytes:
-        """Return `source` with `new` in place of the nodes; all other bytes stay the same."""
+        """Return `source` with the nodes replaced by `new`; all other bytes stay the same."""
         lines = source.splitlines(keepends=True)
         starts = [0]
         for line in lines:
@@ -61,7 +61,7 @@ class Spot(NamedTuple):
 
 
 def text(node: ast.AST) -> str:
-    """Return the text by which a statement or an expression is compared."""
+    """Return the normalized text by which a statement or an expression is compared."""
     return ast.unparse(node)
 
 
@@ -90,7 +90,7 @@ def sequences(function: Function) -> Iterator[list[ast.stmt]]:
 
 
 def spots(path: Path, function: Function) -> Iterator[Spot]:
-    """Yield the places of a function that have one statement or one condition."""
+    """Yield the code places of a function that consist of one statement or one condition."""
     for block in sequences(function):
         for node in block:
             if isinstance(node, SIMPLE):
@@ -122,7 +122,7 @@ class Package:
                 self._collect(path, node, prefix)
 
     def find(self, place: Place) -> list[Spot]:
-        """Return the spots of a place: exactly one if the place is unique and still exists."""
+        """Return the spots that match a place: exactly one if the place is unique and still exists."""
         found = []
         for path, function in self.functions.get(place.where, ()):
             if len(place.old) == 1:

@@ -1,4 +1,4 @@
-"""A test of the tests: plant faults in a copy of the tree, one at a time, and report those that no test catches.
+"""Mutation testing: plant faults in a copy of the tree, one at a time, and report those that no test catches.
 
 python -m tests.planted                     all faults: written by hand, and drawn at random
 python -m tests.planted --only relay        the faults of a subject, or of a function
@@ -32,13 +32,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAULTS = HERE / "faults.json"
 EQUIVALENT = HERE / "equivalent.json"
-#: The seed of the random choice. Another seed draws other faults.
+#: The seed of the random choice of faults.
 SEED = "planted"
 BY_HAND = "by hand"
 #: The time limit of a test run: a base in seconds, for a busy machine, plus this multiple of the time without a fault.
 #: A longer run counts as hung.
 FLOOR, TIMES = 40.0, 4.0
-#: Files and folders that the tests need.
+#: Files and folders of the tree that the tests need.
 PARTS = ("aiocoll", "tests", "docs", "examples", "bench", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md")
 
 
@@ -82,7 +82,7 @@ def key(mutant: Mutant) -> tuple[str, str, str]:
 
 
 class Tree:
-    """A copy of the tree that has at most one fault at a time.
+    """A copy of the source tree that contains at most one fault at a time.
 
     Args:
         root: the original tree.
@@ -96,7 +96,7 @@ class Tree:
                 shutil.copytree(root / part, self.root / part, ignore=shutil.ignore_patterns("__pycache__", ".venvs"))
             elif (root / part).exists():
                 shutil.copy(root / part, self.root / part)
-        # By hash: by time, a file that changes twice within a second would keep its old bytecode.
+        # Validate bytecode by hash: with time stamps, a file changed twice within a second would keep old bytecode.
         compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", parts[0]]
         subprocess.run(compiled, cwd=self.root, check=True)
         self._package = Package(self.root / parts[0])
@@ -119,7 +119,7 @@ class Tree:
                 and "::" in failed
                 and self._pytest([failed.partition(" ")[2]], limit, native) is None
             ):
-                # The test passes alone, so the failure may be due to a busy machine.
+                # The test passes alone, so repeat the run: the failure may be due to a busy machine.
                 failed = self._pytest(arguments, limit, native)
             if failed is not None:
                 return failed
@@ -145,7 +145,7 @@ class Tree:
             return f"no end within {limit:.0f} s"
         finally:
             if process.poll() is None:
-                # The whole session, since tests start processes.
+                # Kill the whole session, since tests start processes.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
         if process.returncode == 0:
@@ -177,7 +177,8 @@ def redraw_lost(faults: Sequence[Mutant]) -> list[Mutant]:
         candidates = mutants(package, subject, files(package, subject))
         kept += draw(candidates, count - len(mine), f"{SEED} {subject}", kept)
     subjects = list(SUBJECTS)
-    # Faults by hand must be updated by hand. They stay in the list, and `test_fault_places_exist` reports them.
+    # Faults that were written by hand must be updated by hand. They stay in the list, and the test
+    # `test_code_places_of_all_recorded_faults_exist` reports them.
     lost = [mutant for mutant in faults if mutant.kind == BY_HAND and mutant not in kept]
     return sorted([*kept, *lost], key=lambda mutant: (mutant.kind != BY_HAND, subjects.index(mutant.subject)))
 
@@ -190,7 +191,7 @@ class Limits:
         self._lock = threading.Lock()
 
     def of(self, subject: str, tree: Tree) -> list[float]:
-        """Return the limit in seconds for each run of a subject's tests; `tree` must have no fault."""
+        """Return the time limit for each run of a subject's tests, in seconds; `tree` must contain no fault."""
         found = SUBJECTS[subject]
         with self._lock:
             for run in found.tests:

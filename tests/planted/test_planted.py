@@ -75,7 +75,7 @@ HANGS = fault("count", "left.pop()", "pass")
         (HANGS, "no end within 3 s"),
     ],
 )
-def test_planted_fault_is_caught_or_survives(planted: Mutant, test: str | None, toy: Path) -> None:
+def test_planted_fault_is_reported_as_caught_or_surviving(planted: Mutant, test: str | None, toy: Path) -> None:
     tree = Tree(toy, ("toy", "tests"))
     try:
         failed = tree.judge(planted, [("test_sums.py",)], [3.0 if planted == HANGS else 60.0])
@@ -87,7 +87,7 @@ def test_planted_fault_is_caught_or_survives(planted: Mutant, test: str | None, 
     assert (toy / "toy/sums.py").read_text() == TOY
 
 
-def test_planted_fault_replaces_only_its_place(toy: Path) -> None:
+def test_planted_fault_changes_only_its_code_place(toy: Path) -> None:
     (spot,) = Package(toy).find(Place("count", ("left.pop()", "done += 1")))
     changed = spot.replaced(TOY.encode(), ("done += 2", "left.pop()")).decode()
     assert changed == TOY.replace("left.pop()\n        done += 1", "done += 2\n        left.pop()")
@@ -97,7 +97,7 @@ def test_planted_fault_replaces_only_its_place(toy: Path) -> None:
     )
 
 
-def test_place_of_a_moved_function_is_found(toy: Path) -> None:
+def test_place_of_a_fault_is_found_after_its_function_has_moved(toy: Path) -> None:
     place = Place("Adder.total", ("found += number",))
     (toy / "toy/sums.py").unlink()
     (toy / "toy/inner").mkdir()
@@ -108,7 +108,7 @@ def test_place_of_a_moved_function_is_found(toy: Path) -> None:
     assert len(Package(toy).find(place)) == 2
 
 
-def test_drawing_depends_on_the_seed_and_covers_all_kinds(toy: Path) -> None:
+def test_random_choice_of_faults_depends_on_the_seed_and_covers_all_kinds(toy: Path) -> None:
     package = Package(toy / "toy")
     candidates = mutants(package, "toy", [toy / "toy/sums.py"])
     assert {mutant.kind for mutant in candidates} == set(KINDS) - {"arguments"}
@@ -124,7 +124,7 @@ def test_drawing_depends_on_the_seed_and_covers_all_kinds(toy: Path) -> None:
 
 
 @each("mutant", FAULTS)
-def test_fault_places_exist(mutant: Mutant) -> None:
+def test_code_places_of_all_recorded_faults_exist(mutant: Mutant) -> None:
     spots = package().find(mutant.place)
     remedy = "update faults.json" if mutant.kind == BY_HAND else "run `python -m tests.planted --draw`"
     assert len(spots) == 1, f"{mutant.where} has no {'; '.join(mutant.old)!r}: {remedy}"
@@ -134,20 +134,20 @@ def test_fault_places_exist(mutant: Mutant) -> None:
     ast.parse(changed)
 
 
-def test_number_of_drawn_faults_is_as_configured() -> None:
+def test_number_of_drawn_faults_equals_the_configured_number() -> None:
     drawn = Counter(mutant.subject for mutant in FAULTS if mutant.kind != BY_HAND)
     assert drawn == quota()
     assert sum(quota().values()) == COUNT
     assert len(set(FAULTS)) == len(FAULTS)
 
 
-def test_every_equivalence_reason_belongs_to_a_fault() -> None:
+def test_every_recorded_equivalence_reason_belongs_to_a_fault() -> None:
     strange = reasons().keys() - {key(mutant) for mutant in FAULTS}
     assert not strange, f"equivalent.json has entries without a fault: {strange}"
 
 
 @each("subject", SUBJECTS)
-def test_modules_and_tests_of_a_subject_exist(subject: str) -> None:
+def test_modules_and_tests_of_each_fault_subject_exist(subject: str) -> None:
     assert files(package(), subject)
     for run in SUBJECTS[subject].tests:
         assert pytest_arguments(ROOT / "tests", run)

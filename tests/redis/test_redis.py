@@ -1,4 +1,4 @@
-"""`RedisStore`: outages, lost data, passwords, certificates, and data left on the server."""
+"""The Redis store: outages, lost data, passwords, certificates, and data left on the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..internals import Limits
 from ..ranks import until
 from ..redis_server import RedisServer, need_redis, redis_server, request
 
-#: Seconds within which a wait must end that only a notification can end. Polling is off.
+#: Seconds within which a notification must end a wait; polling is off.
 SOON = 10.0
 LOST = "has lost the entries of this job"
 
@@ -55,7 +55,7 @@ def own_server(tmp_path: Path) -> Iterator[RedisServer]:
 # -- waits
 
 
-async def test_wait_is_notified_when_its_key_appears(
+async def test_redis_wait_is_notified_when_its_key_is_set(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
     limits(redis_look_every=math.inf)
@@ -71,7 +71,7 @@ async def test_wait_is_notified_when_its_key_appears(
         assert await pop == b"item"
 
 
-async def test_key_set_while_a_wait_starts_is_found(
+async def test_redis_wait_finds_a_key_that_is_set_while_the_wait_starts(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
     limits(redis_look_every=math.inf)
@@ -85,12 +85,14 @@ async def test_key_set_while_a_wait_starts_is_found(
         await subscribing
 
 
-async def test_aclose_ends_waits_at_once(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
+async def test_aclose_of_a_redis_store_ends_waits_at_once(
+    own_server: RedisServer, open_store: OpenStore, limits: Limits
+) -> None:
     limits(redis_look_every=math.inf)
     store = open_store(own_server.url)
     waits = [asyncio.create_task(store.get("never")), asyncio.create_task(store.queue_pop("never"))]
     await until(lambda: own_server.listeners() == 1)
-    for _ in range(5):  # the waits receive the notice of their subscription, and read again
+    for _ in range(5):  # let the waits receive the notice of their subscription and read again
         await store.check([])
     async with asyncio.timeout(SOON):
         await store.aclose()
@@ -99,8 +101,10 @@ async def test_aclose_ends_waits_at_once(own_server: RedisServer, open_store: Op
                 await wait
 
 
-async def test_aclose_during_a_read_leaves_no_subscription(own_server: RedisServer, open_store: OpenStore) -> None:
-    """The store closes after the wait has read that its key is absent, before it subscribes."""
+async def test_aclose_during_a_redis_read_leaves_no_subscription(
+    own_server: RedisServer, open_store: OpenStore
+) -> None:
+    """Close the store after a wait has read that its key is absent, before the wait subscribes."""
     store = open_store(own_server.url)
     call = store._client.call
 
@@ -116,10 +120,10 @@ async def test_aclose_during_a_read_leaves_no_subscription(own_server: RedisServ
     assert not [task.get_name() for task in asyncio.all_tasks() if "changes" in task.get_name()]
 
 
-async def test_wait_continues_after_a_notification_without_item(
+async def test_redis_queue_pop_continues_to_wait_after_a_notification_without_an_item(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    """The wait must not poll the server."""
+    """Check that the wait does not poll the server."""
     limits(redis_look_every=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     pops = [asyncio.create_task(store.queue_pop("q")) for _ in range(2)]
@@ -135,7 +139,7 @@ async def test_wait_continues_after_a_notification_without_item(
         assert await waiting == b"2"
 
 
-async def test_absent_key_differs_from_an_empty_value(redis: RedisServer, open_store: OpenStore) -> None:
+async def test_absent_redis_key_differs_from_an_empty_value(redis: RedisServer, open_store: OpenStore) -> None:
     store = open_store(redis.url, job="swapping")
     for old, new, done in (
         (b"", b"1", False),
@@ -150,7 +154,7 @@ async def test_absent_key_differs_from_an_empty_value(redis: RedisServer, open_s
     assert await store.names() == []
 
 
-async def test_waits_of_a_store_share_one_connection(own_server: RedisServer, open_store: OpenStore) -> None:
+async def test_waits_of_a_redis_store_share_one_connection(own_server: RedisServer, open_store: OpenStore) -> None:
     store = open_store(own_server.url)
     waits = [asyncio.create_task(store.get(str(number))) for number in range(100)]
     await store.set("here", b"")
@@ -158,7 +162,7 @@ async def test_waits_of_a_store_share_one_connection(own_server: RedisServer, op
     await store.multi_set([str(number) for number in range(100)], [b"1"] * 100)
     await asyncio.gather(*waits)
     assert own_server.clients() == 2
-    # A change ends a subscription without waiting calls.
+    # The next change removes the subscription if no call waits.
     await store.set("here", b"")
     await until(lambda: own_server.clients() == 1)
     assert await store.get("0") == b"1"
@@ -169,13 +173,13 @@ async def test_waits_of_a_store_share_one_connection(own_server: RedisServer, op
         assert await again == b"2"
 
 
-async def test_concurrent_clients_add_to_one_number(redis: RedisServer, open_store: OpenStore) -> None:
+async def test_concurrent_redis_clients_can_add_to_one_number(redis: RedisServer, open_store: OpenStore) -> None:
     stores = [open_store(redis.url, job="adding") for _ in range(20)]
     sums = await asyncio.gather(*(store.add("n", 1) for store in stores * 10))
     assert sorted(sums) == list(range(1, 201))
 
 
-async def test_jobs_on_one_server_are_independent(redis: RedisServer, open_store: OpenStore) -> None:
+async def test_jobs_on_one_redis_server_are_independent(redis: RedisServer, open_store: OpenStore) -> None:
     one, two = open_store(redis.url, job="one"), open_store(redis.url, job="two")
     await one.set("k", b"1")
     await one.queue_push("q", b"1")
@@ -184,7 +188,7 @@ async def test_jobs_on_one_server_are_independent(redis: RedisServer, open_store
         await two.get("k", timeout=0.01)
 
 
-async def test_reached_is_the_address_of_the_server(redis: RedisServer, open_store: OpenStore) -> None:
+async def test_reached_attribute_is_the_address_of_the_redis_server(redis: RedisServer, open_store: OpenStore) -> None:
     store = open_store(redis.url.replace("127.0.0.1", "localhost"))
     assert (store.reached, store.trouble) == ("", None)
     await store.set("k", b"")
@@ -193,7 +197,7 @@ async def test_reached_is_the_address_of_the_server(redis: RedisServer, open_sto
 
 @pytest.mark.parametrize("assigned", [False, True])
 async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own_server: RedisServer, assigned: bool) -> None:
-    """Each rank and the newcomer opens its own store."""
+    """Let each rank and the newcomer open a separate store."""
     options = GroupOptions(transport="unix")
 
     async def rank(number: int) -> Any:
@@ -217,7 +221,7 @@ async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own_server: RedisSer
 # -- outages
 
 
-async def test_calls_and_waits_survive_a_server_restart(own_server: RedisServer, open_store: OpenStore) -> None:
+async def test_redis_calls_and_waits_survive_a_server_restart(own_server: RedisServer, open_store: OpenStore) -> None:
     store, other = open_store(own_server.url), open_store(own_server.url)
     await store.set("before", b"1")
     waiting = asyncio.create_task(store.get("after"))
@@ -240,7 +244,9 @@ async def test_calls_and_waits_survive_a_server_restart(own_server: RedisServer,
     assert other.trouble is None
 
 
-async def test_wait_times_out_without_a_server(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
+async def test_wait_times_out_without_a_redis_server(
+    own_server: RedisServer, open_store: OpenStore, limits: Limits
+) -> None:
     limits(redis_patience=0.1)
     store = open_store(own_server.url)
     await store.set("k", b"")
@@ -252,7 +258,9 @@ async def test_wait_times_out_without_a_server(own_server: RedisServer, open_sto
                     await wait("k", timeout=timeout)
 
 
-async def test_broken_connections_are_replaced(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
+async def test_broken_redis_connections_are_replaced(
+    own_server: RedisServer, open_store: OpenStore, limits: Limits
+) -> None:
     limits(redis_look_every=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     for number in range(5):
@@ -305,7 +313,7 @@ async def lossy_proxy(server: RedisServer, every: int, requests: list[bytes]) ->
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])
-async def test_change_with_a_lost_reply_is_made_once(
+async def test_redis_change_whose_reply_is_lost_is_made_once(
     own_server: RedisServer, open_store: OpenStore, every: int
 ) -> None:
     requests: list[bytes] = []
@@ -320,7 +328,7 @@ async def test_change_with_a_lost_reply_is_made_once(
         assert await store.multi_get(["n", "log"]) == [b"20", b"x" * 10]
         assert [await store.delete_key("n") for _ in range(2)] == [True, False]
         await store.aclose()
-    # A request from a broken connection may reach the server after later requests.
+    # Replay requests, since a request from a broken connection may reach the server after later requests.
     for request_bytes in requests:
         if b"EVAL" in request_bytes:
             own_server.send(request_bytes)
@@ -329,10 +337,10 @@ async def test_change_with_a_lost_reply_is_made_once(
     assert await store.get("log") == b"x" * 10
 
 
-async def test_requests_to_a_stalled_server_are_carried_out_once(
+async def test_requests_to_a_stalled_redis_server_are_carried_out_once(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    """The server receives a request several times, and carries it out once."""
+    """Check that the server, which receives a request several times, carries it out once."""
     limits(redis_patience=0.05)
     store = open_store(own_server.url)
     await store.set("k", b"v")
@@ -354,7 +362,9 @@ async def test_requests_to_a_stalled_server_are_carried_out_once(
 
 
 @pytest.mark.parametrize("how", ["FLUSHALL", "restart", pytest.param("DEL aiocoll:", marks=pytest.mark.slow)])
-async def test_lost_data_raises_in_every_client(own_server: RedisServer, open_store: OpenStore, how: str) -> None:
+async def test_data_loss_of_the_redis_server_raises_an_error_in_every_client(
+    own_server: RedisServer, open_store: OpenStore, how: str
+) -> None:
     store, other, third = (open_store(own_server.url) for _ in range(3))
     await other.set("k", b"v")
     await third.check(["k"])
@@ -372,7 +382,7 @@ async def test_lost_data_raises_in_every_client(own_server: RedisServer, open_st
         for call in (third.set("k", b"v"), third.check(["k"]), third.add("n", 1), third.list_keys(), store.get("k")):
             with pytest.raises(StoreUnavailableError, match=LOST):
                 await call
-    # A new client starts a new hash, whose entries no old client accepts as its own.
+    # A new client creates a new hash, whose entries old clients refuse.
     fresh = open_store(own_server.url)
     await fresh.set("k", b"new")
     assert await fresh.get("k") == b"new"
@@ -381,7 +391,9 @@ async def test_lost_data_raises_in_every_client(own_server: RedisServer, open_st
     assert await fresh.list_keys() == ["k"]
 
 
-async def test_older_copy_of_the_data_counts_as_lost(own_server: RedisServer, open_store: OpenStore) -> None:
+async def test_older_snapshot_of_the_redis_data_counts_as_data_loss(
+    own_server: RedisServer, open_store: OpenStore
+) -> None:
     store, other = open_store(own_server.url), open_store(own_server.url)
     await store.set("k", b"old")
     await other.set("l", b"old")
@@ -389,7 +401,7 @@ async def test_older_copy_of_the_data_counts_as_lost(own_server: RedisServer, op
     await store.set("k", b"new")
     own_server.kill()
     own_server.start()
-    assert await other.get("k") == b"old"  # its own change is there; the other client has not detected the loss yet
+    assert await other.get("k") == b"old"  # its own change is saved, and it has not detected the loss yet
     for each in (store, other):
         with pytest.raises(StoreUnavailableError, match=LOST):
             await each.get("k")
@@ -398,7 +410,9 @@ async def test_older_copy_of_the_data_counts_as_lost(own_server: RedisServer, op
 # -- data left on the server
 
 
-async def test_entries_expire_without_a_client(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
+async def test_redis_entries_expire_if_no_client_renews_them(
+    own_server: RedisServer, open_store: OpenStore, limits: Limits
+) -> None:
     limits(redis_renew_every=0.02)
     day = 86_400_000
     store = open_store(own_server.url, job="j")
@@ -418,7 +432,7 @@ async def test_entries_expire_without_a_client(own_server: RedisServer, open_sto
         assert day - 60_000 < int(own_server.tell("PTTL", "aiocoll:j")) <= day
 
 
-async def test_server_receives_neither_job_keys_nor_arrays(own_server: RedisServer) -> None:
+async def test_redis_server_receives_neither_job_keys_nor_arrays(own_server: RedisServer) -> None:
     secret, payload = b"the key of this job, 32 bytes ..", 1234.5678
     reader, writer = await asyncio.open_connection("127.0.0.1", own_server.port, limit=1 << 24)
     writer.write(request("MONITOR"))
@@ -439,7 +453,7 @@ async def test_server_receives_neither_job_keys_nor_arrays(own_server: RedisServ
     writer.close()
     await writer.wait_closed()
     assert b"card/2" in monitored
-    # MONITOR shows bytes outside ASCII as numbers.
+    # The MONITOR command shows bytes outside of ASCII as escapes.
     array = "".join(f"\\x{byte:02x}" for byte in np.float64(payload).tobytes())
     for text in (secret, secret.hex().encode(), base64.b64encode(secret), b"an object", array.encode()):
         assert text not in monitored
@@ -457,7 +471,7 @@ def shown_texts(error: BaseException) -> str:
     return "\n".join(shown)
 
 
-async def test_password_is_used_and_never_shown(
+async def test_redis_password_is_used_and_never_shown(
     tmp_path: Path, open_store: OpenStore, limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -508,14 +522,14 @@ async def test_password_is_used_and_never_shown(
         "",
     ],
 )
-def test_invalid_urls_are_refused(url: str) -> None:
+def test_invalid_redis_urls_are_refused(url: str) -> None:
     need_redis()
     with pytest.raises(ValueError, match=r"url must be redis://\[\[user\]:password@\]host\[:port\]\[/db\]") as raised:
         RedisStore(url)
     assert "hunter" not in shown_texts(raised.value)
 
 
-def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
+def test_invalid_redis_store_arguments_are_refused(tmp_path: Path) -> None:
     need_redis()
     with pytest.raises(TypeError, match="url must be str, got bytes"):
         RedisStore(b"redis://host")  # type: ignore[arg-type]
@@ -535,7 +549,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
         RedisStore("rediss://host", tls_certificate=files.certificate, tls_key=files.key)
 
 
-async def test_documented_permissions_suffice(own_server: RedisServer, open_store: OpenStore) -> None:
+async def test_documented_redis_permissions_suffice(own_server: RedisServer, open_store: OpenStore) -> None:
     listed = re.search(r"the commands (EVAL[^.]*)\.", RedisStore.__doc__ or "")
     assert listed is not None
     commands = re.findall("[A-Z]{3,}", listed[1])
@@ -562,7 +576,7 @@ async def test_documented_permissions_suffice(own_server: RedisServer, open_stor
     assert isinstance(raised.value, AuthenticationError)
 
 
-async def test_request_refused_by_the_server_is_explained(own_server: RedisServer, open_store: OpenStore) -> None:
+async def test_request_refused_by_the_redis_server_is_explained(own_server: RedisServer, open_store: OpenStore) -> None:
     store = open_store(own_server.url, job="j")
     await store.set("k", b"v")
     own_server.tell("CONFIG", "SET", "maxmemory", "1")
@@ -576,7 +590,7 @@ async def test_request_refused_by_the_server_is_explained(own_server: RedisServe
         await open_store(own_server.url, job="other").set("k", b"w")
 
 
-async def test_server_of_another_kind_is_refused(open_store: OpenStore) -> None:
+async def test_server_that_is_not_redis_is_refused(open_store: OpenStore) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -602,7 +616,9 @@ def tls_server(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-async def test_both_ends_verify_certificates(tls_server: RedisServer, open_store: OpenStore, tmp_path: Path) -> None:
+async def test_redis_client_and_server_verify_certificates(
+    tls_server: RedisServer, open_store: OpenStore, tmp_path: Path
+) -> None:
     files = Authority(tmp_path, "clients").make("DNS:client", file="client")
     stranger = open_store(tls_server.tls_url, tls_ca=tls_server.ca, timeout=0.3)
     with pytest.raises(
@@ -620,7 +636,7 @@ async def test_both_ends_verify_certificates(tls_server: RedisServer, open_store
         await wrong.set("k", b"v")
 
 
-async def test_required_client_certificate_is_presented(tmp_path: Path, open_store: OpenStore) -> None:
+async def test_client_certificate_required_by_redis_is_presented(tmp_path: Path, open_store: OpenStore) -> None:
     authority = Authority(tmp_path)
     files = authority.make("DNS:localhost", file="server")
     client = authority.make("DNS:client", file="client")
@@ -630,7 +646,7 @@ async def test_required_client_certificate_is_presented(tmp_path: Path, open_sto
         assert await store.get("k") == b"v"
 
 
-async def test_certificate_of_another_ca_is_refused_at_once(
+async def test_redis_certificate_of_another_ca_is_refused_at_once(
     redis: RedisServer, open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Authority(tmp_path, "other")
@@ -647,14 +663,14 @@ async def test_certificate_of_another_ca_is_refused_at_once(
     await open_store(redis.tls_url).set("k", b"v")
 
 
-async def test_connection_to_a_silent_server_closes_at_once(
+async def test_connection_to_a_silent_redis_server_closes_at_once(
     redis: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    """An orderly TLS shutdown would wait for the server."""
+    """Check that the close does not wait for an orderly TLS shutdown of the server."""
     stores = [open_store(redis.url), open_store(redis.tls_url, tls_ca=redis.ca)]
     for store in stores:
         await store.set("k", b"v")
-    limits(redis_patience=0.05)  # set after connecting, which may take longer
+    limits(redis_patience=0.05)  # set only after connecting, which may take longer
     for store in stores:
         used = store._client._connection._transport.get_extra_info("socket")
         redis.freeze()
@@ -668,7 +684,7 @@ async def test_connection_to_a_silent_server_closes_at_once(
             redis.thaw()
 
 
-async def test_plain_text_and_tls_mismatch_is_explained(
+async def test_error_explains_a_redis_connection_that_mixes_plain_text_and_tls(
     redis: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
     limits(redis_patience=0.1)
@@ -683,7 +699,7 @@ async def test_plain_text_and_tls_mismatch_is_explained(
 # -- without the package
 
 
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_missing_redis_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The features of torch's test harness, tested in the harness of aiocoll."""
+"""The features of torch's test harness, tested with aiocoll's test harness."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_import_or_skip() -> None:
 
 
 async def test_create_tcp_store() -> None:
-    """A server with port 0 takes a free port, so no test has to find one."""
+    """Check that a server with port 0 takes a free port, so that no test has to find one."""
     server = StoreServer(key=b"k" * 32)
     host, port = server.start()
     try:
@@ -188,7 +188,7 @@ async def test_create_tcp_store() -> None:
 
 
 class PortedTestCase(MultiProcessTestCase):
-    """A test case that the test below runs: its ranks meet in its file."""
+    """A sample test case for the test below, whose ranks meet in a file."""
 
     __test__ = False
     world_size = 2
@@ -205,7 +205,7 @@ class PortedTestCase(MultiProcessTestCase):
 
 
 class ExitingTestCase(MultiProcessTestCase):
-    """A test case that the test below runs: rank 1 exits with the expected code 7."""
+    """A sample test case for the test below, whose rank 1 exits with the expected code 7."""
 
     __test__ = False
     world_size = 2
@@ -225,7 +225,7 @@ def test_expected_exit_code_of_a_class_passes() -> None:
 
 
 class Continuous(MultiProcessTestCase):
-    """Test cases that the fixture `outcome` runs in the same three processes."""
+    """Sample test cases that the fixture `outcome` runs in the same three processes."""
 
     __test__ = False
     world_size = 3
@@ -264,14 +264,14 @@ class Continuous(MultiProcessTestCase):
 
     async def hang(self) -> None:
         if self.rank == 2:
-            while True:  # blocks the event loop
+            while True:  # this loop blocks the event loop
                 pass
         await self.pg.barrier()
 
 
 @pytest.fixture(scope="module")
 def outcome() -> dict[str, str | None]:
-    """Return the report of each failed or skipped test of `Continuous`; None for the others."""
+    """Return the report of each failed or skipped test of `Continuous`, and None for passed tests."""
     names = ["place", "same_group", "subtests", "skip", "error", "hang", "exit"]
     cases = [Continuous(name) for name in names]
     cases[names.index("hang")].timeout = 0.5
@@ -332,7 +332,7 @@ async def test_spawn_ranks(pg: ProcessGroup) -> None:
 
 
 class InProcessTests(InProcessTestCase):
-    """Test cases that the tests below run with ranks in this process."""
+    """Sample test cases that the tests below run with ranks in this process."""
 
     __test__ = False
     world_size = 3

@@ -1,4 +1,4 @@
-"""The tests of the object API, with `await`, over every transport."""
+"""Torch's tests of the object API, ported to `await`, over every transport."""
 
 from __future__ import annotations
 

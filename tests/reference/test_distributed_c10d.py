@@ -1,4 +1,4 @@
-"""The examples and errors in the documentation of the functional API, with `await`."""
+"""The examples and errors in torch's documentation of the functional API, ported to `await`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LEFT_OUT: dict[str, str] = {}
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 OBJECTS: list[Any] = ["foo", 12, {1: 2}]
 DTYPES = pytest.mark.parametrize("unit", [np.int64(1), np.complex64(1 + 1j)])
-#: The sent parts in the examples with uneven parts, by sending rank.
+#: By sending rank, the parts sent in the examples with uneven parts.
 UNEVEN = [
     [[0, 1], [2, 3], [4], [5]],
     [[10, 11, 12], [13, 14], [15, 16], [17, 18]],
@@ -325,7 +325,7 @@ async def test_batch_isend_irecv_errors(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 async def test_monitored_barrier_example(pg: ProcessGroup) -> None:
-    """Rank 1 does not call the barrier, and the other ranks report it."""
+    """Let rank 1 not call the barrier; the other ranks report rank 1."""
     if dist.get_rank() != 1:
         with pytest.raises(CollectiveTimeoutError, match=r"1 failed to pass monitoredBarrier in 500 ms"):
             await dist.monitored_barrier(timeout=0.5, wait_all_ranks=True)
@@ -479,7 +479,7 @@ async def test_shrink_group_default_group(pg: ProcessGroup, flags: int) -> None:
     assert dist.group.WORLD is smaller
     assert (dist.get_rank(), dist.get_world_size()) == (pg.rank() // 2, 2)
     assert await dist.all_reduce(dist.get_rank() + 1) == 3
-    # The groups split off from the old default group were closed with it.
+    # Groups split off from the old default group were closed together with it.
     with pytest.raises(aiocoll.GroupClosedError):
         dist.barrier(part)
     await dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The heads of programs for torch.distributed: heads/ has each one after the edit that docs/porting.md shows.
+"""The first lines of torch.distributed programs: heads/ has each one after the edit that docs/porting.md shows.
 
 Each head runs under `aiocoll run`, under torchrun, and with variables or arguments set by hand. A head that cannot run
 fails at once, and names the cause.
@@ -20,9 +20,9 @@ import pytest
 from ..ports import free_port
 
 HEADS = Path(__file__).with_name("heads")
-#: Seconds for a job, less than the 300 s that ranks wait for each other.
+#: The timeout of a job in seconds, less than the 300 s that ranks wait for each other.
 LIMIT = 100
-#: The heads that start their ranks themselves.
+#: The programs of heads/ that start their own ranks.
 PARENTS = ("processes", "spawns")
 #: The line that each rank prints.
 DONE = re.compile(r"rank (\d) of 2: 3")
@@ -39,7 +39,7 @@ every_head = pytest.mark.parametrize("name", names)
 
 
 def head_command(name: str) -> list[str]:
-    """Return the path of a head and its argument, a free port for the rendezvous."""
+    """Return the path of a program in heads/ and its argument, a free port for the rendezvous."""
     return [str(HEADS / f"{name}.py"), *([] if name == "local_rank_argument" else [str(free_port())])]
 
 
@@ -72,7 +72,7 @@ def printed_ranks(out: str) -> list[str]:
 
 
 @every_head
-def test_head_runs_under_the_launcher(name: str, tmp_path: Path) -> None:
+def test_ported_start_of_a_torch_program_runs_under_aiocoll_run(name: str, tmp_path: Path) -> None:
     if name in PARENTS:
         _, err, code = run(["-m", "aiocoll", "run", "-n", "1", *head_command(name)], tmp_path)
         assert "multiprocessing started this process, and only the process that `aiocoll run` started can read" in err
@@ -86,7 +86,7 @@ def test_head_runs_under_the_launcher(name: str, tmp_path: Path) -> None:
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 @every_head
-def test_head_runs_under_torchrun(name: str, tmp_path: Path) -> None:
+def test_ported_start_of_a_torch_program_runs_under_torchrun(name: str, tmp_path: Path) -> None:
     # Only the older command of torch passes --local-rank.
     module = "torch.distributed.launch" if name == "local_rank_argument" else "torch.distributed.run"
     processes = 1 if name in PARENTS else 2
@@ -96,7 +96,7 @@ def test_head_runs_under_torchrun(name: str, tmp_path: Path) -> None:
 
 
 @every_head
-def test_head_runs_by_hand(name: str, tmp_path: Path) -> None:
+def test_ported_start_of_a_torch_program_runs_without_a_launcher(name: str, tmp_path: Path) -> None:
     command = head_command(name)
     if name in PARENTS:
         out, err, code = run(command, tmp_path)
@@ -115,7 +115,7 @@ def test_head_runs_by_hand(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["env_url", "sets_address", "local_rank_argument"])
-def test_head_without_a_launcher_fails_at_once(name: str, tmp_path: Path) -> None:
+def test_ported_program_that_needs_a_launcher_fails_at_once_without_a_launcher(name: str, tmp_path: Path) -> None:
     out, err, code = run(head_command(name), tmp_path)
     assert "ValueError: world_size is missing: " in err
     assert "start the ranks with `aiocoll run`, torchrun, mpiexec or srun" in err

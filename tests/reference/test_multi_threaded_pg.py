@@ -1,4 +1,4 @@
-"""The tests of many ranks in one process, with tasks instead of threads."""
+"""Torch's tests of many ranks in one process, ported from threads to tasks."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
     @pytest.mark.torch
     @requires_module("torch")
     async def test_bwd_sees_fwd_pg(self) -> None:
-        """Backward runs on the thread of forward. It cannot await, so it starts the call and keeps the work."""
+        """Check a backward function, which runs on the thread of forward, cannot await and keeps the work."""
         import torch
 
         thread = threading.get_ident()

@@ -1,4 +1,4 @@
-"""The tests of the process group wrapper: mismatches of ops and shapes, compared or not, and hangs.
+"""Torch's tests of the process group wrapper: mismatches of ops and shapes, compared or not, and hangs.
 
 Without ``debug="detail"`` the first mismatch revokes the group, so each mismatch has its own group here.
 """
@@ -64,7 +64,7 @@ LEFT_OUT = {
 }
 
 PLACES = [(2, "memory"), (4, "unix"), (2, "tcp"), (4, "shm")]
-#: The number of a mismatch with a transport, for tests in which each mismatch has its own group.
+#: Pairs of a mismatch number and a transport, for tests in which each mismatch has a separate group.
 NUMBERS = [(0, "memory"), (1, "unix"), (2, "tcp"), (0, "shm"), (1, "tcp"), (2, "shm")]
 SHAPE = (20, 10)
 
@@ -95,7 +95,7 @@ async def assert_mismatch(work: Work[Any], tensor: np.ndarray | None) -> None:
 
 
 def op_mismatches(pg: ProcessGroup, tensor: np.ndarray) -> list[tuple[Call, np.ndarray | None]]:
-    """Return the calls of this rank with their tensors: allreduce against reduce, and other pairs."""
+    """Return this rank's mismatched calls with their tensors: allreduce against reduce, and other pairs."""
     if pg.rank() == 0:
         return [
             (lambda pg: pg.allreduce(tensor), tensor),
@@ -110,7 +110,7 @@ def op_mismatches(pg: ProcessGroup, tensor: np.ndarray) -> list[tuple[Call, np.n
 
 
 def shape_mismatches(pg: ProcessGroup) -> list[tuple[Call, np.ndarray]]:
-    """Return the calls of this rank: other row lengths, other dimensions, and unexpected blocks of a scatter."""
+    """Return this rank's mismatched calls: other row lengths, other dimensions, and unexpected blocks of a scatter."""
     rank = pg.rank()
     rows = np.ones((20, 2) if rank == 0 else (20, 10))
     dimensions = np.ones((20, 10, 2) if rank == 0 else (20, 10))
@@ -127,7 +127,7 @@ def shape_mismatches(pg: ProcessGroup) -> list[tuple[Call, np.ndarray]]:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("debug", ["off", "detail"])
 async def test_collective_hang(debug: str, transport: str) -> None:
-    """Every rank that makes the call names the one that does not."""
+    """Check that every rank that makes the call names the rank that does not."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -144,7 +144,7 @@ async def test_collective_hang(debug: str, transport: str) -> None:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 async def test_monitored_barrier_hang(wait_all_ranks: bool, transport: str) -> None:
-    """Rank 0 reports the missing ranks, and the other ranks refer to the report of rank 0."""
+    """Check that rank 0 reports the missing ranks, and the other ranks refer to rank 0's report."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -219,7 +219,7 @@ async def assert_mismatch_without_debug(pg: ProcessGroup, call: Call, tensor: np
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_500_allreduces_then_op_then_shape_then_number_of_ranks(transport: str) -> None:
-    """Several mismatches occur on one group. The last one is a list without exactly one array per rank."""
+    """Make several mismatches on one group; the last one is a list without exactly one array per rank."""
 
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.zeros(SHAPE)
@@ -250,14 +250,14 @@ async def test_nccl_only_op_mismatch(transport: str) -> None:
 
 
 async def test_nccl_only_shape_mismatch() -> None:
-    """An input whose size is not a multiple of the output is refused at the call, on its rank alone."""
+    """Check that an input whose size is not a multiple of the output is refused at the call, on its rank alone."""
 
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"input has 12 elements, expected \d+, \d+ times those of output"):
             pg.reduce_scatter_tensor(np.zeros(4 + pg.rank()), np.ones(4 * (pg.size() + 1)))
         with pytest.raises(ValueError, match="input has 9 elements, expected 8"):
             pg.reduce_scatter_tensor(np.zeros(4), np.ones(9))
-        # Each call is right by itself, but the calls differ.
+        # Each call is valid by itself, but the calls of the ranks differ.
         part = np.zeros(4 + pg.rank())
         await assert_mismatch(pg.reduce_scatter_tensor(part, np.ones(part.size * pg.size())), part)
 

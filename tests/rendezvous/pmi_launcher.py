@@ -1,4 +1,4 @@
-"""A PMI-1 launcher inside the test process, with one socket per process and the strictness of MPICH."""
+"""A PMI-1 launcher inside the test process, with one socket per process and as strict as MPICH."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from typing import Self
 
-#: Invalid replies by command. After an incomplete line the launcher closes the connection.
+#: Invalid replies by command; after an incomplete line, the launcher closes the connection.
 Wrong = Mapping[str, str]
 
 
@@ -27,7 +27,7 @@ class PmiLauncher:
         self._pairs = [socket.socketpair() for _ in range(size)]
         self._wrong = wrong or {}
         self._published: dict[str, str] = {}
-        # Values become visible to other processes after the next barrier, as they do between hosts.
+        # Values that other processes can read only after the next barrier, as between hosts.
         self._put: dict[str, str] = {}
         self._barrier: list[asyncio.StreamWriter] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -73,7 +73,7 @@ class PmiLauncher:
                 elif command == "barrier_in":
                     self._enter(writer)
                 else:
-                    for part in self._reply(command, **words):  # a line may arrive in pieces
+                    for part in self._reply(command, **words):  # send in pieces, since a line may arrive in pieces
                         writer.write(part.encode())
                         await asyncio.sleep(0)
         finally:

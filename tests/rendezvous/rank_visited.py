@@ -1,4 +1,4 @@
-"""A rank as a process for `test_stranger_soak`; it prints its listeners and the durations of its work.
+"""A rank process for `test_stranger_soak`, which prints its listeners and the durations of its work.
 
 Arguments: "work" or "meet", the rank, the host and port of the store, the transport, and the seconds to run. Lines of
 standard output: "at FAMILY ADDRESS" for each listener; "took BEGIN SECONDS" for 50 allreduces of 64 KiB, or a meeting.

@@ -1,4 +1,4 @@
-"""Tests of notices that end a rendezvous while its store closes."""
+"""Tests of cancellation notices, which end a rendezvous while its store closes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def run_with_notice(action: Coroutine[Any, Any, None], turns: float) -> Coroutin
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 10])
-async def test_arrived_notice_takes_precedence_over_store_loss(turns: int) -> None:
+async def test_cancellation_notice_takes_precedence_over_the_loss_of_the_store(turns: int) -> None:
     with pytest.raises(RendezvousError, match="on purpose"):
         await run_with_notice(lose_store(), turns)
 
 
-async def test_store_loss_without_a_notice_is_raised() -> None:
+async def test_loss_of_the_store_without_a_cancellation_notice_is_raised() -> None:
     with pytest.raises(StoreUnavailableError, match="the store is gone"):
         await run_with_notice(lose_store(), math.inf)
 
 
-async def test_other_outcomes_do_not_wait_for_a_notice() -> None:
+async def test_other_rendezvous_outcomes_do_not_wait_for_a_cancellation_notice() -> None:
     async def fail() -> None:
         raise ValueError("wrong")
 
@@ -56,7 +56,7 @@ async def test_other_outcomes_do_not_wait_for_a_notice() -> None:
         await run_with_notice(finish(), math.inf)
 
 
-async def test_rank_receives_the_reason_before_the_store_closes() -> None:
+async def test_rank_receives_the_cancellation_reason_before_the_store_closes() -> None:
     for _ in range(30):
         async with TCPStore("127.0.0.1", 0, is_master=True) as master, TCPStore("127.0.0.1", master.port) as store:
             joining = asyncio.ensure_future(new_group(store=store, rank=1, world_size=2, timeout=20))

@@ -53,7 +53,7 @@ ARRAYS: dict[str, Callable[[ProcessGroup, Any], Work[Any]]] = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 1024])
-async def test_fake_collective_completes_at_once_and_moves_nothing(world_size: int) -> None:
+async def test_fake_collective_completes_at_once_without_changing_arrays(world_size: int) -> None:
     for rank in {0, world_size - 1}:
         async with fake_group(rank, world_size) as pg:
             assert (pg.rank(), pg.size(), pg.global_ranks) == (rank, world_size, tuple(range(world_size)))
@@ -69,7 +69,7 @@ async def test_fake_collective_completes_at_once_and_moves_nothing(world_size: i
             await pg.drain()
 
 
-async def test_fake_results_have_the_types_of_real_ones() -> None:
+async def test_fake_results_have_the_types_of_real_results() -> None:
     async with fake_group(1, 4) as pg:
         x = np.ones(3)
         assert await pg.allreduce(x) is x
@@ -89,7 +89,7 @@ async def test_fake_calls_take_sequence_numbers_and_keys() -> None:
         assert pg.barrier().seq == 4
 
 
-async def test_fake_object_calls_return_own_objects() -> None:
+async def test_fake_object_calls_return_the_objects_of_the_own_rank() -> None:
     mine = {"rank": 2, "numbers": (1, 2)}
     async with fake_group(2, 4) as pg:
         assert await pg.broadcast_object(mine, 2) is mine
@@ -203,7 +203,7 @@ async def test_fake_block_takes_one_sequence_number() -> None:
         assert pg.barrier().seq == 2
 
 
-async def test_fake_calls_are_in_the_flight_recorder() -> None:
+async def test_fake_calls_are_recorded_in_the_flight_recorder() -> None:
     async with fake_group(0, 3) as pg:
         for call in ARRAYS.values():
             call(pg, np.ones(6))
@@ -214,7 +214,7 @@ async def test_fake_calls_are_in_the_flight_recorder() -> None:
         assert {entry["state"] for entry in entries} == {"finished"}
 
 
-async def test_fake_rank_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fake_rank_can_be_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     async with new_group("fake", device="cuda") as pg:
@@ -237,12 +237,12 @@ def test_fake_group_without_rank_or_size_is_refused(
         new_group("fake", **given)
 
 
-async def test_fake_group_of_100000_ranks_is_cheap() -> None:
+async def test_fake_group_of_100000_ranks_takes_little_time_and_memory() -> None:
     async with fake_group(99_999, 100_000) as pg:
         for call in (pg.allreduce, pg.scan):
             assert call(x := np.ones(1_000_000)) is not None
             assert x.sum() == 1_000_000
         assert (await pg.allgather_into_tensor(np.zeros(100_000), np.ones(1))).sum() == 0
-        # No schedule was made: some have two steps per rank.
+        # Plans contain no schedule, which can have two steps per rank.
         assert all(plan.program == () for plan in plans_of(pg))
         assert len(channels_of(pg)) == 1

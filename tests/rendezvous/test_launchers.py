@@ -19,7 +19,7 @@ from aiocoll.rendezvous.parameters import RendezvousParameters, find_parameters
 
 OPTIONS = GroupOptions.resolve(None, {})
 
-#: Variables that the launchers set for rank 1 of 3, of which two are on its host.
+#: Variables that launchers set for rank 1 of 3 ranks, two of which are on its host.
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "0",
@@ -72,7 +72,7 @@ NAMES = ["torchrun", "explicit variables", "PMI-1", "Open MPI", "Kubernetes", "S
 
 @pytest.fixture(autouse=True)
 def _private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a private folder of the test for sockets."""
+    """Use a separate private folder for the sockets of each test."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
@@ -88,7 +88,9 @@ def store_address(where: RendezvousParameters) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("name", "env", "place"), ROWS, ids=[name for name, _, _ in ROWS])
-def test_launcher_is_recognised_by_its_variables(name: str, env: dict[str, str], place: tuple[str, int | None]) -> None:
+def test_launcher_is_recognised_by_its_environment_variables(
+    name: str, env: dict[str, str], place: tuple[str, int | None]
+) -> None:
     launcher = recognise(env)
     assert launcher is not None
     assert launcher.name == name
@@ -122,7 +124,7 @@ def test_environment_without_a_launcher_is_not_recognised() -> None:
     for env in (
         {},
         {"AIOCOLL_WORLD_SIZE": "3", "HOSTNAME": "x-1"},
-        # A Slurm batch script, and a shell of salloc.
+        # Variables in a Slurm batch script, and in a shell of salloc.
         {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_NODELIST": "n1"},
         {"OMPI_MCA_btl": "tcp", "PMIX_RANK": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
         {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -135,7 +137,7 @@ def test_environment_without_a_launcher_is_not_recognised() -> None:
         assert parameters_of(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 1
 
 
-def test_singleton_variable_is_ignored_under_a_launcher() -> None:
+def test_aiocoll_singleton_variable_is_ignored_under_a_launcher() -> None:
     for _, env, _ in ROWS:
         assert parameters_of(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 3
 
@@ -169,7 +171,7 @@ def test_singleton_variable_is_ignored_under_a_launcher() -> None:
         ({name: text for name, text in SLURM.items() if name != "SLURM_JOB_ID"}, "SLURM_JOB_ID is missing"),
     ],
 )
-def test_missing_or_invalid_variable_is_named(env: dict[str, str], message: str) -> None:
+def test_error_names_a_missing_or_invalid_launcher_variable(env: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parameters_of(env)
 
@@ -183,7 +185,7 @@ def test_open_mpi_without_a_host_name_is_refused() -> None:
 
 
 def test_incomplete_variables_are_not_mixed_with_a_launcher() -> None:
-    """The error names the launcher that would be used without them."""
+    """Check that the error names the launcher that would be used without the incomplete variables."""
     with pytest.raises(ValueError, match="world_size is missing") as caught:
         parameters_of(SLURM | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
     assert str(caught.value).endswith(
@@ -199,7 +201,7 @@ def test_incomplete_variables_are_not_mixed_with_a_launcher() -> None:
         parameters_of({name: text for name, text in EXPLICIT.items() if name != "MASTER_ADDR"})
 
 
-def test_arguments_take_precedence_over_launchers() -> None:
+def test_rendezvous_arguments_take_precedence_over_launcher_variables() -> None:
     env = SLURM | {"MASTER_ADDR": "n07", "MASTER_PORT": "29500"}
     where = find_parameters(None, None, 2, 5, env, "")
     assert (where.rank, where.world_size, *store_address(where)) == (2, 5, "n07", 29500)
@@ -236,12 +238,14 @@ def test_url_query_sets_rank_and_world_size(scheme: str, query: str, rank: int |
         ("rank=1", None, None, "world_size is missing: give world_size="),
     ],
 )
-def test_invalid_numbers_in_a_url_are_named(query: str, rank: int | None, world_size: int | None, message: str) -> None:
+def test_error_names_invalid_numbers_in_a_url(
+    query: str, rank: int | None, world_size: int | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         find_parameters(f"tcp://n08:1?{query}", None, rank, world_size, {}, "")
 
 
-def test_other_query_is_part_of_the_file_name() -> None:
+def test_unknown_query_of_a_file_url_is_part_of_the_file_name() -> None:
     assert find_parameters("file:///there?rank#1", None, 0, 1, {}, "").url == "file:///there?rank#1"
 
 
@@ -256,7 +260,7 @@ def test_rank_0_hosts_the_store_if_the_program_changed_the_port() -> None:
 
 
 def test_jobs_on_one_host_use_private_unix_sockets(tmp_path: Path) -> None:
-    """The name of the socket differs for each job."""
+    """Check that the socket name is different for each job."""
     alone = {"XDG_RUNTIME_DIR": str(tmp_path)}
     slurm = SLURM | alone | {"SLURM_STEP_NUM_NODES": "1"}
     places = {
@@ -275,7 +279,7 @@ def test_jobs_on_one_host_use_private_unix_sockets(tmp_path: Path) -> None:
     assert not parameters_of(slurm).several_hosts
 
 
-def test_jobs_on_several_hosts_have_different_ports() -> None:
+def test_slurm_jobs_on_several_hosts_use_different_ports() -> None:
     ports = [store_address(parameters_of(SLURM | {"SLURM_JOB_ID": str(job)}))[1] for job in range(200)]
     ports += [store_address(parameters_of(SLURM | {"SLURM_STEP_ID": str(step)}))[1] for step in range(3, 200)]
     # Of 397 jobs with 4,096 possible ports, about 19 share a port with another job.
@@ -286,7 +290,7 @@ def test_jobs_on_several_hosts_have_different_ports() -> None:
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI_5, KUBERNETES, SLURM], ids=["Open MPI", "Kubernetes", "Slurm"])
-def test_store_between_hosts_needs_a_key(env: dict[str, str]) -> None:
+def test_store_between_hosts_needs_a_job_key(env: dict[str, str]) -> None:
     launcher = recognise(env)
     assert launcher is not None
     with pytest.raises(AuthenticationError, match=f"^{launcher.name} started .* AIOCOLL_JOB_KEY_FILE.*mpi=pmi2"):
@@ -294,7 +298,7 @@ def test_store_between_hosts_needs_a_key(env: dict[str, str]) -> None:
     parameters_of(env).open(1.0, b"sixteen bytes or more", OPTIONS)
 
 
-def test_kubernetes_service_name_is_used() -> None:
+def test_master_address_can_be_a_kubernetes_service_name() -> None:
     assert store_address(parameters_of(KUBERNETES | {"AIOCOLL_SERVICE": "mesh"}))[0] == "train-it-0.mesh"
     assert (
         store_address(parameters_of(KUBERNETES | {"HOSTNAME": "train-it-1.mesh.default.svc"}))[0]
@@ -336,7 +340,7 @@ RANGE = st.tuples(st.integers(0, 999), st.integers(0, 99), st.integers(1, 4)).ma
     lambda drawn: (f"{drawn[0]:0{drawn[2]}}", f"{drawn[0]:0{drawn[2]}}-{drawn[0] + drawn[1]:0{drawn[2]}}")
 )
 RANGES = st.lists(st.one_of(RANGE, st.integers(0, 99).map(lambda n: (str(n), str(n)))), min_size=1, max_size=4)
-#: A part of the name of the first host, and the same part of the host list.
+#: Pairs: a part of the first host's name, and the corresponding part of the Slurm host list.
 PART = st.one_of(
     NAME.map(lambda name: (name, name)),
     RANGES.map(lambda ranges: (ranges[0][0], f"[{','.join(text for _, text in ranges)}]")),
@@ -346,7 +350,7 @@ HOST = st.lists(PART, min_size=1, max_size=4)
 
 @settings(deadline=None)
 @given(st.lists(HOST, min_size=1, max_size=4))
-def test_first_host_of_any_slurm_list_is_found(hosts: list[list[tuple[str, str]]]) -> None:
+def test_first_host_of_any_generated_slurm_list_is_found(hosts: list[list[tuple[str, str]]]) -> None:
     nodes = ",".join("".join(text for _, text in host) for host in hosts)
     assert store_address(parameters_of(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == "".join(
         first for first, _ in hosts[0]
@@ -385,10 +389,10 @@ def test_local_numbers_are_read_from_launcher_variables(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("name", "env", "address"), ROWS, ids=[name for name, _, _ in ROWS])
-def test_single_copy_permits_only_the_launcher(
+def test_single_copy_permits_memory_reads_only_to_children_of_the_launcher(
     name: str, env: dict[str, str], address: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the launcher is permitted, and no process if `single_copy` is off."""
+    """Check that only the launcher's children may read memory, and no process if `single_copy` is off."""
     named: list[int] = []
     monkeypatch.setattr(same_host, "permit_reading", named.append)
     by_hand = env is EXPLICIT

@@ -47,19 +47,19 @@ class Recorder:
     [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 5e-3 / BURST), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
 )
 def test_tuning_uses_the_slowest_link_between_the_hosts(hosts: str, latency: float, beta: float) -> None:
-    """Latency adds to the software latency. No link is faster than loopback. Unmeasured links count as the slowest."""
+    """Check that latencies add up, no link is faster than loopback, and unmeasured links count as the slowest."""
     assert LINKS.tune(TUNING, set(hosts)) == TUNING._replace(
         tcp=Machine(1e-4 + latency, 2e-5, beta, 3e-10), medium="tcp"
     )
 
 
-def test_tuning_without_figures_is_unchanged() -> None:
+def test_tuning_does_not_change_without_link_measurements() -> None:
     assert MeasuredLinks({}).tune(TUNING, {"a", "b"}) == TUNING.over("tcp")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="links have one connection on other systems")
 @pytest.mark.parametrize(("windows", "count"), [(0.1, 1), (1.4, 1), (1.6, 2), (3.4, 3), (90, MOST_CONNECTIONS)])
-def test_link_has_one_connection_per_window(windows: float, count: int) -> None:
+def test_number_of_connections_per_link_follows_from_the_send_window(windows: float, count: int) -> None:
     links = MeasuredLinks({frozenset("ab"): LinkFigures(20e-3, windows * WINDOW / 20e-3)})
     assert links.connections("a", None, "b") == links.connections("b", None, "a") == count
     assert links.connections("a", 2, "b") == min(count, 2)
@@ -74,19 +74,19 @@ def test_link_too_fast_to_measure_uses_the_assumed_rate() -> None:
     assert links.connections("a", None, "c") == (MOST_CONNECTIONS if sys.platform.startswith("linux") else 1)
 
 
-def test_leaders_are_the_lowest_ranks_of_hosts() -> None:
+def test_lowest_ranks_of_the_hosts_measure_the_links() -> None:
     assert leaders(cards("abacbd")) == [0, 1, 3, 5]
 
 
 @pytest.mark.parametrize("size", range(2, 9))
-async def test_few_hosts_measure_every_pair(size: int) -> None:
+async def test_all_pairs_of_few_hosts_are_measured(size: int) -> None:
     pairs = await measured_pairs(size)
     assert {frozenset(pair) for pair in pairs} == {frozenset(pair) for pair in combinations(range(size), 2)}
     assert len(pairs) <= size * (size // 2)
 
 
 @pytest.mark.parametrize("size", [9, 16, 100, 1000])
-async def test_many_hosts_measure_pairs_at_doubling_distances(size: int) -> None:
+async def test_pairs_at_doubling_distances_of_many_hosts_are_measured(size: int) -> None:
     expected = {
         (rank, (rank + 2**power) % size) for rank in range(size) for power in range(10) if 2**power <= size // 2
     }
@@ -103,7 +103,7 @@ async def measured_pairs(size: int) -> list[tuple[int, int]]:
     return found
 
 
-def test_published_figures_are_decoded() -> None:
+def test_published_link_measurements_are_decoded() -> None:
     published = {0: msgpack.packb([[2, *SLOW]]), 2: msgpack.packb([])}
     assert read_links(published, cards("aabb")).tune(TUNING, {"a", "b"}).tcp.alpha == TUNING.tcp.alpha + 25e-3
 
@@ -113,13 +113,13 @@ def test_published_figures_are_decoded() -> None:
     [b"", b"\xc1", *map(msgpack.packb, (7, [7], [[1, 1.0]], [[9, 1.0, 1.0]], [[1, "x", 1.0]], [[1, -1.0, 1.0]]))]
     + [msgpack.packb([[1, float(bad), 1.0]]) for bad in ("nan", "inf")],
 )
-def test_invalid_figures_are_refused(value: bytes) -> None:
+def test_invalid_link_measurements_are_refused(value: bytes) -> None:
     with pytest.raises(RendezvousError, match="rank 0 published invalid link figures in the store"):
         read_links({0: value, 1: msgpack.packb([])}, cards("ab"))
 
 
 async def machine_figures(hosts: str, path: Path) -> list[dict[str, Machine]]:
-    """Return the tuning of each rank in the world and in the group of its host. Each rank has its own loop."""
+    """Return the tuning of each rank in the whole group and in its host's group; each rank has its own loop."""
 
     async def rank(number: int) -> dict[str, Machine]:
         how = GroupOptions(host_id=hosts[number], job_key=b"k" * 32, bind="127.0.0.1")
@@ -137,13 +137,15 @@ async def machine_figures(hosts: str, path: Path) -> list[dict[str, Machine]]:
     return await asyncio.gather(*(asyncio.to_thread(in_thread, number) for number in range(len(hosts))))
 
 
-async def test_all_ranks_use_the_same_figures(tmp_path: Path) -> None:
+async def test_all_ranks_use_the_same_link_measurements(tmp_path: Path) -> None:
     found = await machine_figures("aab", tmp_path)
     assert len({each["world"] for each in found}) == 1
     assert found[0]["world"].alpha > Tuning().tcp.alpha
 
 
-async def test_group_on_one_host_ignores_links_between_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_group_on_one_host_ignores_measurements_of_links_between_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def measured_figures(*_: Any) -> LinkFigures:
         return SLOW
 

@@ -64,7 +64,7 @@ async def find_stores(launcher: PmiLauncher, size: int, **given: Any) -> list[An
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-async def test_rank_0_publishes_address_and_key(size: int, stores: dict[str, PmiStore]) -> None:
+async def test_rank_0_publishes_store_address_and_job_key_by_pmi(size: int, stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(size) as launcher:
         first, *others = found = await find_stores(launcher, size)
         assert all(other == first for other in others)
@@ -82,7 +82,7 @@ async def test_rank_0_publishes_address_and_key(size: int, stores: dict[str, Pmi
             await TCPStore(first.host, first.port, key=bytes(32), timeout=5)
 
 
-async def test_consecutive_groups_send_one_request(
+async def test_consecutive_groups_send_one_pmi_request(
     stores: dict[str, PmiStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with PmiLauncher(2) as launcher:
@@ -107,7 +107,7 @@ async def test_consecutive_groups_send_one_request(
         assert launcher.entered == 2
 
 
-async def test_loops_of_several_threads_send_one_request(stores: dict[str, PmiStore]) -> None:
+async def test_event_loops_of_several_threads_send_one_pmi_request(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         started = threading.Barrier(3)
 
@@ -121,11 +121,11 @@ async def test_loops_of_several_threads_send_one_request(stores: dict[str, PmiSt
         assert launcher.entered == 2
 
 
-async def test_cancelled_waiter_does_not_cancel_the_request_of_others(stores: dict[str, PmiStore]) -> None:
+async def test_cancelled_task_does_not_cancel_the_pmi_request_of_other_tasks(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         tasks = [asyncio.create_task(find_store(launcher, 1)) for _ in range(3)]
         await until(lambda: launcher.entered == 1)
-        tasks[1].cancel()  # waits for the request of task 0
+        tasks[1].cancel()  # task 1 waits for the request of task 0
         await asyncio.wait([tasks[1]])
         tasks[0].cancel()  # task 2 takes over the request
         await asyncio.wait([tasks[0]])
@@ -133,7 +133,7 @@ async def test_cancelled_waiter_does_not_cancel_the_request_of_others(stores: di
         assert launcher.entered == 2
 
 
-async def test_late_processes_are_reported_and_may_still_arrive(
+async def test_late_processes_at_a_pmi_barrier_are_reported_and_can_still_arrive(
     stores: dict[str, PmiStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with PmiLauncher(2) as launcher:
@@ -173,7 +173,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("command", "answer", "message"), WRONG, ids=range(len(WRONG)))
-async def test_invalid_reply_raises_at_each_call(
+async def test_invalid_pmi_reply_raises_an_error_at_each_call(
     command: str, answer: str, message: str, stores: dict[str, PmiStore]
 ) -> None:
     async with PmiLauncher(2, {command: answer}) as launcher:
@@ -186,7 +186,7 @@ async def test_invalid_reply_raises_at_each_call(
         assert all(len(commands) == len(set(commands)) for commands in launcher.commands)  # no command is sent twice
 
 
-async def test_closed_launcher_connection_is_reported(stores: dict[str, PmiStore]) -> None:
+async def test_closed_pmi_connection_is_reported(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2, {"init": ""}) as launcher:
         with pytest.raises(RendezvousError, match="closed its connection"):
             await find_store(launcher, 1)
@@ -195,7 +195,7 @@ async def test_closed_launcher_connection_is_reported(stores: dict[str, PmiStore
             await store.find(None, OPTIONS, "", LIMIT)
 
 
-async def test_error_of_rank_0_reaches_all_ranks(stores: dict[str, PmiStore]) -> None:
+async def test_error_of_rank_0_is_sent_to_all_ranks_by_pmi(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(3) as launcher:
         for _ in range(2):
             first, *others = await find_stores(launcher, 3, bind="192.0.2.7")
@@ -206,7 +206,7 @@ async def test_error_of_rank_0_reaches_all_ranks(stores: dict[str, PmiStore]) ->
                 assert str(other) == f"rank 0 could not serve the store: {first}"
 
 
-async def test_long_error_of_rank_0_is_truncated(stores: dict[str, PmiStore]) -> None:
+async def test_long_error_of_rank_0_is_truncated_in_pmi_messages(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         first, other = await find_stores(launcher, 2, interface="é" * 600)
         assert len(str(first)) > 600
@@ -225,7 +225,7 @@ async def test_pmi_store_uses_the_given_port(stores: dict[str, PmiStore]) -> Non
         assert first.port == port
 
 
-async def test_given_key_is_not_published(stores: dict[str, PmiStore]) -> None:
+async def test_given_job_key_is_not_published_by_pmi(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(3) as launcher:
         first, one, other = await asyncio.gather(
             find_store(launcher, 0, OWN_KEY), find_store(launcher, 1, OWN_KEY), find_store(launcher, 2)
@@ -235,8 +235,8 @@ async def test_given_key_is_not_published(stores: dict[str, PmiStore]) -> None:
         assert bytes.fromhex(put).decode() == f"127.0.0.1 {first.port} "
 
 
-async def test_rank_0_publishes_its_address_for_other_hosts(stores: dict[str, PmiStore]) -> None:
-    """Rank 0 does not know the other hosts, so the options determine the address."""
+async def test_rank_0_publishes_an_address_that_other_hosts_can_reach(stores: dict[str, PmiStore]) -> None:
+    """Check that the options determine the address, since rank 0 does not know the other hosts."""
     async with PmiLauncher(2) as launcher:
         one_per_host = {"MPI_LOCALNRANKS": "1"}
         options = GroupOptions.resolve(GroupOptions(bind="127.0.0.2", advertise="198.51.100.3"), {})
@@ -250,7 +250,7 @@ async def test_rank_0_publishes_its_address_for_other_hosts(stores: dict[str, Pm
         assert (first.port, first.key) == (other.port, other.key)
 
 
-async def test_mpi_library_may_use_the_launcher_later(
+async def test_mpi_library_can_use_the_pmi_connection_afterwards(
     stores: dict[str, PmiStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", ModuleType("mpi4py.MPI"))
@@ -261,7 +261,7 @@ async def test_mpi_library_may_use_the_launcher_later(
         assert launcher.is_blocking(0)
 
 
-def test_descriptor_that_is_not_a_socket_is_refused() -> None:
+def test_pmi_descriptor_that_is_not_a_socket_is_refused() -> None:
     with open(os.devnull) as file, socket.socket() as closed:
         gone = closed.detach()
         os.close(gone)

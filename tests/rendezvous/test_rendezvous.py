@@ -34,7 +34,7 @@ Rank = Callable[[int], Awaitable[Any]]
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Remove the variables of launchers and of aiocoll from the environment."""
+    """Remove the environment variables of launchers and of aiocoll."""
     for name in list(os.environ):
         if name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or (
             name.startswith(("AIOCOLL_", "TORCHELASTIC_")) and name != "AIOCOLL_TEST_LOOP"
@@ -64,7 +64,7 @@ async def check_group(pg: ProcessGroup) -> str:
 # -- init methods
 
 
-async def test_caller_store_stays_open() -> None:
+async def test_store_passed_by_the_caller_is_not_closed() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -77,17 +77,17 @@ async def test_caller_store_stays_open() -> None:
     await store.aclose()
 
 
-async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
+async def test_ranks_meet_by_a_file_url(tmp_path: Path) -> None:
     async def rank(rank: int) -> None:
         async with new_group(init_method=f"file://{tmp_path}/meet?here#now", rank=rank, world_size=3) as pg:
             await check_group(pg)
 
     await run_ranks_together(3, rank)
-    await run_ranks_together(3, rank)  # a second job may use the same file
+    await run_ranks_together(3, rank)  # a second job can use the same file
 
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp", "shm"])
-async def test_ranks_meet_over_tcp(transport: Any, port: int) -> None:
+async def test_ranks_meet_by_a_tcp_url(transport: Any, port: int) -> None:
     async def rank(rank: int) -> None:
         options = GroupOptions(transport=transport)
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, options=options) as pg:
@@ -118,8 +118,8 @@ async def test_rank_and_world_size_come_from_the_environment(environment: pytest
     await pg.shutdown()
 
 
-async def test_rank_0_may_start_last(port: int) -> None:
-    """Rank 0 hosts the store, so the other ranks wait for it."""
+async def test_rank_0_can_start_last(port: int) -> None:
+    """Start rank 0, which hosts the store, last; the other ranks wait for it."""
     started_ranks: list[int] = []
 
     async def rank(rank: int) -> None:
@@ -133,13 +133,13 @@ async def test_rank_0_may_start_last(port: int) -> None:
     assert started_ranks[-1] == 0
 
 
-async def test_consecutive_groups_may_use_one_address(port: int) -> None:
+async def test_consecutive_groups_can_use_the_same_address(port: int) -> None:
     async def rank(rank: int) -> list[ProcessGroup]:
         kept = []
         for _ in range(4):
             async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
                 await check_group(pg)
-                kept.append(pg)  # a reference to a closed group must not block the next one
+                kept.append(pg)  # keep a reference: a closed group must not block the next group
         return kept
 
     await run_ranks_together(3, rank)
@@ -176,7 +176,7 @@ async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> 
     assert len(connected) == len(set(connected)) <= 3
 
 
-async def test_closing_one_group_leaves_the_others() -> None:
+async def test_closing_a_group_does_not_affect_other_groups() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -206,7 +206,7 @@ async def test_another_world_size_for_the_same_job_is_refused() -> None:
 # -- failures
 
 
-async def test_missing_ranks_are_named() -> None:
+async def test_rendezvous_error_names_the_missing_ranks() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -218,17 +218,17 @@ async def test_missing_ranks_are_named() -> None:
     await store.aclose()
 
 
-async def test_missing_rank_0_is_explained() -> None:
+async def test_rendezvous_error_explains_a_missing_rank_0() -> None:
     store = HashStore()
     with pytest.raises(RendezvousError, match=r"rank 1 waited 0.1 s for rank\(s\) 0 of 2"):
         await new_group(store=store, rank=1, world_size=2, timeout=0.1)
     await store.aclose()
 
 
-async def test_missing_connection_is_named_on_both_sides(
+async def test_rendezvous_errors_of_both_ranks_name_a_missing_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The ranks have published their cards, but no connection succeeds. A warning reports it before the timeout."""
+    """Prevent all connections between ranks that have published their cards; a warning comes before the timeout."""
 
     async def reach(*_: Any, **__: Any) -> socket.socket:
         await asyncio.Event().wait()
@@ -269,8 +269,8 @@ async def test_late_rank_is_reported_in_a_warning(caplog: pytest.LogCaptureFixtu
     await store.aclose()
 
 
-async def test_process_that_replaces_a_rank_is_advised_to_join() -> None:
-    """The store assigns it a rank of a second rendezvous, in which no other rank takes part."""
+async def test_process_that_restarts_as_a_member_rank_is_advised_to_use_join() -> None:
+    """Start a third process, to which the store assigns a rank of a second rendezvous without other ranks."""
     store = HashStore()
 
     async def rank(_: int) -> None:
@@ -287,8 +287,8 @@ async def test_process_that_replaces_a_rank_is_advised_to_join() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4), (3, 4, 3), (4, 3, 3)])
 @pytest.mark.parametrize("backwards", [False, True])
-async def test_different_world_sizes_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
-    """Every rank fails at once, without waiting for the timeout."""
+async def test_different_world_sizes_are_reported_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
+    """Check that every rank fails at once, without waiting for the timeout."""
     store = HashStore()
 
     async def rank(rank: int) -> Any:
@@ -308,8 +308,8 @@ async def test_different_world_sizes_are_named_on_every_rank(sizes: tuple[int, .
     await store.aclose()
 
 
-async def test_taken_rank_is_refused() -> None:
-    """Two stores on one server stand for two processes with the same rank."""
+async def test_second_process_with_the_same_rank_is_refused() -> None:
+    """Use two stores on one server, which stand for two processes with the same rank."""
     store = HashStore()
     first = PrefixStore("job", store)
     second = PrefixStore("job", store)
@@ -324,7 +324,7 @@ async def test_taken_rank_is_refused() -> None:
 
 
 async def test_rendezvous_can_be_cancelled(port: int) -> None:
-    """A later attempt on the same address succeeds."""
+    """Check that a later rendezvous on the same address succeeds."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await new_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
@@ -346,7 +346,7 @@ async def test_port_0_is_permitted_for_a_single_rank() -> None:
 async def test_wildcard_master_address_means_this_host(
     host: str, encryption: str, port: int, environment: pytest.MonkeyPatch
 ) -> None:
-    """A wildcard as destination means loopback, so both ends agree on encryption."""
+    """Check that a wildcard as destination means loopback, so that both ends agree on encryption."""
     environment.setenv("MASTER_ADDR", host)
     environment.setenv("MASTER_PORT", str(port))
     options = GroupOptions(job_key="k" * 32, encryption=encryption)
@@ -408,7 +408,7 @@ async def test_wildcard_master_address_means_this_host(
         ({"timeout": "soon"}, {}, TypeError, "timeout must be seconds"),
     ],
 )
-def test_invalid_arguments_are_named_at_the_call(
+def test_new_group_names_invalid_arguments_at_the_call(
     given: dict[str, Any],
     env: dict[str, str],
     error: type[Exception],
@@ -454,7 +454,7 @@ async def test_current_group_belongs_to_a_context() -> None:
             assert current_process_group() is None
             with process_group(pg) as current:
                 assert current is pg
-                await pg.barrier()  # by now the other rank has set its group in its own task
+                await pg.barrier()  # after this barrier, the other rank has set its group in its own task
                 assert current_process_group() is pg
                 assert await asyncio.create_task(inherited()) is pg
                 with process_group(None):
@@ -467,7 +467,7 @@ async def test_current_group_belongs_to_a_context() -> None:
     await store.aclose()
 
 
-async def test_context_manager_closes_its_group() -> None:
+async def test_context_manager_of_new_group_closes_the_group() -> None:
     store = HashStore()
     async with new_group(store=store, rank=0, world_size=1) as pg:
         assert (await pg.allreduce(np.ones(2)) == 1).all()

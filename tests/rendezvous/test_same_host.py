@@ -22,7 +22,7 @@ NOBODY = 65534
 
 
 class CopiedMachineStore(Store):
-    """The store as the ranks of one copied machine see it; unix sockets of other copies do not work."""
+    """A store as the ranks of one copied machine use it; unix sockets of other copies do not work."""
 
     def __init__(self, store: Store, owners: dict[str, int], number: int) -> None:
         super().__init__(store.timeout)
@@ -48,7 +48,7 @@ class CopiedMachineStore(Store):
         if command != "multi_get" or "/card/" not in arguments[0][0]:
             return found
         cards = [msgpack.unpackb(data) for data in found]
-        # Each rank gets its own loop name, since ranks of one loop would exchange data in memory.
+        # Give each rank a separate loop name, since ranks of one loop would exchange data in memory.
         return [
             msgpack.packb({**card, "unix": self._visible_name(card["unix"]), "loop": f"loop {rank}"})
             for rank, card in enumerate(cards)
@@ -62,7 +62,7 @@ def transport_names(pg: ProcessGroup) -> list[tuple[str, str | None]]:
 
 @pytest.mark.parametrize("machines", ["01", "001", "010", "0101", "0012", "0123"])
 async def test_copies_of_one_machine_count_as_several_hosts(machines: str) -> None:
-    """The copies have one boot id, so all ranks report the same host."""
+    """Use machine copies with one boot id, so that all ranks report the same host."""
     store, owners, size = HashStore(), {}, len(machines)
 
     async def rank(number: int) -> list[tuple[str, str | None]]:
@@ -90,7 +90,7 @@ async def test_copies_of_one_machine_count_as_several_hosts(machines: str) -> No
 
 
 @pytest.mark.parametrize("transport", ["unix", "shm"])
-async def test_transport_of_one_host_is_refused_with_the_reason(transport: str) -> None:
+async def test_transport_for_one_host_is_refused_with_the_reason(transport: str) -> None:
     store, owners = HashStore(), {}
 
     async def rank(number: int) -> None:
@@ -135,8 +135,8 @@ def start_other_user(*arguments: str) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("key", [KEY, None])
-async def test_rank_of_another_user_needs_a_key(key: bytes | None, port: int) -> None:
-    """A rootless container is an example. With the key the ranks use TCP; without a key both fail at once."""
+async def test_rank_of_another_user_needs_a_job_key(key: bytes | None, port: int) -> None:
+    """Check, as for a rootless container, that ranks use TCP with the job key, and both fail at once without it."""
     there = f"tcp://127.0.0.1:{port}"
     group = new_group(init_method=there, rank=0, world_size=2, timeout=30, options=GroupOptions(job_key=key))
     with start_other_user(str(port), "" if key is None else key.decode()) as other:

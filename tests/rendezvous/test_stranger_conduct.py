@@ -1,4 +1,4 @@
-"""Tests of strangers at every listener while ranks meet and work. A stranger is a client without the job key."""
+"""Tests of strangers, clients without the job key, at every listener while ranks meet and work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from aiocoll.store import StoreServer, TCPStore
 from aiocoll.transport.stream import addresses as address
 
 KEY = b"k" * 32
-#: The connections of a flood to each listener, and those open at a time: more than a listener admits unproven.
+#: Connections of a flood per listener, in total and open at a time: more than the listener accepts unproven.
 FLOOD, OPEN = 400, 150
 #: The numbers of handshake bytes that strangers send before they fall silent.
 HANDSHAKE_BYTES = (0, 3, HELLO_SIZE, HELLO_SIZE + 5, HELLO_SIZE + PROOF_SIZE - 1)
@@ -39,7 +39,7 @@ Conduct = Callable[[int, Any], Awaitable[None]]
 
 
 async def connected_socket(family: int, target: Any) -> socket.socket:
-    """Connect, however long the queue is. A closed listener raises an error, which ends the stranger."""
+    """Connect to a listener with any queue length; a closed listener raises an error, which ends the stranger."""
     while True:
         try:
             return await address.reach(asyncio.get_running_loop(), family, target)
@@ -48,7 +48,7 @@ async def connected_socket(family: int, target: Any) -> socket.socket:
 
 
 def false_handshake(number: int) -> ClientHandshake:
-    """Return the handshake of a client without the key that claims a rank and a purpose."""
+    """Return the handshake of a client without the job key that claims a rank and a purpose."""
     kind = list(ConnKind)[number % len(ConnKind)]
     rank = -1 if kind is ConnKind.STORE else number // len(ConnKind) % 4
     return ClientHandshake(Identity(job_id(""), 0, rank, 3, kind), b"another key of this length", os.urandom)
@@ -69,7 +69,7 @@ async def received_bytes(sock: socket.socket, nbytes: int) -> bytes:
 
 
 async def hold(family: int, target: Any) -> None:
-    """Send a part of a handshake or nothing, and stay connected; reconnect when the listener closes the connection."""
+    """Send a part of a handshake or nothing, and stay connected; reconnect when the listener disconnects."""
 
     async def hold_one(nbytes: int) -> None:
         while True:
@@ -97,7 +97,7 @@ async def repeat(family: int, target: Any) -> None:
 
 
 async def flood(family: int, target: Any) -> None:
-    """Open more connections than a listener admits unproven; half of them send garbage."""
+    """Open more connections than a listener accepts without a proven key; half of them send garbage."""
     with ExitStack() as stack:
         crowd: deque[socket.socket] = deque()
         stack.callback(lambda: [sock.close() for sock in crowd])
@@ -205,10 +205,10 @@ async def run_job(endpoint: tuple[str, int], transport: str, world_size: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "world_size"), [("unix", 3), ("tcp", 2), ("tcp", 4), ("shm", 2), ("hosts", 3)])
 @pytest.mark.parametrize("conduct", [hold, repeat, flood, half_open])
-async def test_strangers_at_every_listener_do_not_disturb_a_job(
+async def test_unauthenticated_clients_at_every_listener_do_not_disturb_a_job(
     conduct: Conduct, transport: str, world_size: int
 ) -> None:
-    """The listeners are those of ranks and stores, over unix sockets and TCP. "hosts" adds heartbeats."""
+    """Connect to the listeners of ranks and stores, over unix sockets and TCP; "hosts" adds heartbeats."""
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-test-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
     endpoint = server.start()

@@ -57,7 +57,7 @@ async def switch_strangers(visitor: Process, changes: list[float]) -> None:
 
 
 async def measured_times(what: str, conduct: str, transport: str) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the durations with and without strangers, for each part of the run."""
+    """Return the durations of work with and without strangers, for each part of the run."""
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-soak-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
     host, port = server.start()
@@ -77,12 +77,12 @@ async def measured_times(what: str, conduct: str, transport: str) -> tuple[list[
         await visitor.wait()
         await server.aclose()
         for thread in threading.enumerate():
-            if thread.name.startswith("asyncio-waitpid"):  # its process has ended
+            if thread.name.startswith("asyncio-waitpid"):  # the process that this thread waits for has ended
                 thread.join()
     parts: list[list[float]] = [[] for _ in changes]
     for begin, seconds in durations:
         number = sum(change <= begin for change in changes) - 1
-        # Skip calls that overlap a change, except a meeting that finished only after the strangers had left.
+        # Skip calls that overlap a switch, except a rendezvous that finished only after the strangers had left.
         ends = begin + seconds <= changes[number] + PART or (what == "meet" and number % 2 == 0)
         if number >= 0 and begin > changes[number] + PART / 10 and ends:
             parts[number].append(seconds)
@@ -95,11 +95,11 @@ def medians(parts: list[list[float]]) -> list[float]:
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 @pytest.mark.parametrize("conduct", ["hold", "repeat"])
-async def test_holding_and_repeating_strangers_cost_little(
+async def test_unauthenticated_clients_that_hold_or_repeat_connections_cost_little_time(
     conduct: str, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_them, without = map(medians, await measured_times("work", conduct, transport))
-    # Compare neighbouring parts, since the load of the machine changes.
+    # Compare adjacent parts of the run, since the load of the machine changes.
     ratio = statistics.median(one / other for one, other in zip(with_them, without, strict=False))
     with capsys.disabled():
         print(
@@ -110,7 +110,9 @@ async def test_holding_and_repeating_strangers_cost_little(
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
-async def test_flooding_strangers_delay_a_rendezvous_little(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_unauthenticated_clients_that_flood_listeners_delay_a_rendezvous_little(
+    transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with_them, without = map(list, map(chain.from_iterable, await measured_times("meet", "flood", transport)))
     with capsys.disabled():
         print(

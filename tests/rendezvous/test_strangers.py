@@ -46,7 +46,7 @@ KEY = b"k" * 32
 OTHER = b"another key of this length"
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
 NOBODY = 65534
-#: Seconds that are enough for a rank to refuse a peer without the key. The peer waits as long.
+#: Seconds within which a rank refuses a peer without the key; the peer waits for this time.
 LONG_ENOUGH = 2.5
 
 
@@ -130,7 +130,7 @@ def resident_bytes() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
 async def test_ranks_with_different_keys_do_not_meet(transport: str) -> None:
-    """Run all pairs of ranks at once, since rank 0 waits until its timeout."""
+    """Run all pairs of ranks concurrently, since rank 0 waits until its timeout."""
     await asyncio.gather(
         *(assert_ranks_do_not_meet(transport, *keys) for keys in [(KEY, OTHER), (KEY, None), (None, KEY)])
     )
@@ -157,13 +157,13 @@ async def assert_ranks_do_not_meet(transport: str, first: bytes | None, second: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_rank_outside_the_loopback_needs_a_key(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rank_on_a_non_loopback_address_needs_a_job_key(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOCOLL_JOB_KEY_FILE", raising=False)
     with pytest.raises(AuthenticationError, match=r"there is no job key: .*`aiocoll run`.*token_hex"):
         await new_group(init_method="tcp://192.0.2.1:29500", rank=rank, world_size=2, timeout=5)
 
 
-async def test_listener_for_other_machines_needs_a_key() -> None:
+async def test_listener_for_other_machines_needs_a_job_key() -> None:
     store = HashStore()
     options = GroupOptions(transport="tcp", bind="any")
     groups = [new_group(store=store, rank=rank, world_size=2, timeout=5, options=options) for rank in range(2)]
@@ -174,7 +174,7 @@ async def test_listener_for_other_machines_needs_a_key() -> None:
     await store.aclose()
 
 
-async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+async def test_child_processes_do_not_inherit_the_job_key(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr("aiocoll.rendezvous.new_group._keys", {})
     monkeypatch.setenv("AIOCOLL_JOB_KEY", KEY.decode())
     look = [sys.executable, "-c", "import os; print(*(name for name in os.environ if 'JOB_KEY' in name))"]
@@ -183,7 +183,7 @@ async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, 
         assert "AIOCOLL_JOB_KEY" not in os.environ
         child = await asyncio.create_subprocess_exec(*look, stdout=subprocess.PIPE)
         assert await child.communicate() == (b"\n", None)
-        # The process has removed the key from its environment, and keeps it for later groups.
+        # The process keeps the key, which it has removed from its environment, for later groups.
         with pytest.raises(AuthenticationError, match="did not prove"):
             await TCPStore("127.0.0.1", port, timeout=5, key=OTHER).open()
     async with new_group(init_method=method, rank=0, world_size=1):
@@ -215,7 +215,7 @@ async def test_replayed_handshake_opens_no_link(flavour: str, kind: ConnKind) ->
 
 
 @pytest.mark.usefixtures("overheard")
-async def test_replayed_requests_do_not_change_a_store() -> None:
+async def test_replayed_store_requests_do_not_change_the_store() -> None:
     server = StoreServer(key=KEY)
     endpoint = server.start()
     async with Proxy.tcp(endpoint, None) as proxy:
@@ -232,8 +232,8 @@ async def test_replayed_requests_do_not_change_a_store() -> None:
 
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_reflected_challenge_is_refused(flavour: str, kind: ConnKind) -> None:
-    """The attacker makes the challenging rank reply to its own challenge."""
+async def test_reflected_handshake_challenge_is_refused(flavour: str, kind: ConnKind) -> None:
+    """Let the attacker send a rank's challenge back, so that the rank would reply to its own challenge."""
     async with listening_rank(flavour, 1) as rank:
         with pytest.raises(HandshakeRefusedError, match="rank 1 and rank 1 of 2 cannot be peers"):
             await rank.transport.connect(0, rank.card, kind)
@@ -243,7 +243,7 @@ async def test_reflected_challenge_is_refused(flavour: str, kind: ConnKind) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(ConnKind))
 async def test_echoed_handshake_is_refused(kind: ConnKind) -> None:
-    """The peer sends the received bytes back, padded to the required length."""
+    """Let the peer send the received bytes back, padded to the required length."""
     loop = asyncio.get_running_loop()
     listener = address.open_tcp("127.0.0.1")
 
@@ -286,13 +286,13 @@ def process_of_nobody(code: str, *arguments: str) -> Iterator[subprocess.Popen[b
             process.kill()
 
 
-async def test_another_user_cannot_connect() -> None:
+async def test_process_of_another_user_cannot_connect_to_a_unix_socket() -> None:
     code = "sock.connect('\\0' + sys.argv[1][1:]); sock.send(bytes(72)); print(sock.recv(1))"
 
     async def attempt(name: str) -> None:
         with process_of_nobody(code, name) as process:
             out, _ = await asyncio.to_thread(process.communicate, timeout=30)
-        # The rank closes without reading. The client sees a reset, or an end of file if its message arrives later.
+        # The rank closes without reading; the client gets a reset, or an end of file if its message arrives later.
         assert out.strip() in (b"b''", b"")
 
     async with listening_rank("unix") as rank:
@@ -319,8 +319,8 @@ async def test_socket_of_another_user_is_refused() -> None:
 # -- lengths
 
 
-async def test_announced_length_uses_no_memory_in_a_store() -> None:
-    """Clients announce the longest permitted frame and send nothing of its body."""
+async def test_announced_frame_length_allocates_no_memory_in_a_store() -> None:
+    """Let clients announce the longest permitted frame and send nothing of its body."""
     server = StoreServer(key=KEY)
     endpoint = server.start()
     identity = Identity(job_id(""), 0, -1, 0, ConnKind.STORE)
@@ -331,7 +331,7 @@ async def test_announced_length_uses_no_memory_in_a_store() -> None:
         await prove_key(socks[-1], identity)
         socks[-1].send(struct.pack("!I", 16 << 20))
     async with TCPStore(*endpoint, key=KEY) as store:
-        await store.set("large", bytes(8 << 20))  # a client that sends its whole frame
+        await store.set("large", bytes(8 << 20))  # this client sends its whole frame
         assert await store.get("large") == bytes(8 << 20)
     # The clients announced 512 MiB. The data of the correct client is far less than the limit.
     assert resident_bytes() - before < 100 << 20
@@ -341,7 +341,7 @@ async def test_announced_length_uses_no_memory_in_a_store() -> None:
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_announced_length_uses_no_memory_in_a_link(flavour: str) -> None:
+async def test_announced_frame_length_allocates_no_memory_in_a_link(flavour: str) -> None:
     async with listening_rank(flavour) as rank:
         before = resident_bytes()
         for _ in range(8):
@@ -358,8 +358,8 @@ async def test_announced_length_uses_no_memory_in_a_link(flavour: str) -> None:
 # -- crowds
 
 
-async def test_peer_that_has_proven_the_key_is_not_dropped() -> None:
-    """The peer has a verdict, so a closed connection would count as its death."""
+async def test_authenticated_peer_is_not_disconnected_for_unauthenticated_clients() -> None:
+    """Check a peer that has received a verdict and would take a closed connection for a death."""
     async with listening_rank("unix") as rank:
         with await connected_socket(*socket_address(rank.card)) as sock:
             client = ClientHandshake(Identity(job_id("job"), 0, 1, 2, DATA), KEY, os.urandom)
@@ -388,8 +388,8 @@ def raised_descriptor_limit() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_1000_strangers_do_not_disturb_a_job(transport: str) -> None:
-    """Silent clients and clients that send garbage connect to the store and to each rank during the whole job."""
+async def test_1000_unauthenticated_clients_do_not_disturb_a_job(transport: str) -> None:
+    """Let silent clients and clients that send garbage connect to the store and to each rank during the whole job."""
     server = StoreServer(key=KEY)
     endpoint = server.start()
     crowd: list[socket.socket] = []

@@ -44,12 +44,12 @@ async def test_ranks_meet_with_tickets(world_size: int, given: bool) -> None:
         assert (met if given else sorted(met)) == [(rank, world_size, world_size) for rank in range(world_size)]
 
 
-def test_meeting_can_be_held_without_a_loop() -> None:
+def test_meeting_can_be_held_without_an_event_loop() -> None:
     with Meeting(1) as meeting:
         assert asyncio.run(join_and_reduce(meeting.ticket(0))) == (0, 1, 1.0)
 
 
-async def test_tickets_are_small_and_do_not_show_the_key() -> None:
+async def test_tickets_are_small_and_do_not_show_the_job_key() -> None:
     async with Meeting(3) as meeting:
         for ticket in meeting.ticket(2), meeting.ticket(), meeting.newcomer():
             assert len(pickle.dumps(ticket)) < 400
@@ -58,7 +58,7 @@ async def test_tickets_are_small_and_do_not_show_the_key() -> None:
             assert pickle.loads(pickle.dumps(ticket)) == ticket
 
 
-async def test_groups_from_one_ticket_share_the_job() -> None:
+async def test_groups_from_one_ticket_belong_to_the_same_job() -> None:
     async def rank(ticket: Ticket) -> bool:
         async with ticket.join(timeout=LIMIT) as pg, ticket.join(timeout=LIMIT, name="second") as second:
             await asyncio.gather(pg.barrier(), second.barrier())
@@ -68,17 +68,17 @@ async def test_groups_from_one_ticket_share_the_job() -> None:
         assert await asyncio.gather(*(rank(meeting.ticket(number)) for number in range(2))) == [True, True]
 
 
-async def test_ranks_meet_again() -> None:
+async def test_ranks_can_meet_again_with_their_tickets() -> None:
     async with Meeting(2) as meeting:
         for _ in range(3):
             met = await asyncio.gather(*(join_and_reduce(meeting.ticket()) for _ in range(2)))
             assert sorted(met) == [(0, 2, 2.0), (1, 2, 2.0)]
 
 
-async def test_newcomer_replaces_a_rank() -> None:
+async def test_newcomer_with_a_ticket_replaces_a_rank() -> None:
     async def rank(ticket: Ticket) -> tuple[int, float]:
         async with ticket.join(timeout=LIMIT) as pg:
-            if pg.rank() == 0:  # without a meeting, rank 0 would host the store
+            if pg.rank() == 0:  # without a meeting, rank 0 of a group would host the store
                 return 0, 0.0
             old = pg
             pg = await old.shrink()
@@ -97,7 +97,7 @@ async def test_newcomer_replaces_a_rank() -> None:
         assert await asyncio.gather(*joining) == [(3, 3.0), (0, 0.0), (3, 3.0), (3, 3.0)]
 
 
-async def test_surplus_process_is_refused() -> None:
+async def test_process_beyond_the_world_size_is_refused() -> None:
     async with Meeting(2) as meeting:
         came = [asyncio.create_task(join_and_reduce(meeting.ticket())) for _ in range(3)]
         results = await asyncio.gather(*came, return_exceptions=True)
@@ -117,7 +117,7 @@ async def test_waiting_rank_is_notified_when_the_meeting_ends() -> None:
             await waiting
 
 
-async def test_ticket_of_an_ended_or_other_meeting_is_refused() -> None:
+async def test_ticket_of_an_ended_or_another_meeting_is_refused() -> None:
     async with Meeting(1) as meeting:
         ticket = meeting.ticket()
         other = Ticket(ticket.host, ticket.port, ticket.job, b"?" * 32, 1, 0)
@@ -136,26 +136,26 @@ async def test_ticket_of_an_ended_or_other_meeting_is_refused() -> None:
         (True, TypeError, "rank must be an int or None, not bool"),
     ],
 )
-async def test_invalid_ranks_are_refused(rank: Any, error: type[Exception], message: str) -> None:
+async def test_tickets_for_invalid_ranks_are_refused(rank: Any, error: type[Exception], message: str) -> None:
     async with Meeting(2) as meeting:
         with pytest.raises(error, match=message):
             meeting.ticket(rank)
 
 
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
-def test_invalid_world_sizes_are_refused(size: Any, error: type[Exception]) -> None:
+def test_meetings_with_invalid_world_sizes_are_refused(size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="world_size"):
         Meeting(size)
 
 
-def test_meeting_must_be_entered() -> None:
+def test_meeting_that_was_not_entered_is_refused() -> None:
     for make_ticket in (Meeting(1).ticket, Meeting(1).newcomer):
         with pytest.raises(ValueError, match="the meeting has not been entered: use"):
             make_ticket()
 
 
 @pytest.mark.parametrize("given", [{"rank": 0}, {"world_size": 1}, {"join": True}, {"store": HashStore()}])
-async def test_ticket_excludes_rank_and_world_size_arguments(given: dict[str, Any]) -> None:
+async def test_rank_and_world_size_arguments_with_a_ticket_are_refused(given: dict[str, Any]) -> None:
     async with Meeting(1) as meeting:
         with pytest.raises(ValueError, match=r"leave out rank, world_size and join|exclude each other"):
             new_group(init_method=meeting.ticket(0), **given)
@@ -184,7 +184,7 @@ async def test_file_store_assigns_ranks(tmp_path: Path) -> None:
     assert sorted(await asyncio.gather(*(rank() for _ in range(3)))) == [(0, 3.0), (1, 3.0), (2, 3.0)]
 
 
-async def test_launcher_store_assigns_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_store_of_the_launcher_assigns_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     async with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
         for name, value in {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "AIOCOLL_STORE": "launcher", "WORLD_SIZE": "2"
@@ -204,7 +204,7 @@ async def test_rank_is_required_if_rank_0_hosts_the_store() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -3])
-async def test_world_size_must_be_positive(size: int) -> None:
+async def test_world_size_below_one_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=rf"world_size={size}: world_size must be positive"):
         new_group(store=FileStore("/nowhere"), world_size=size)
 
@@ -212,7 +212,7 @@ async def test_world_size_must_be_positive(size: int) -> None:
 # -- a program without a launcher
 
 
-async def test_singleton_variable_makes_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_aiocoll_singleton_variable_makes_a_group_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_SINGLETON", "1")
     async with new_group() as pg, new_group() as second:
         assert (pg.rank(), pg.size(), await pg.allreduce(3.0)) == (0, 1, 3.0)
@@ -221,14 +221,16 @@ async def test_singleton_variable_makes_a_group_of_one(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("value", ["yes", "2", ""])
-async def test_invalid_singleton_variable_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_value_of_the_aiocoll_singleton_variable_is_refused(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AIOCOLL_SINGLETON", value)
     with pytest.raises(ValueError, match=rf"AIOCOLL_SINGLETON='{value}': must be 1"):
         new_group()
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-async def test_launcher_variable_prevents_a_singleton(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_launcher_variables_prevent_a_singleton_group(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_SINGLETON", "1")
     monkeypatch.setenv(variable, "1")
     with pytest.raises(ValueError, match="missing"):
@@ -247,8 +249,8 @@ async def test_program_without_a_launcher_gets_a_hint() -> None:
 
 
 @pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 3])
-async def test_meeting_reports_a_death_to_the_ranks(hosts: int) -> None:
-    """The report also reaches the ranks of a grown group and the reported process."""
+async def test_meeting_reports_the_death_of_a_rank_to_the_other_ranks(hosts: int) -> None:
+    """Check that the ranks of a grown group and the reported process also receive the report."""
     came: asyncio.Queue[None] = asyncio.Queue()
 
     async def rank(number: int, ticket: Ticket) -> str:
@@ -282,20 +284,20 @@ async def test_meeting_reports_a_death_to_the_ranks(hosts: int) -> None:
     meeting.report_death(tickets[0], "after the end")
 
 
-async def test_death_of_a_ticket_from_another_meeting_is_refused() -> None:
+async def test_death_report_about_a_ticket_of_another_meeting_is_refused() -> None:
     async with Meeting(1) as meeting, Meeting(1) as other:
         with pytest.raises(ValueError, match="belongs to another meeting"):
             meeting.report_death(other.ticket(0), "gone")
 
 
-async def test_group_continues_after_its_meeting() -> None:
+async def test_group_continues_after_its_meeting_has_ended() -> None:
     async with Meeting(1) as meeting:
         pg = await meeting.ticket(0).join(timeout=LIMIT)
     assert await pg.allreduce(1.0) == 1.0
     await pg.shutdown()
 
 
-async def test_ticket_replaces_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ticket_takes_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_SINGLETON", "1")
 
     async def program() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A stranger as a process: a client without the job key. Its argument names its conduct.
+"""A stranger process, a client without the job key; its argument names its behaviour.
 
 Lines of standard input name listeners ("at FAMILY ADDRESS", with the address as a Python literal) and start or stop
 the connections ("on", "off"). The process ends at the end of its input.
@@ -31,7 +31,7 @@ from aiocoll.security.handshake import (
 )
 
 RATE = 200
-#: The number of listeners to connect to, in addition to the store. Older listeners belong to ranks that have ended.
+#: The number of newest listeners to connect to in addition to the store; older ones belong to ranks that have ended.
 NEWEST = 2
 EVERY = 2.0
 RANKS = 2
@@ -121,7 +121,7 @@ async def main(conduct: str) -> None:
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                # Only a closed listener may end a stranger.
+                # No stranger may end, except because its listener is closed.
                 if not isinstance(result, ConnectionRefusedError | asyncio.CancelledError):
                     raise RuntimeError(f"a stranger ended with {result!r}")
             tasks.clear()

@@ -24,9 +24,9 @@ def has_ipv6() -> bool:
 
 
 KINDS = ["hash", "file", "tcp4", "redis", "minimal", "prefix-hash"]
-#: Kinds without the limit on keys; their servers have other limits.
+#: Kinds of stores without a limit on keys; their servers have other limits.
 UNLIMITED = {"redis", "rediss"}
-#: The same stores over other sockets, and prefix stores on them. Only a few tests use them by default.
+#: Stores over other sockets, and prefix stores on stores; only a few tests use these variants by default.
 VARIANTS = ["tcp6", "tls", "unix", "unix-abstract", "rediss",
             *(f"prefix-{kind}" for kind in ("file", "tcp4", "redis", "minimal"))]  # fmt: skip
 every_store = pytest.mark.parametrize("open_store", [*KINDS, *VARIANTS], indirect=True)

@@ -8,7 +8,7 @@ from aiocoll.testing.contracts import StoreContract
 
 from .conftest import UNLIMITED, every_store
 
-#: Tests that also run on the variants when slow tests are left out.
+#: Tests that run on the variants of stores even without slow tests.
 EVERY = (
     "test_set_then_get_from_another_handle",
     "test_get_waits_for_a_later_set",
@@ -39,7 +39,7 @@ def base_kind(request: pytest.FixtureRequest) -> str:
 
 
 def copy_of(function: FunctionType) -> FunctionType:
-    """Return a copy of a function, which can have its own marks."""
+    """Return a copy of a function, which can have separate pytest marks."""
     return FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )

@@ -23,7 +23,7 @@ def filled_core(*items: bytes) -> StoreCore:
     return core
 
 
-def test_returned_item_is_popped_first() -> None:
+def test_item_returned_to_a_queue_is_popped_first() -> None:
     core = filled_core(b"1", b"2", b"3")
     first, second = popped_items(core, 2)
     core.apply("queue_return", ("q", second))
@@ -32,7 +32,7 @@ def test_returned_item_is_popped_first() -> None:
     assert popped_items(core, 4) == [b"1", b"2", b"3", None]
 
 
-def test_returned_item_goes_to_longest_waiting_pop() -> None:
+def test_item_returned_to_a_queue_goes_to_the_longest_waiting_pop() -> None:
     core = filled_core()
     got: list[tuple[str, Any]] = []
     for name in ("first", "second"):
@@ -46,7 +46,7 @@ def test_returned_item_goes_to_longest_waiting_pop() -> None:
 
 @pytest.fixture
 def small(limits: Limits) -> StoreCore:
-    """Return a store with limits of 4 keys and queued items and 20 bytes."""
+    """Return a store that holds at most 4 keys and queued items, and 20 bytes."""
     limits(store_entries=4, store_size=20)
     return StoreCore()
 
@@ -60,7 +60,7 @@ def is_accepted(core: StoreCore, command: str, *arguments: Any) -> bool:
 
 
 def free_space(core: StoreCore) -> tuple[int, int]:
-    """Return the numbers of free keys and bytes; remove the entries that were set to count them."""
+    """Return the numbers of free keys and bytes, measured by temporary entries."""
     keys = next(number for number in range(9) if not is_accepted(core, "set", f"room{number}", b""))
     for number in range(keys):
         core.apply("delete_key", (f"room{number}",))
@@ -72,7 +72,7 @@ def free_space(core: StoreCore) -> tuple[int, int]:
     return keys, nbytes
 
 
-def test_limits_count_stored_items_and_not_removed_ones(small: StoreCore) -> None:
+def test_store_limits_count_stored_items_but_not_removed_items(small: StoreCore) -> None:
     assert free_space(small) == (4, 20)
     small.apply("set", ("a", bytes(5)))
     assert free_space(small) == (3, 15)
@@ -103,7 +103,7 @@ def test_store_accepts_values_up_to_the_byte_limit(small: StoreCore) -> None:
     assert small.apply("list_keys", ("",)) == ["k"]
 
 
-def test_command_over_a_limit_changes_nothing(small: StoreCore) -> None:
+def test_store_command_over_a_limit_changes_nothing(small: StoreCore) -> None:
     got: list[Any] = []
     small.apply("set", ("a", bytes(15)))
     small.start("get", ("b",), got.append)
@@ -123,7 +123,7 @@ def test_command_over_a_limit_changes_nothing(small: StoreCore) -> None:
     assert free_space(small) == (3, 5)
 
 
-def test_returned_item_is_counted_and_may_exceed_the_limits(small: StoreCore) -> None:
+def test_item_returned_to_a_queue_is_counted_and_can_exceed_the_limits(small: StoreCore) -> None:
     small.apply("queue_push", ("q", bytes(6)))
     item = small.apply("queue_take", ("q",))
     small.apply("queue_return", ("q", item))
@@ -159,7 +159,7 @@ def test_returned_item_is_counted_and_may_exceed_the_limits(small: StoreCore) ->
         ("queue_return", ("q", b"1"), 1),
     ],
 )
-def test_change_counter_counts_only_changes(command: str, arguments: tuple[Any, ...], changes: int) -> None:
+def test_store_change_counter_counts_only_changes(command: str, arguments: tuple[Any, ...], changes: int) -> None:
     core = filled_core(b"1", b"2")
     core.apply("set", ("a", b"2"))
     before = core.changes
@@ -168,7 +168,7 @@ def test_change_counter_counts_only_changes(command: str, arguments: tuple[Any, 
 
 
 @pytest.mark.parametrize("kept", [None, "a/"])
-def test_forgotten_entries_free_their_space(limits: Limits, kept: str | None) -> None:
+def test_removed_store_entries_free_their_space(limits: Limits, kept: str | None) -> None:
     limits(store_entries=6, store_size=32)
     core = StoreCore()
     for name in ("a/1", "b/1"):

@@ -21,7 +21,7 @@ async def stored_keys(path) -> list[str]:
 
 @pytest.fixture
 async def log(tmp_path):
-    """Return the path of a closed store with keys a, b and c, and its sizes before each key."""
+    """Return the path of a closed file store with keys a, b and c, and the file sizes before each key."""
     path = tmp_path / "store"
     sizes = [HEADER_SIZE]
     async with FileStore(path) as store:
@@ -31,7 +31,7 @@ async def log(tmp_path):
     return path, sizes
 
 
-async def test_torn_tail_at_any_byte_is_cut_off(log):
+async def test_incomplete_last_record_of_a_file_store_is_cut_off(log):
     path, sizes = log
     whole = path.read_bytes()
     for cut in range(len(whole) + 1):
@@ -45,7 +45,7 @@ async def test_torn_tail_at_any_byte_is_cut_off(log):
         assert await stored_keys(path) == [*intact, "new"]
 
 
-async def test_commands_that_change_nothing_are_not_logged(log):
+async def test_commands_that_change_nothing_are_not_written_to_the_store_file(log):
     path, sizes = log
     async with FileStore(path) as store:
         await store.get("a")
@@ -56,13 +56,13 @@ async def test_commands_that_change_nothing_are_not_logged(log):
     assert path.stat().st_size == sizes[-1]
 
 
-async def test_new_file_is_private(tmp_path):
+async def test_new_store_file_is_private(tmp_path):
     async with FileStore(tmp_path / "store") as store:
         await store.set("k", b"")
     assert (tmp_path / "store").stat().st_mode & 0o777 == 0o600
 
 
-async def test_symlink_is_refused(tmp_path, log):
+async def test_symlink_as_store_file_is_refused(tmp_path, log):
     link = tmp_path / "link"
     link.symlink_to(log[0])
     with pytest.raises(StoreError, match="link is a symbolic link, which could point anywhere"):
@@ -70,14 +70,14 @@ async def test_symlink_is_refused(tmp_path, log):
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
-async def test_file_open_to_others_is_refused(log, mode):
+async def test_store_file_that_other_users_can_access_is_refused(log, mode):
     path, _ = log
     path.chmod(mode)
     with pytest.raises(StoreError, match=f"can be opened by other users \\(mode {mode:04o}\\): run chmod 600"):
         await FileStore(path).list_keys()
 
 
-async def test_file_of_another_user_is_refused(log, monkeypatch):
+async def test_store_file_of_another_user_is_refused(log, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(StoreError, match=r"belongs to user \d+, not to this user \(\d+\): use another path"):
         await FileStore(log[0]).list_keys()
@@ -98,14 +98,14 @@ async def test_file_that_is_not_a_store_is_refused_and_kept(tmp_path):
         await FileStore(fifo).set("k", b"")
 
 
-async def test_store_of_another_job_is_refused(tmp_path):
+async def test_store_file_of_another_job_is_refused(tmp_path):
     async with FileStore(tmp_path / "store", job="yesterday") as store:
         await store.set("k", b"")
     with pytest.raises(StoreError, match=r"belongs to job [0-9a-f]{32}, this is job [0-9a-f]{32}: remove the file"):
         await FileStore(tmp_path / "store", job="today").get("k")
 
 
-async def test_last_member_removes_the_file(tmp_path):
+async def test_last_member_removes_the_store_file(tmp_path):
     path = tmp_path / "store"
     members = [FileStore(path, world_size=3) for _ in range(3)]
     await members[0].set("k", b"")
@@ -117,7 +117,7 @@ async def test_last_member_removes_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [0, -2])
-async def test_invalid_world_size_is_refused(tmp_path, world_size):
+async def test_file_store_refuses_an_invalid_world_size(tmp_path, world_size):
     for make in (
         lambda: FileStore(tmp_path / "store", world_size),
         lambda: TCPStore("localhost", 0, world_size, is_master=True),
@@ -126,7 +126,7 @@ async def test_invalid_world_size_is_refused(tmp_path, world_size):
             make()
 
 
-async def test_file_without_world_size_is_kept(log):
+async def test_store_file_without_a_world_size_is_kept(log):
     assert log[0].exists()
 
 
@@ -139,7 +139,7 @@ async def test_file_store_accepts_arguments_of_c10d(tmp_path):
         assert await tcp.num_keys() == 0
 
 
-async def test_removed_file_ends_pending_waits(log):
+async def test_removal_of_the_store_file_ends_pending_waits(log):
     async with FileStore(log[0]) as store:
         waiting = asyncio.create_task(store.get("never"))
         await store.list_keys()
@@ -148,7 +148,7 @@ async def test_removed_file_ends_pending_waits(log):
             await waiting
 
 
-async def test_lock_held_for_too_long_is_named(log):
+async def test_error_names_a_file_lock_that_is_held_for_too_long(log):
     path, _ = log
     with path.open("rb") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
@@ -161,7 +161,7 @@ async def test_lock_held_for_too_long_is_named(log):
         await store.aclose()
 
 
-async def test_full_disk_fails_only_the_call(log, monkeypatch):
+async def test_full_disk_fails_only_the_writing_call_of_a_file_store(log, monkeypatch):
     path, _ = log
     before = path.read_bytes()
     pwrite = os.pwrite
@@ -176,7 +176,7 @@ async def test_full_disk_fails_only_the_call(log, monkeypatch):
         assert await store.list_keys() == ["a", "b", "c", "e"]
 
 
-async def test_long_history_is_replayed_by_concurrent_tasks(tmp_path):
+async def test_long_history_of_a_file_store_is_replayed_once_for_concurrent_tasks(tmp_path):
     path = tmp_path / "store"
     async with FileStore(path) as writer:
         for i in range(2000):
@@ -203,7 +203,7 @@ asyncio.run(main())
 """
 
 
-async def test_concurrent_processes_count_every_addition(tmp_path):
+async def test_file_store_counts_every_addition_of_concurrent_processes(tmp_path):
     path = tmp_path / "store"
     # Remove asyncio's debug mode, which reports slow callbacks on a busy machine.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}

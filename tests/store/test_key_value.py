@@ -48,7 +48,7 @@ def distant_stores(clients: int) -> list[DistantStore]:
     return [DistantStore(entries, turns % 3) for turns in range(clients)]
 
 
-async def test_concurrent_changes_of_one_key_all_count() -> None:
+async def test_concurrent_changes_of_one_key_all_take_effect() -> None:
     stores = distant_stores(8)
     sums = await asyncio.gather(*(store.add("n", 1) for store in stores))
     assert sorted(sums) == list(range(1, 9))
@@ -86,8 +86,8 @@ async def test_queue_items_are_popped_once_and_in_push_order() -> None:
 
 @pytest.mark.parametrize("turns", range(24))
 @pytest.mark.parametrize("again", [None, 0, 1, 2, 4])
-async def test_pop_cancelled_at_any_turn_keeps_the_items(turns: int, again: int | None) -> None:
-    """With `again`, a second cancellation follows after as many iterations, before the first one has completed."""
+async def test_queue_pop_cancelled_at_any_loop_iteration_loses_no_items(turns: int, again: int | None) -> None:
+    """Cancel at each loop iteration, and with `again` a second time, before the first cancellation has completed."""
     near, far, _ = distant_stores(3)
     for item in (b"0", b"1"):
         await near.queue_push("q", item)
@@ -107,7 +107,7 @@ async def test_pop_cancelled_at_any_turn_keeps_the_items(turns: int, again: int 
     assert await near.queue_len("q") == 0
 
 
-async def test_pop_cancelled_while_the_store_closes_keeps_the_item() -> None:
+async def test_queue_pop_cancelled_while_the_store_closes_loses_no_item() -> None:
     near, far, _ = distant_stores(3)
     await near.queue_push("q", b"item")
     pop = asyncio.create_task(far.queue_pop("q"))
@@ -141,7 +141,7 @@ async def test_multi_get_returns_values_of_one_instant() -> None:
     await asyncio.gather(change(), check_instant(far), check_instant(other))
 
 
-async def test_multi_get_of_changing_values_times_out() -> None:
+async def test_multi_get_of_constantly_changing_values_times_out() -> None:
     class ChangingStore(MinimalStore):
         count = 0
 
@@ -153,7 +153,7 @@ async def test_multi_get_of_changing_values_times_out() -> None:
         await ChangingStore({}).multi_get(["a", "b"], timeout=0)
 
 
-async def test_long_wait_reads_one_key_at_a_time() -> None:
+async def test_wait_for_many_keys_reads_one_key_at_a_time() -> None:
     reads: list[str] = []
 
     class RecordingStore(MinimalStore):
@@ -170,7 +170,7 @@ async def test_long_wait_reads_one_key_at_a_time() -> None:
     await waiting
 
 
-async def test_key_and_queue_of_one_name_are_independent() -> None:
+async def test_key_and_queue_with_the_same_name_are_independent() -> None:
     store = MinimalStore({})
     await store.set("k", b"key")
     await store.queue_push("k", b"item")
@@ -182,7 +182,7 @@ async def test_key_and_queue_of_one_name_are_independent() -> None:
             await call
 
 
-async def test_queue_is_limited_to_the_size_of_a_value() -> None:
+async def test_queue_is_limited_to_the_maximum_size_of_a_value() -> None:
     store = MinimalStore({})
     await store.queue_push("q", bytes(7 * MIB))
     with pytest.raises(StoreError, match=r"queue 'q' would hold 8388.* bytes, the limit is 8388608: pop items first"):
@@ -190,7 +190,7 @@ async def test_queue_is_limited_to_the_size_of_a_value() -> None:
     assert await store.queue_pop("q") == bytes(7 * MIB)
 
 
-async def test_prefix_store_uses_overridden_methods() -> None:
+async def test_prefix_store_calls_overridden_methods_of_its_store() -> None:
     calls: list[Any] = []
 
     class InstantStore(MinimalStore):
@@ -219,8 +219,8 @@ async def test_ranks_on_a_minimal_store_meet_split_and_wait(world_size: int) -> 
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-async def test_group_on_a_distant_store_grows(world_size: int) -> None:
-    """Each rank and the newcomer is a client of its own, and requests take time."""
+async def test_group_can_grow_on_a_store_with_high_latency(world_size: int) -> None:
+    """Let each rank and the newcomer be a separate client whose requests take time."""
     entries: dict[str, bytes] = {}
 
     async def rank(number: int) -> list[int]:
@@ -238,7 +238,7 @@ async def test_group_on_a_distant_store_grows(world_size: int) -> None:
     assert results == [list(range(world_size + 1))] * (world_size + 1)
 
 
-async def test_closed_store_is_named_in_the_error() -> None:
+async def test_error_names_the_closed_store() -> None:
     store = MinimalStore({})
     await store.aclose()
     with pytest.raises(StoreUnavailableError, match="this MinimalStore is closed"):

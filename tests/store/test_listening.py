@@ -56,7 +56,7 @@ async def found_address(
     return await find_address(host, bind, key=key, runtime=clock, timeout=3.0, trouble=lambda _: None)
 
 
-async def test_name_that_resolves_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_name_that_resolves_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, store_resolve=NameServer("127.0.0.1", unknown=3).resolve)
     clock: Any = SleepingClock()
     troubles: list[str] = []
@@ -69,7 +69,7 @@ async def test_name_that_resolves_late_is_found(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-async def test_unknown_name_raises_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unknown_host_name_raises_an_error_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     message = (
         r"the store cannot listen on 'master', which cannot be resolved \(Name or service not known\); tried for "
         r"3\.0 s: it must be a name or an address of this machine, where rank 0 hosts the store"
@@ -78,12 +78,12 @@ async def test_unknown_name_raises_after_the_timeout(monkeypatch: pytest.MonkeyP
         await found_address(monkeypatch, "master", NameServer(unknown=100))
 
 
-async def test_own_address_is_chosen_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_store_chooses_the_own_address_among_several_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await found_address(monkeypatch, "localhost", NameServer(FOREIGN, "127.0.0.1")) == ("127.0.0.1", None)
 
 
 @pytest.mark.parametrize("bind", [None, "127.0.0.1"])
-async def test_name_of_the_loopback_listens_on_bind_or_all_addresses(
+async def test_store_with_a_loopback_host_name_listens_on_bind_or_all_addresses(
     monkeypatch: pytest.MonkeyPatch, bind: str | None
 ) -> None:
     where, drawback = await found_address(monkeypatch, "myhost", NameServer("127.0.1.1"), bind)
@@ -92,7 +92,7 @@ async def test_name_of_the_loopback_listens_on_bind_or_all_addresses(
     assert local_address(where) == "127.0.0.1"
 
 
-async def test_name_of_the_loopback_without_a_key_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_explains_a_loopback_host_name_without_a_job_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await found_address(monkeypatch, "myhost", NameServer("127.0.1.1"), key=None) == (
         "127.0.1.1",
         "the store listens on 127.0.1.1 only, since 'myhost' resolves to it here (see /etc/hosts), so ranks on other "
@@ -101,11 +101,11 @@ async def test_name_of_the_loopback_without_a_key_is_explained(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "localhost.localdomain", "ip6-localhost"])
-async def test_localhost_listens_on_the_loopback(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+async def test_store_on_localhost_listens_on_the_loopback(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert await found_address(monkeypatch, name, NameServer("127.0.0.1")) == ("127.0.0.1", None)
 
 
-async def test_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_store_refuses_to_listen_on_the_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     message = rf"cannot listen on service, which means {FOREIGN} here: it is not an address of this machine, where rank"
     with pytest.raises(StoreUnavailableError, match=message):
         await found_address(monkeypatch, "service", NameServer(FOREIGN))
@@ -115,7 +115,7 @@ async def test_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyP
     assert (await found_address(monkeypatch, "service", NameServer(FOREIGN), "any"))[0] in ("::", "0.0.0.0")
 
 
-async def test_master_connects_to_its_own_store_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_master_connects_to_its_own_store_by_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     async with TCPStore(FOREIGN, 0, is_master=True, bind="any", key=KEY) as store:
         await store.set("k", b"v")
         assert await store.get("k") == b"v"
@@ -124,7 +124,7 @@ async def test_master_connects_to_its_own_store_at_any_address(monkeypatch: pyte
             assert await other.get("k") == b"v"
 
 
-async def test_loopback_only_listener_is_explained_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trouble_of_a_store_explains_a_listener_on_the_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, store_resolve=NameServer("127.0.0.1").resolve)
     async with TCPStore("myhost", 0, is_master=True) as store:
         assert store.trouble is not None

@@ -1,4 +1,4 @@
-"""Damaged logs of `FileStore`: each raises an error with its reason, or has a torn tail that is not read."""
+"""Damaged logs of `FileStore`: each raises an error with its reason, or has an incomplete end that is not read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = ["a", "b", "c"]
 
 @pytest.fixture
 async def path(tmp_path):
-    """Return the path of a closed store with keys a, b and c."""
+    """Return the path of a closed file store with keys a, b and c."""
     path = tmp_path / "store"
     async with FileStore(path) as store:
         for key in KEYS:
@@ -34,7 +34,7 @@ async def path(tmp_path):
 
 
 def record_ends(whole: bytes) -> list[int]:
-    """Return the end positions of the header and of each record."""
+    """Return the end positions of the log's header and of each record."""
     found = [HEADER_SIZE]
     while found[-1] < len(whole):
         found.append(found[-1] + PREFIX_SIZE + int.from_bytes(whole[found[-1] : found[-1] + 4], "little"))
@@ -75,7 +75,7 @@ def damage_pattern(at: int, why: str = "") -> str:
     return rf"store is damaged at byte {at} \(.*{re.escape(why)}.*\), and the later history is lost: end the job"
 
 
-async def test_log_with_any_flipped_byte_is_refused(path) -> None:
+async def test_store_log_with_any_flipped_byte_is_refused(path) -> None:
     whole = path.read_bytes()
     records = record_ends(whole)
     for position in range(len(whole)):
@@ -91,8 +91,8 @@ async def test_log_with_any_flipped_byte_is_refused(path) -> None:
             )
 
 
-async def test_log_with_any_flipped_length_bit_is_refused(path) -> None:
-    """Some flipped lengths reach beyond the end of the file, as the length of an incomplete record does."""
+async def test_store_log_with_any_flipped_length_bit_is_refused(path) -> None:
+    """Flip each bit of the lengths; some lengths then reach beyond the file, as those of incomplete records do."""
     whole = path.read_bytes()
     for start in record_ends(whole)[:-1]:
         for bit in range(32):
@@ -103,8 +103,8 @@ async def test_log_with_any_flipped_length_bit_is_refused(path) -> None:
 
 
 @pytest.mark.slow
-async def test_truncated_damaged_log_is_refused(path) -> None:
-    """A torn tail does not hide damage before it."""
+async def test_damaged_store_log_with_a_truncated_end_is_refused(path) -> None:
+    """Check that an incomplete end does not hide damage before it."""
     whole = path.read_bytes()
     first, second, *_ = record_ends(whole)
     for position in range(first, second):
@@ -116,8 +116,8 @@ async def test_truncated_damaged_log_is_refused(path) -> None:
 
 
 @pytest.mark.parametrize("filler", [b"\0", b"\xff"])
-async def test_tail_that_no_writer_leaves_is_refused(path, filler: bytes) -> None:
-    """A host crash can leave such bytes in place of records that processes may have read."""
+async def test_store_log_end_that_no_writer_produces_is_refused(path, filler: bytes) -> None:
+    """Check bytes that a host crash can leave in place of records which processes may have read."""
     whole = path.read_bytes()
     for start in record_ends(whole):
         await assert_refused(path, whole[:start] + filler * 4096, damage_pattern(start))
@@ -127,7 +127,7 @@ async def test_tail_that_no_writer_leaves_is_refused(path, filler: bytes) -> Non
         await assert_refused(path, whole[:start] + filler * (len(whole) - start), damage_pattern(last))
 
 
-async def test_tail_shorter_than_a_record_is_cut_off(path) -> None:
+async def test_store_log_end_shorter_than_a_record_is_cut_off(path) -> None:
     whole = path.read_bytes()
     for nbytes in range(1, PREFIX_SIZE):
         for filler in (b"\0", b"\xff"):
@@ -138,7 +138,7 @@ async def test_tail_shorter_than_a_record_is_cut_off(path) -> None:
             assert await stored_keys(path) == ["b", "c"]
 
 
-async def test_rearranged_records_are_refused(path) -> None:
+async def test_rearranged_store_log_records_are_refused(path) -> None:
     whole = path.read_bytes()
     first, second, third, end = record_ends(whole)
     header, a, b, c = whole[:first], whole[first:second], whole[second:third], whole[third:end]
@@ -193,20 +193,20 @@ INVALID_RECORDS: list[tuple[bytes, str]] = [
 @pytest.mark.parametrize(
     ("payload", "message_part"), INVALID_RECORDS, ids=[f"{number}" for number in range(len(INVALID_RECORDS))]
 )
-async def test_invalid_record_contents_are_refused(path, payload: bytes, message_part: str) -> None:
+async def test_invalid_store_log_record_contents_are_refused(path, payload: bytes, message_part: str) -> None:
     whole = log_bytes(path.read_bytes()[:HEADER_SIZE], msgpack.packb(["set", "text", b"text"]), payload)
     await assert_refused(path, whole, damage_pattern(record_ends(whole)[1], message_part))
 
 
-async def test_record_over_the_limit_is_refused(path) -> None:
+async def test_store_log_record_over_the_size_limit_is_refused(path) -> None:
     header = path.read_bytes()[:HEADER_SIZE]
     prefix = (MAX_RECORD + 1).to_bytes(4, "little")
     sized = zlib.crc32(prefix, zlib.crc32(header)).to_bytes(4, "little")
     await assert_refused(path, header + prefix + sized + bytes(100), rf"a record has {MAX_RECORD + 1} bytes, the limit")
 
 
-async def test_file_truncated_after_a_read_is_refused(path) -> None:
-    """A process that has read the lost records must not read or write any more."""
+async def test_store_file_truncated_after_a_read_is_refused(path) -> None:
+    """Check that a process which has read the lost records neither reads nor writes any more."""
     whole = path.read_bytes()
     *_, third, end = record_ends(whole)
     async with FileStore(path) as old:
@@ -226,8 +226,8 @@ async def test_file_truncated_after_a_read_is_refused(path) -> None:
             await old.list_keys()
 
 
-async def test_apparent_damage_is_checked_under_the_lock(path) -> None:
-    """A reader may see a mixture of old and new bytes while a writer replaces a torn tail."""
+async def test_apparent_damage_of_a_store_log_is_checked_again_under_the_lock(path) -> None:
+    """Read a mixture of old and new bytes, as while a writer replaces an incomplete end."""
     whole = path.read_bytes()
     async with FileStore(path) as reader:
         with path.open("rb+") as writer:
@@ -246,8 +246,8 @@ async def test_apparent_damage_is_checked_under_the_lock(path) -> None:
             await waiting
 
 
-async def test_reader_of_a_half_replaced_tail_recovers(path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader sees the pages of one write arrive one by one."""
+async def test_reader_of_a_half_replaced_store_log_end_recovers(path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the reader read the pages of one write one by one."""
     whole = path.read_bytes()
     torn = whole[: record_ends(whole)[-2]] + seal(b"x" * 40, 7)[0][:-1]
     pread = os.pread
@@ -267,7 +267,7 @@ async def test_reader_of_a_half_replaced_tail_recovers(path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("interrupted", ["packb", "pwrite", "before pwrite"])
-async def test_interrupted_call_keeps_the_history_of_the_file(
+async def test_interrupted_call_of_a_file_store_keeps_its_history(
     path, monkeypatch: pytest.MonkeyPatch, interrupted: str
 ) -> None:
     pwrite = os.pwrite
@@ -288,7 +288,7 @@ async def test_interrupted_call_keeps_the_history_of_the_file(
         assert [await each.queue_len("q") for each in (store, other)] == [expected + 1, expected + 1]
 
 
-async def test_interrupted_replay_applies_records_once(path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interrupted_replay_of_a_store_log_applies_records_once(path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with FileStore(path) as writer:
         for _ in range(3):
             await writer.add("n", 1)
@@ -306,7 +306,7 @@ async def test_interrupted_replay_applies_records_once(path, monkeypatch: pytest
         assert await reader.get("n") == b"3"
 
 
-async def test_unreadable_file_is_named_in_the_error(path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_names_an_unreadable_store_file(path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise OSError(5, "Input/output error")
 

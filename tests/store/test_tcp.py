@@ -117,7 +117,7 @@ async def test_port_0_is_replaced_by_the_actual_port():
         TCPStore(LOCAL, 70000)
 
 
-async def test_awaiting_a_store_opens_it(server):
+async def test_awaiting_a_store_opens_the_store(server):
     store = await client(server)
     assert await store.num_keys() == 0
     await store.aclose()
@@ -131,7 +131,7 @@ async def test_first_calls_of_many_tasks_share_one_connection(server):
         assert len(server._sessions) == 1
 
 
-async def test_master_serves_on_its_own_thread_while_its_loop_is_blocked():
+async def test_master_serves_the_store_in_a_separate_thread_while_its_loop_is_blocked():
     async with TCPStore(LOCAL, 0, is_master=True) as master:
         await master.set("k", b"1")
         seen = []
@@ -142,7 +142,7 @@ async def test_master_serves_on_its_own_thread_while_its_loop_is_blocked():
 
         thread = threading.Thread(target=asyncio.run, args=(read_in_thread(),))
         thread.start()
-        thread.join()  # blocks this loop
+        thread.join()  # join blocks this loop
         assert seen == [b"1"]
 
 
@@ -166,7 +166,7 @@ async def test_store_serves_64_clients():
         assert await opening is master
 
 
-async def test_opening_waits_for_all_workers(server):
+async def test_opening_a_tcp_store_waits_for_all_workers(server):
     first, second = client(server, world_size=2), client(server, world_size=2)
     opening = asyncio.create_task(first.open())
     async with client(server, wait_for_workers=False) as bystander:
@@ -178,7 +178,7 @@ async def test_opening_waits_for_all_workers(server):
     await second.aclose()
 
 
-async def test_missing_workers_are_counted_in_the_error(server):
+async def test_error_counts_the_missing_workers(server):
     store = client(server, world_size=3, timeout=0.05)
     with pytest.raises(
         StoreTimeoutError, match=r"1 of 3 clients connected to store 127.*within 0\.0\d+ s: start the oth"
@@ -187,7 +187,7 @@ async def test_missing_workers_are_counted_in_the_error(server):
     await store.aclose()
 
 
-async def test_worker_that_retries_is_counted_once(server):
+async def test_worker_that_connects_again_is_counted_once(server):
     store = client(server, world_size=2, timeout=0.05)
     for _ in range(3):
         with pytest.raises(StoreTimeoutError, match="1 of 2 clients connected"):
@@ -198,7 +198,7 @@ async def test_worker_that_retries_is_counted_once(server):
     await store.aclose()
 
 
-async def test_closed_server_fails_all_pending_calls(server):
+async def test_closed_store_server_fails_all_pending_calls(server):
     async with client(server) as store:
         waits = [asyncio.create_task(wait) for wait in (store.get("k"), store.queue_pop("q"), store.wait(["a", "b"]))]
         await asyncio.sleep(0)
@@ -228,7 +228,7 @@ async def test_cancelled_and_timed_out_waits_are_dropped_by_the_server(server):
         assert not server.core._poppers
 
 
-async def test_waits_of_a_lost_client_are_dropped(server):
+async def test_server_drops_the_waits_of_a_lost_client(server):
     async with client(server) as store, client(server) as vanishing:
         popping = asyncio.create_task(vanishing.queue_pop("q"))
         await asyncio.sleep(0)
@@ -242,7 +242,7 @@ async def test_waits_of_a_lost_client_are_dropped(server):
         assert await store.queue_pop("q", timeout=0) == b"1"
 
 
-async def test_item_for_a_lost_client_goes_to_the_next_client(server):
+async def test_queue_item_for_a_lost_client_goes_to_the_next_client(server):
     async with client(server) as store, client(server) as cut_off:
         popping = asyncio.create_task(cut_off.queue_pop("q"))
         await asyncio.sleep(0)
@@ -251,7 +251,7 @@ async def test_item_for_a_lost_client_goes_to_the_next_client(server):
         done = threading.Event()
 
         def abort_and_push() -> None:
-            """Push before the server notices the closed connection: both happen in one iteration of its loop."""
+            """Push an item before the server notices a closed connection; both happen in one iteration of its loop."""
             session.abort()
             server.core.apply("queue_push", ("q", b"1"))
             server.core.apply("queue_push", ("q", b"2"))
@@ -264,7 +264,7 @@ async def test_item_for_a_lost_client_goes_to_the_next_client(server):
         assert [await store.queue_pop("q", timeout=0) for _ in range(2)] == [b"1", b"2"]
 
 
-async def test_wait_does_not_delay_other_requests(server):
+async def test_pending_wait_does_not_delay_other_store_requests(server):
     async with client(server) as store:
         waiting = asyncio.create_task(store.get("k"))
         await asyncio.sleep(0)
@@ -293,7 +293,7 @@ async def test_replies_and_commands_over_the_frame_limit_are_refused(server):
         assert await store.num_keys() == 2
 
 
-async def test_total_size_of_values_is_limited(server):
+async def test_total_size_of_store_values_is_limited(server):
     async with client(server) as store:
         for i in range(32):
             await store.set(str(i), bytes(8 << 20))
@@ -303,7 +303,7 @@ async def test_total_size_of_values_is_limited(server):
         await store.queue_push("q", b"x")
 
 
-async def test_wrong_key_is_refused_at_both_ends(server):
+async def test_wrong_job_key_is_refused_by_client_and_server(server):
     with pytest.raises(AuthenticationError, match=f"cannot use the store at {LOCAL}:{server.port}: .*job's key"):
         await client(server, key=b"x" * 32).open()
     with pytest.raises(StoreUnavailableError, match="did not prove that it holds this job's key"):
@@ -312,13 +312,13 @@ async def test_wrong_key_is_refused_at_both_ends(server):
         assert await store.num_keys() == 0
 
 
-async def test_client_of_another_job_is_refused(server):
+async def test_store_server_refuses_a_client_of_another_job(server):
     with pytest.raises(AuthenticationError, match=f"job {job_id('').hex()}, this process to job {job_id('b').hex()}"):
         await client(server, job="b").open()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3"])
-async def test_address_outside_the_loopback_needs_a_key(host):
+async def test_tcp_store_on_a_non_loopback_address_needs_a_job_key(host):
     for store in (TCPStore(host, 29500), TCPStore(host, 29500, is_master=True)):
         with pytest.raises(AuthenticationError, match=r"there is no job key.*aiocoll run.*AIOCOLL_JOB_KEY"):
             await store.open()
@@ -328,14 +328,14 @@ async def test_address_outside_the_loopback_needs_a_key(host):
         StoreServer(LOCAL, 0, key=b"short").start()
 
 
-async def test_loopback_without_a_key_warns_once(caplog):
+async def test_tcp_store_on_the_loopback_without_a_job_key_warns_once(caplog):
     async with TCPStore(LOCAL, 0, is_master=True) as master, TCPStore(LOCAL, master.port) as store:
         await store.num_keys()
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"store on {LOCAL}"]
     assert "has no job key" in caplog.text
 
 
-async def test_unused_port_is_named_in_the_error():
+async def test_error_names_a_port_without_a_server():
     port = free_port()
     with pytest.raises(
         StoreUnavailableError, match=rf"no store at {LOCAL}:{port}: nothing listens.*\(tried for 0\.\d s\)"
@@ -346,8 +346,8 @@ async def test_unused_port_is_named_in_the_error():
 
 
 @pytest.mark.parametrize("name", ["master", "localhost", "localhost.localdomain", "127.0.1.1"])
-async def test_name_that_resolves_to_the_loopback_is_explained(monkeypatch, name):
-    """The error explains it only for names that resolve to loopback by accident, as in the /etc/hosts of Debian."""
+async def test_error_explains_a_host_name_that_resolves_to_the_loopback(monkeypatch, name):
+    """Check that only names which resolve to loopback by accident, as in Debian's /etc/hosts, are explained."""
     port = free_port()
 
     async def resolve(host, port):
@@ -362,20 +362,20 @@ async def test_name_that_resolves_to_the_loopback_is_explained(monkeypatch, name
     assert (explanation in str(caught.value)) == (name == "master")
 
 
-async def test_unresolvable_host_is_named_in_the_error():
+async def test_error_names_an_unresolvable_host():
     with pytest.raises(StoreUnavailableError, match=r"no store at a\.\.b:1: the host name 'a\.\.b' cannot be resolved"):
         await TCPStore("a..b", 1, timeout=0).open()
     with pytest.raises(StoreUnavailableError, match=r"cannot listen on 'a\.\.b', which cannot be resolved"):
         await TCPStore("a..b", 1, is_master=True).open()
 
 
-async def test_host_name_is_resolved():
+async def test_tcp_store_address_can_be_a_host_name():
     async with TCPStore("localhost", 0, is_master=True) as master, TCPStore("localhost", master.port) as store:
         await store.set("k", b"1")
         assert await master.get("k") == b"1"
 
 
-async def test_client_finds_a_late_server():
+async def test_store_client_connects_to_a_server_that_starts_late():
     port = free_port()
     store = TCPStore(LOCAL, port, key=KEY)
     opening = asyncio.create_task(store.open())
@@ -389,14 +389,14 @@ async def test_client_finds_a_late_server():
 
 @pytest.mark.parametrize("hang_up", [True, False])
 @pytest.mark.parametrize("reply", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 400 Bad Request\r\n".ljust(500)])
-async def test_server_of_another_protocol_is_refused(reply, hang_up):
+async def test_server_with_another_protocol_is_refused_by_the_store_client(reply, hang_up):
     async with impostor(reply, hang_up=hang_up) as port:
         with pytest.raises(AuthenticationError, match=f"cannot use the store at {LOCAL}:{port}: .*b'(SSH|HTTP)"):
             await TCPStore(LOCAL, port, timeout=0.01).open()
 
 
 @pytest.mark.parametrize(("hang_up", "reason"), [(False, "does not answer"), (True, "closes the connection")])
-async def test_silent_server_is_refused(hang_up, reason):
+async def test_silent_server_is_refused_by_the_store_client(hang_up, reason):
     async with impostor(b"", hang_up=hang_up) as port:
         with pytest.raises(
             StoreUnavailableError, match=f"no store at {LOCAL}:{port}: something listens there but {reason}"
@@ -404,7 +404,7 @@ async def test_silent_server_is_refused(hang_up, reason):
             await TCPStore(LOCAL, port, timeout=0.01).open()
 
 
-async def test_silent_clients_do_not_block_other_clients(server):
+async def test_silent_clients_do_not_block_other_store_clients(server):
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(MIN_PLACES + 2):  # more than the server admits unproven
             await stack.enter_async_context(raw_connection(server))
@@ -422,14 +422,14 @@ async def test_silent_clients_use_no_memory_for_tls():
         for _ in range(MIN_PLACES):
             await stack.enter_async_context(raw_connection(server))
         await until(lambda: len(server._unencrypted) == MIN_PLACES)
-        async with client(server, encryption="tls") as store:  # accepted last, after all silent clients
+        async with client(server, encryption="tls") as store:  # this client is accepted last, after all silent clients
             await store.set("k", b"1")
         assert resident_bytes() - before < MIN_PLACES * (64 << 10)
     await server.aclose()
 
 
-async def test_connection_succeeds_with_concurrently_made_certificates(monkeypatch):
-    """Certificates made by several threads at the same time differ."""
+async def test_store_connection_succeeds_with_concurrently_made_certificates(monkeypatch):
+    """Check that certificates made by several threads at the same time differ."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     monkeypatch.setattr(server._tls, "get", make_own_contexts.__wrapped__)
     server.start()
@@ -438,7 +438,7 @@ async def test_connection_succeeds_with_concurrently_made_certificates(monkeypat
     await server.aclose()
 
 
-async def test_client_without_tls_is_disconnected_at_once():
+async def test_store_server_disconnects_a_client_without_tls_at_once():
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
     async with raw_connection(server) as (reader, writer):
@@ -449,7 +449,7 @@ async def test_client_without_tls_is_disconnected_at_once():
 
 
 @pytest.mark.parametrize("encryption", ["none", "tls"])
-async def test_silent_client_is_disconnected_at_the_deadline(limits, encryption):
+async def test_store_server_disconnects_a_silent_client_at_the_deadline(limits, encryption):
     limits(store_handshake=0.01)
     server = StoreServer(LOCAL, 0, key=KEY, encryption=encryption)
     server.start()
@@ -459,8 +459,8 @@ async def test_silent_client_is_disconnected_at_the_deadline(limits, encryption)
     await server.aclose()
 
 
-async def test_client_that_has_proven_the_key_has_no_deadline(limits):
-    """The client confirms after a later client was disconnected at its deadline."""
+async def test_authenticated_store_client_has_no_handshake_deadline(limits):
+    """Let the client confirm after a later client was disconnected at its deadline."""
     limits(store_handshake=0.05)
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
@@ -478,8 +478,8 @@ async def test_client_that_has_proven_the_key_has_no_deadline(limits):
     await server.aclose()
 
 
-async def test_deadline_does_not_end_a_session_with_unread_data():
-    """The timers of the session fire in one callback while HELLO is unread in the socket."""
+async def test_handshake_deadline_does_not_end_a_session_with_unread_data():
+    """Let the session's timers fire in one callback while HELLO is unread in the socket."""
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
 
@@ -506,7 +506,7 @@ async def test_deadline_does_not_end_a_session_with_unread_data():
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_timeout_does_not_discard_an_unread_reply(server, name, waits):
-    """The loop of the client is blocked until the reply has arrived and the timeout has expired."""
+    """Block the client's loop until the reply has arrived and the timeout has expired."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
 
@@ -523,7 +523,7 @@ def test_timeout_does_not_discard_an_unread_reply(server, name, waits):
         runner.run(program())
 
 
-async def test_silent_encrypted_client_is_disconnected(limits):
+async def test_store_server_disconnects_a_silent_tls_client(limits):
     limits(store_handshake=0.5)
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
@@ -537,7 +537,7 @@ async def test_silent_encrypted_client_is_disconnected(limits):
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_server_closes_during_the_tls_handshake_of_a_client(begun):
+async def test_store_server_can_be_closed_during_the_tls_handshake_of_a_client(begun):
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
     async with raw_connection(server) as (reader, writer):
@@ -552,7 +552,7 @@ async def test_server_closes_during_the_tls_handshake_of_a_client(begun):
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".ljust(200), b"\xff" * 10_000, b"aioc" + bytes(500)]
 )
-async def test_garbage_closes_the_connection(server, garbage):
+async def test_garbage_from_a_client_closes_the_store_connection(server, garbage):
     async with client(server) as store:
         waiting = asyncio.create_task(store.get("k"))
         await asyncio.sleep(0)
@@ -564,7 +564,7 @@ async def test_garbage_closes_the_connection(server, garbage):
         assert await waiting == b"1"
 
 
-async def test_unproven_client_cannot_use_the_store(server):
+async def test_unauthenticated_client_cannot_use_the_store(server):
     async with raw_connection(server) as (reader, writer):
         handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
         writer.write(handshake.hello())
@@ -598,7 +598,7 @@ def frame(body: bytes) -> bytes:
         frame(b"\x91" * 2000),
     ],
 )
-async def test_invalid_frame_closes_only_its_connection(server, sent):
+async def test_invalid_store_frame_closes_only_its_connection(server, sent):
     async with client(server) as store:
         async with raw_connection(server, authenticate=True) as (reader, writer):
             writer.write(sent)
@@ -608,14 +608,14 @@ async def test_invalid_frame_closes_only_its_connection(server, sent):
         assert await store.get("k") == b"1"
 
 
-async def test_invalid_argument_on_the_wire_gets_an_error_reply(server):
+async def test_invalid_argument_of_a_store_request_gets_an_error_reply(server):
     async with raw_connection(server, authenticate=True) as (reader, writer):
         writer.write(frame(b"\x93\x01\xa3set\x92\xa1k\xa1v"))
         (nbytes,) = struct.unpack("!I", await reader.readexactly(4))
         assert b"value must be bytes, got str" in await reader.readexactly(nbytes)
 
 
-#: A call per command, and invalid results for it.
+#: One call per store command, and invalid results for this command.
 CALLS = {
     "set": (lambda store: store.set("k", b""), [b"", 0]),
     "add": (lambda store: store.add("n", 1), [None, b"1", 1.0, True]),
@@ -638,8 +638,8 @@ WRONG_OUTCOMES = [3, -1, None, "0", [0], True, 1.0]
 
 
 @pytest.mark.parametrize("command", CALLS)
-async def test_invalid_reply_closes_the_connection_with_a_reason(server, command, monkeypatch):
-    """Each invalid reply raises the same kind of error at once."""
+async def test_invalid_store_reply_closes_the_connection_with_a_reason(server, command, monkeypatch):
+    """Check that each invalid reply raises the same kind of error at once."""
     call, results = CALLS[command]
     answers = [(0, wrong) for wrong in results]
     answers += [(1, wrong) for wrong in (None, b"", [], 7)]
@@ -660,8 +660,8 @@ def send(session: Session, message: list) -> None:
     session.transport.write(pack(message))
 
 
-async def test_cancelled_wait_is_removed_after_its_reply(server):
-    """The request is removed at once, not only when the connection ends."""
+async def test_cancelled_store_wait_is_removed_after_its_reply(server):
+    """Check that the request is removed at once, not only when the connection ends."""
     async with client(server) as store:
         for command in (store.get, store.queue_pop):
             waiting = asyncio.create_task(command("never"))
@@ -673,7 +673,7 @@ async def test_cancelled_wait_is_removed_after_its_reply(server):
             assert store._link._requests == {}
 
 
-async def test_port_in_use_is_named_in_the_error(server):
+async def test_error_names_a_port_that_is_already_in_use(server):
     with pytest.raises(
         StoreUnavailableError, match=f"cannot listen on {LOCAL}:{server.port}: .*choose another port or 0"
     ):
@@ -705,7 +705,7 @@ async def test_only_a_stale_unix_socket_file_is_replaced(tmp_path):
     assert path.read_text() == "precious"
 
 
-async def test_unix_peer_of_another_user_is_refused(monkeypatch):
+async def test_store_server_refuses_a_unix_peer_of_another_user(monkeypatch):
     async with TCPStore("unix:@aiocoll-uid-test", 0, is_master=True) as master:
         await master.num_keys()
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -713,7 +713,7 @@ async def test_unix_peer_of_another_user_is_refused(monkeypatch):
             await TCPStore("unix:@aiocoll-uid-test", 0).open()
 
 
-async def test_server_closes_once_from_any_thread():
+async def test_store_server_can_be_closed_repeatedly_from_any_thread():
     server = StoreServer(LOCAL, 0, key=KEY)
     server.close()
     assert server.start() == (LOCAL, server.port)
@@ -757,8 +757,8 @@ def started_uvloop() -> None:
 
 @pytest.mark.usefixtures("started_uvloop")
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
-def test_cancelled_run_leaves_no_resources(name, tmp_path):
-    """The leak check of the test suite makes the assertions."""
+def test_cancelled_program_with_a_tcp_store_leaves_no_resources(name, tmp_path):
+    """Cancel the run at each step; the leak check of the test suite makes the assertions."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
     new_loop = uvloop.new_event_loop if name == "uvloop" else asyncio.new_event_loop
@@ -780,7 +780,7 @@ def test_cancelled_run_leaves_no_resources(name, tmp_path):
         runner.run(main())
 
 
-async def test_exception_in_a_request_closes_only_its_connection(server, monkeypatch, caplog):
+async def test_exception_in_a_store_request_closes_only_its_connection(server, monkeypatch, caplog):
     async with client(server) as store:
         waiting = asyncio.create_task(store.get("k"))
         await store.num_keys()
@@ -814,15 +814,15 @@ async def test_exception_in_a_wait_reply_closes_only_the_waiting_client(server, 
         assert await store.check(["k"])
 
 
-async def test_second_join_of_a_client_is_refused(server):
+async def test_second_join_request_of_a_store_client_is_refused(server):
     async with raw_connection(server, authenticate=True) as (reader, writer):
         writer.write(frame(b"\x93\x01\xa4join\x91\x03") + frame(b"\x93\x02\xa4join\x91\x03"))
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
 
 
-async def test_opening_cancelled_after_encryption_does_not_affect_the_next(monkeypatch):
-    """The next socket gets the descriptor number of the cancelled one."""
+async def test_store_opening_cancelled_after_encryption_does_not_affect_the_next_opening(monkeypatch):
+    """Open another store, whose socket gets the descriptor number of the cancelled one."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
 
@@ -839,7 +839,7 @@ async def test_opening_cancelled_after_encryption_does_not_affect_the_next(monke
     await server.aclose()
 
 
-async def test_server_forget_ends_connections_and_waits(server: StoreServer) -> None:
+async def test_forget_of_the_store_server_ends_connections_and_waits(server: StoreServer) -> None:
     async with client(server, world_size=1) as before, client(server, wait_for_workers=False) as waiting:
         await before.multi_set(["kept/1", "other"], [b"1", b"2"])
         await before.queue_push("queue", b"item")
@@ -855,7 +855,7 @@ async def test_server_forget_ends_connections_and_waits(server: StoreServer) -> 
         assert await after.queue_len("queue") == 0
         await after.queue_push("later", b"mine")
         assert await after.queue_pop("later") == b"mine", "an earlier client took the item"
-    # Clients from before `forget` do not count any more.
+    # Clients that connected before `forget` are not counted any more.
     late = client(server, world_size=2, timeout=0.2)
     with pytest.raises(StoreTimeoutError):
         await late.open()

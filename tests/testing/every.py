@@ -1,4 +1,4 @@
-"""A function for every rank that makes all collectives and messages, and compares each result with its closed form."""
+"""A function that makes all calls on every rank, and compares each result with its closed form."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 from aiocoll import ProcessGroup, Recv, ReduceOp, Send
 
-#: Elements per rank: as float64, more than an eager window.
+#: Elements per rank, which as float64 exceed an eager window.
 LARGE = 100_003
 
 
 def block(rank: int, count: int) -> np.ndarray:
-    """Return the contribution of `rank`: integers, so that sums are exact in float64."""
+    """Return the contribution of `rank`: integer values, so that sums are exact in float64."""
     return np.arange(count, dtype="f8") + rank
 
 

@@ -33,18 +33,18 @@ async def describe_rank(pg: ProcessGroup, *args: Any) -> dict[str, Any]:
 
 
 class OwnLoop(asyncio.SelectorEventLoop):
-    """A loop that another process can import."""
+    """A loop class that another process can import."""
 
 
 class NeedyLoop(asyncio.SelectorEventLoop):
-    """A loop that another process cannot make: it needs an argument."""
+    """A loop class that another process cannot instantiate, since it needs an argument."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
 
 
 async def forget(pg: ProcessGroup) -> int:
-    """Never await a failing call."""
+    """Make a failing call and never await it."""
     pg.allreduce(np.ones(3 + pg.rank()))
     return pg.rank()
 
@@ -57,7 +57,7 @@ class Sealed(Exception):
 
 
 async def fail(pg: ProcessGroup, how: str) -> Any:
-    """Let rank 1 fail while the others wait for it."""
+    """Let rank 1 fail while the other ranks wait for it."""
     if pg.rank() == 1:
         match how:
             case "raise":
@@ -101,7 +101,7 @@ async def hang(pg: ProcessGroup, path: str) -> None:
                 pass
         case 2:
             record_start()
-            ctypes.PyDLL(None).pause()  # holds the GIL, so that threads are blocked too
+            ctypes.PyDLL(None).pause()  # the call holds the GIL, so that all threads are blocked
         case 3:
             record_start()
             await asyncio.Event().wait()

@@ -58,7 +58,7 @@ class Steps(InProcessTestCase):
 
 
 class EveryOutcome:
-    """The same tests for both kinds of ranks, one for each outcome."""
+    """The same sample tests for both kinds of ranks, one test for each outcome."""
 
     world_size = 3
     options = GroupOptions(transport="tcp")
@@ -129,7 +129,7 @@ class OwnProcesses(MultiProcessTestCase):
 
 
 class Continuous(MultiProcessTestCase):
-    """Tests in the order of their names; each reads the state that the previous test has left in its process."""
+    """Sample tests that run in the order of their names; each reads the state that the previous test has left."""
 
     world_size = 3
     continuous = True
@@ -192,7 +192,7 @@ class ContinuousForgetting(MultiProcessTestCase):
 
 
 class Ported(MultiProcessTestCase):
-    """Tests that use methods of torch's test cases."""
+    """Sample tests that use methods of torch's test cases."""
 
     world_size = 2
 

@@ -74,7 +74,7 @@ async def test_failure(pg):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asyncio", [False, True])
-def test_anyio_suite_runs_on_ranks(project: Project, asyncio: bool) -> None:
+def test_tests_of_the_anyio_plugin_run_on_ranks(project: Project, asyncio: bool) -> None:
     pytest.importorskip("anyio")
     result = project.run(SUITE, "-p", "_hypothesis_pytestplugin", asyncio=asyncio, anyio=True)
     result.assert_outcomes(passed=5, failed=1)
@@ -82,7 +82,7 @@ def test_anyio_suite_runs_on_ranks(project: Project, asyncio: bool) -> None:
 
 
 @pytest.mark.slow
-def test_anyio_backend_trio_is_refused_by_name(project: Project) -> None:
+def test_anyio_backend_trio_is_refused_with_an_error_that_names_trio(project: Project) -> None:
     pytest.importorskip("anyio")
     pytest.importorskip("trio")
     source = """
@@ -178,7 +178,7 @@ trio.run(in_trio)
 """
 
 
-def test_remedy_for_a_trio_program_works() -> None:
+def test_remedy_in_the_error_for_a_trio_program_works() -> None:
     pytest.importorskip("trio")
     command = [sys.executable, "-c", PROGRAM]
     env = {**os.environ, "PYTHONASYNCIODEBUG": ""}  # debug mode reports slow steps, which occur on a busy machine

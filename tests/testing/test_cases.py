@@ -35,7 +35,7 @@ def words(outcomes: list[tuple[unittest.TestCase, str]]) -> dict[str, str]:
     return {case.id().rpartition(".")[2]: text for case, text in outcomes}
 
 
-def test_rank_goes_through_all_steps_of_a_test_case() -> None:
+def test_rank_runs_all_setup_and_teardown_steps_of_a_test_case() -> None:
     samples.seen.clear()
     result = run_all(samples.Steps)
     assert (result.testsRun, result.wasSuccessful()) == (1, True)
@@ -47,9 +47,9 @@ def test_rank_goes_through_all_steps_of_a_test_case() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [samples.InProcess, samples.MultiProcess])
-def test_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCase]) -> None:
+def test_outcome_of_a_test_equals_the_outcome_of_its_ranks(cls: type[unittest.TestCase]) -> None:
     result = run_all(cls)
-    # Python 3.12.1 alone does not count tests skipped by a decorator.
+    # Only Python 3.12.1 does not count tests that a decorator skips.
     assert result.testsRun == (8 if sys.version_info[:3] == (3, 12, 1) else 9)
     assert words(result.skipped) == {
         "test_skip": "not here",
@@ -71,7 +71,7 @@ def test_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCase]) ->
         assert "asyncio/runners.py" not in text
 
 
-def test_test_has_its_own_processes() -> None:
+def test_each_test_starts_separate_processes() -> None:
     result = run_all(samples.OwnProcesses)
     assert (result.testsRun, len(result.errors)) == (2, 1)
     text = words(result.errors)["test_failure"]
@@ -81,7 +81,7 @@ def test_test_has_its_own_processes() -> None:
 
 
 @pytest.mark.slow
-def test_continuous_ranks_survive_a_test(limits: Limits) -> None:
+def test_processes_of_continuous_ranks_are_reused_by_the_next_test(limits: Limits) -> None:
     limits(testing_release=0.5)
     result = run_all(samples.Continuous)
     assert result.testsRun == 7
@@ -93,7 +93,7 @@ def test_continuous_ranks_survive_a_test(limits: Limits) -> None:
     assert "rank 2 of 3 was killed by SIGKILL" in errors["test_6_death"]
 
 
-def test_exit_code_0_passes_in_tasks_and_any_other_fails() -> None:
+def test_test_on_task_ranks_passes_with_exit_code_0_only() -> None:
     result = run_all(samples.PortedInProcess)
     assert result.testsRun == 3
     ((case, text),) = result.errors
@@ -103,7 +103,7 @@ def test_exit_code_0_passes_in_tasks_and_any_other_fails() -> None:
 
 
 @pytest.mark.slow
-def test_exit_code_0_passes_in_processes_and_any_other_fails() -> None:
+def test_test_on_process_ranks_passes_with_exit_code_0_only() -> None:
     result = run_all(samples.Ported)
     assert result.testsRun == 3
     ((case, text),) = result.errors
@@ -113,7 +113,7 @@ def test_exit_code_0_passes_in_processes_and_any_other_fails() -> None:
 
 
 @pytest.mark.slow
-def test_expected_deaths_of_a_class_are_no_failures() -> None:
+def test_deaths_expected_by_a_test_class_are_not_failures() -> None:
     result = run_all(samples.Dying)
     assert result.testsRun == 3
     ((case, text),) = result.errors
@@ -147,7 +147,7 @@ def test_skipped_class_starts_no_ranks() -> None:
     assert [text for _, text in result.skipped] == ["needs an even number of ranks, the world has 3"]
 
 
-def test_class_without_ranks_is_reported() -> None:
+def test_test_class_without_ranks_is_reported() -> None:
     ((_, text),) = run_all(samples.Forgetful).errors
     assert "Forgetful.setUpClass must call super().setUpClass(), which starts the ranks" in text
 

@@ -50,11 +50,11 @@ def test_equal_values_compare_equal(first: Any, second: Any) -> None:
         (np.array([NAN]), np.array([0.0]), "1 of 1 elements differ, first at (0,): nan and 0.0"),
     ],
 )
-def test_differences_are_named(first: Any, second: Any, difference: str) -> None:
+def test_comparison_error_describes_the_differences(first: Any, second: Any, difference: str) -> None:
     assert find_difference(first, second) == difference
 
 
-def test_values_of_different_types_differ() -> None:
+def test_comparison_treats_values_of_different_types_as_different() -> None:
     assert (find_difference(np.ones(2), object()) or "").startswith("values differ in kind: ndarray and object")
     assert find_difference(np.ones(2), None) is not None
     assert find_difference(np.ones(2), "text") is not None
@@ -68,7 +68,7 @@ def test_comparison_uses_the_tolerances_of_the_dtype() -> None:
     assert find_difference(np.ones(2), np.ones(2, "float32"), exact_dtype=False) is None
 
 
-def test_scalars_of_numpy_are_numbers() -> None:
+def test_comparison_treats_numpy_scalars_as_numbers() -> None:
     assert not has_arrays(np.float32(1))
     assert has_arrays({"a": [(np.ones(1),)]})
     assert not has_arrays([1, "x", {"a": None}])

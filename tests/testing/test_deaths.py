@@ -22,7 +22,7 @@ KILLED = {2: signal.SIGKILL}
 
 
 async def survive(pg: ProcessGroup, how: str, dying: int = 2) -> Any:
-    """Let one rank die; the others continue without it."""
+    """Let one rank die; the other ranks continue without it."""
     if pg.rank() == dying:
         match how:
             case "kill":
@@ -55,19 +55,19 @@ async def survive(pg: ProcessGroup, how: str, dying: int = 2) -> Any:
         pytest.param("exit well", 0, marks=pytest.mark.slow),
     ],
 )
-async def test_expected_death_is_the_result_of_its_rank(how: str, death: Any) -> None:
+async def test_expected_death_is_returned_as_the_result_of_its_rank(how: str, death: Any) -> None:
     results = await run_processes(3, survive, how, expect_death={2: death})
     assert results == [1, 1, death]
     assert type(results[2]) is type(death)
 
 
 @pytest.mark.slow
-async def test_sys_exit_is_a_death_with_its_code() -> None:
+async def test_sys_exit_counts_as_a_death_with_its_exit_code() -> None:
     assert await run_processes(2, survive, "sys.exit", 1, expect_death={1: 7}) == ["sys.exit", 7]
 
 
 @pytest.mark.slow
-async def test_all_ranks_may_die() -> None:
+async def test_all_ranks_can_be_expected_to_die() -> None:
     assert await run_processes(1, survive, "kill", 0, expect_death={0: signal.SIGKILL}) == [signal.SIGKILL]
 
 
@@ -80,7 +80,7 @@ async def test_all_ranks_may_die() -> None:
         pytest.param("raise", LookupError, "not dead", marks=pytest.mark.slow),
     ],
 )
-async def test_unexpected_end_is_a_failure_that_names_the_expected_one(
+async def test_unexpected_end_of_a_rank_fails_with_an_error_that_names_the_expected_end(
     how: str, error: type[Exception], text: str, limits: Limits
 ) -> None:
     with pytest.raises(error, match=text) as caught:
@@ -91,7 +91,7 @@ async def test_unexpected_end_is_a_failure_that_names_the_expected_one(
 
 
 @pytest.mark.slow
-async def test_signal_differs_from_the_exit_code_of_its_number() -> None:
+async def test_death_by_a_signal_differs_from_an_exit_code_with_the_signal_number() -> None:
     with pytest.raises(ChildProcessError, match=r"rank 1 of 2 was killed by SIGKILL") as caught:
         await run_processes(2, survive, "kill", 1, expect_death={1: 9})
     assert "rank 1 of 2 was expected to exit with code 9" in caught.value.__notes__
@@ -104,7 +104,7 @@ async def fail_on_rank_0(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.slow
-async def test_failure_of_another_rank_fails_the_run() -> None:
+async def test_failure_of_a_rank_without_an_expected_death_fails_the_run() -> None:
     with pytest.raises(LookupError, match="a survivor") as caught:
         await run_processes(2, fail_on_rank_0, expect_death={1: signal.SIGKILL})
     assert "rank 0 of 2 failed first" in caught.value.__notes__
@@ -127,7 +127,7 @@ async def test_impossible_expected_death_is_refused(deaths: Any, error: type[Exc
         await run_processes(3, survive, "kill", expect_death=deaths)
 
 
-def test_tasks_cannot_die() -> None:
+def test_expected_death_of_a_task_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="expect_death: only ranks that are processes can die; add processes=True"):
         spawn_ranks(3, expect_death=KILLED)
 
@@ -169,7 +169,7 @@ WRONG_MARKS = {
 
 
 @pytest.mark.slow
-def test_mark_may_expect_deaths(project: Project) -> None:
+def test_pytest_mark_can_expect_deaths_of_ranks(project: Project) -> None:
     result = project.run(MARKED)
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(
@@ -184,7 +184,9 @@ def test_mark_may_expect_deaths(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_mark_with_an_impossible_expectation_is_explained(project: Project, pytester: pytest.Pytester) -> None:
+def test_error_explains_a_pytest_mark_with_an_impossible_expected_death(
+    project: Project, pytester: pytest.Pytester
+) -> None:
     for number, mark in enumerate(WRONG_MARKS):
         given = ", x" if "given" in mark else ""
         test = f"@pytest.mark.ranks({mark}\nasync def test_it(pg{given}): pass\n"

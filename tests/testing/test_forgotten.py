@@ -47,7 +47,7 @@ async def forget_and_go_on(pg: ProcessGroup) -> str:
 
 
 @pytest.mark.parametrize("rank", [forget_at_the_end, forget_and_go_on])
-async def test_unretrieved_failure_of_a_task_fails_the_run(rank: Callable[..., Any]) -> None:
+async def test_unretrieved_failure_on_a_task_rank_fails_the_run(rank: Callable[..., Any]) -> None:
     with pytest.raises(AssertionError) as caught:
         await run_ranks(2, rank)
     check(caught.value, rank, 1)
@@ -62,14 +62,14 @@ def test_unretrieved_failure_on_a_virtual_clock_fails_the_run(latency: Any) -> N
     run_virtual(2, forget_at_the_end, latency=latency, allow_unretrieved=True)
 
 
-async def test_unretrieved_failure_of_a_process_fails_the_run() -> None:
+async def test_unretrieved_failure_on_a_process_rank_fails_the_run() -> None:
     with pytest.raises(AssertionError) as caught:
         await run_processes(2, jobs.forget)
     check(caught.value, jobs.forget, 2)
     assert await run_processes(2, jobs.forget, allow_unretrieved=True) == [0, 1]
 
 
-async def test_unretrieved_failure_of_spawned_ranks_fails_the_test() -> None:
+async def test_unretrieved_failure_on_spawned_ranks_fails_the_test() -> None:
     with pytest.raises(AssertionError) as caught:
         await spawn_ranks(2)(forget_at_the_end)()
     check(caught.value, forget_at_the_end, 1)
@@ -107,7 +107,7 @@ def test_unretrieved_failure_fails_a_marked_test(project: Project) -> None:
     result.stdout.no_fnmatch_line("*aiocoll*ranks.py:*")
 
 
-async def test_failure_of_a_held_work_is_unretrieved() -> None:
+async def test_failure_of_a_referenced_work_counts_as_unretrieved() -> None:
     kept = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -118,7 +118,7 @@ async def test_failure_of_a_held_work_is_unretrieved() -> None:
         await run_ranks(2, rank)
 
 
-async def test_failure_in_a_group_that_stays_open_is_unretrieved() -> None:
+async def test_failure_in_a_group_that_stays_open_counts_as_unretrieved() -> None:
     made: list[ProcessGroup] = []
     works = []
 
@@ -144,8 +144,8 @@ async def test_retrieved_failures_do_not_fail_a_test() -> None:
     await run_ranks(2, rank)
 
 
-async def test_own_error_of_a_peer_is_the_verdict() -> None:
-    """Abort the group by an error: the resulting failures of other ranks are not reported."""
+async def test_error_raised_by_a_peer_takes_precedence_over_unretrieved_failures() -> None:
+    """Abort the group by an error; the resulting failures of other ranks must not be reported."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
@@ -160,7 +160,7 @@ async def test_own_error_of_a_peer_is_the_verdict() -> None:
     assert caught.value.__notes__ == ["rank 1 of 2 failed first"]
 
 
-async def test_skip_of_a_peer_is_the_verdict() -> None:
+async def test_skip_raised_by_a_peer_takes_precedence_over_unretrieved_failures() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             await pg.recv_object(0)
@@ -173,7 +173,7 @@ async def test_skip_of_a_peer_is_the_verdict() -> None:
         await run_ranks(2, rank)
 
 
-async def test_forgotten_call_explains_the_error_of_a_peer() -> None:
+async def test_error_of_a_peer_has_a_note_about_the_unretrieved_failure() -> None:
     async def rank(pg: ProcessGroup) -> None:
         work = pg.allreduce(np.ones(3 + pg.rank()))
         if pg.rank() == 1:
@@ -186,8 +186,8 @@ async def test_forgotten_call_explains_the_error_of_a_peer() -> None:
     assert second.startswith("rank 0 of 2, group 'world:0': exception of ALLREDUCE (sequence 1) called at ")
 
 
-async def test_groups_made_outside_of_a_run_are_ignored() -> None:
-    """Leave a failure in a group that no rank of the run has made."""
+async def test_unretrieved_failures_of_groups_outside_of_the_run_are_ignored() -> None:
+    """Leave a failure in a group that no rank of the run has created."""
 
     async def rank(pg: ProcessGroup) -> int:
         return pg.rank()
@@ -221,7 +221,7 @@ def failures_of(cls: type[unittest.TestCase]) -> dict[str, str]:
     return {case.id().rpartition(".")[2]: text for case, text in result.failures}
 
 
-def test_unretrieved_failure_fails_a_test_of_a_class() -> None:
+def test_unretrieved_failure_fails_a_test_of_a_test_case_class() -> None:
     failed = failures_of(Forgetting)
     assert failed.keys() == {"test_it"}
     assert "rank 1 of 2, group 'world:0': exception of ALLREDUCE (sequence 1) called at" in failed["test_it"]

@@ -73,7 +73,7 @@ class TestProcesses(MultiProcessTestCase):
 PACKAGE_FRAME = re.compile(r"^.*/aiocoll/[\w/]+\.py(?::\d+|\", line).*$", re.MULTILINE)
 
 
-def test_report_shows_the_frames_of_the_test(project: Project) -> None:
+def test_failure_report_shows_only_the_frames_of_the_test(project: Project) -> None:
     result = project.run(SUITE)
     result.assert_outcomes(failed=9)
     text = result.stdout.str()
@@ -105,14 +105,14 @@ def test_report_shows_the_frames_of_the_test(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_report_shows_the_frames_of_other_kinds_of_tests(project: Project) -> None:
+def test_failure_report_shows_only_the_frames_of_tests_of_other_kinds(project: Project) -> None:
     result = project.run(SUITE + SLOW, "--tb=native")
     result.assert_outcomes(failed=11)
     assert PACKAGE_FRAME.findall(result.stdout.str()) == []
 
 
 @pytest.mark.slow
-def test_report_shows_all_frames_on_request(project: Project) -> None:
+def test_failure_report_shows_all_frames_on_request(project: Project) -> None:
     result = project.run(SUITE + SLOW, "--full-trace")
     result.assert_outcomes(failed=11)
     found = PACKAGE_FRAME.findall(result.stdout.str())
@@ -121,7 +121,7 @@ def test_report_shows_all_frames_on_request(project: Project) -> None:
 
 
 @pytest.mark.usefixtures("frames_of_users")
-def test_report_keeps_a_different_cause() -> None:
+def test_report_drops_an_equal_cause_and_keeps_a_different_cause() -> None:
     first, second, third = OSError("disk full"), ValueError("the same"), ValueError("the same")
     third.__cause__, second.__cause__, first.__cause__ = second, first, third
     assert clean_up(third, None) is None

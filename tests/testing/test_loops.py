@@ -20,7 +20,7 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _pipe_of_libuv() -> None:
-    """Make a first loop: libuv never closes its pipe, which must not count as a leak of the first test."""
+    """Make a first loop in advance, since libuv never closes its pipe, which must not count as a leak."""
     with contextlib.suppress(ImportError):
         loop_factory("uvloop")().close()
 
@@ -31,19 +31,19 @@ def run(factory: Callable[[], asyncio.AbstractEventLoop], call: Callable[[], Any
         return runner.run(call())
 
 
-def test_processes_run_on_the_loop_of_their_caller() -> None:
+def test_process_ranks_run_on_the_kind_of_loop_of_their_caller() -> None:
     uvloop = pytest.importorskip("uvloop")
     for rank in run(uvloop.new_event_loop, lambda: run_processes(2, jobs.describe_rank)):
         assert rank["loop"] == "uvloop"
 
 
-def test_named_loop_is_not_that_of_the_caller() -> None:
+def test_explicitly_named_loop_overrides_the_loop_of_the_caller() -> None:
     uvloop = pytest.importorskip("uvloop")
     for rank in run(uvloop.new_event_loop, lambda: run_processes(2, jobs.describe_rank, loop="asyncio")):
         assert rank["loop"] == "asyncio"
 
 
-def test_processes_run_on_a_class_of_loops_of_their_module() -> None:
+def test_process_ranks_can_run_on_a_loop_class_of_their_module() -> None:
     for rank in run(jobs.OwnLoop, lambda: run_processes(2, jobs.describe_rank)):
         assert rank["loop"] == "tests"
 
@@ -53,12 +53,12 @@ async def spawned(pg: Any) -> None:
     assert type(asyncio.get_running_loop()).__module__.partition(".")[0] == "uvloop"
 
 
-def test_spawned_processes_run_on_the_loop_of_their_caller() -> None:
+def test_spawned_process_ranks_run_on_the_kind_of_loop_of_their_caller() -> None:
     uvloop = pytest.importorskip("uvloop")
     run(uvloop.new_event_loop, spawned)
 
 
-def test_loop_that_no_other_process_can_import_is_refused() -> None:
+def test_loop_class_that_other_processes_cannot_import_is_refused() -> None:
     class Local(asyncio.SelectorEventLoop):
         pass
 
@@ -68,14 +68,14 @@ def test_loop_that_no_other_process_can_import_is_refused() -> None:
         run(Local, lambda: run_processes(2, jobs.describe_rank))
 
 
-def test_loop_that_needs_arguments_is_refused_by_the_rank() -> None:
+def test_loop_class_that_needs_arguments_is_refused_by_the_rank() -> None:
     with pytest.raises(
         TypeError, match="event loop is a NeedyLoop, which the process of a rank cannot make without arg"
     ):
         run(lambda: jobs.NeedyLoop(1), lambda: run_processes(2, jobs.describe_rank))
 
 
-def test_missing_loop_class_is_named() -> None:
+def test_error_names_a_loop_class_that_cannot_be_imported() -> None:
     with pytest.raises(RuntimeError, match=r"class of the test's event loop cannot be imported .*no_such_module"):
         loop_factory(b"cno_such_module\nLoop\n.")
 
@@ -85,7 +85,7 @@ def test_wrong_loop_name_is_refused() -> None:
         portable_loop("trio")
 
 
-def test_loop_is_known_before_it_runs() -> None:
+def test_kind_of_loop_is_known_before_the_loop_runs() -> None:
     uvloop = pytest.importorskip("uvloop")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert loop_of_fixtures({"tmp_path": 1, "_function_scoped_runner": runner}) == "uvloop"
@@ -139,7 +139,9 @@ async def test_given(pg, name, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["hook", "anyio"])
-def test_loop_requested_by_a_test_runs_in_its_processes(way: str, project: Project, pytester: pytest.Pytester) -> None:
+def test_loop_that_a_test_requests_runs_in_its_process_ranks(
+    way: str, project: Project, pytester: pytest.Pytester
+) -> None:
     pytest.importorskip("uvloop")
     if way == "anyio":
         result = project.run(ANYIO + CHECK + GIVEN, asyncio=False, anyio=True)

@@ -17,11 +17,11 @@ REPORTS = [
     for block in blocks(PAGE)
     if block.heading == "Reading a report" and block.language == "text"
 ]
-#: The only file with failing tests, which show the reports.
+#: The only file of the page with failing tests, which show the reports.
 FAILING = "test_reports"
-#: The only file for another pytest plugin.
+#: The only file of the page for another pytest plugin.
 ANYIO = "test_anyio.py"
-#: Tests whose ranks are tasks run in virtual time, so that a busy machine leads to no timeout.
+#: A conftest that runs task ranks in virtual time, so that a busy machine causes no timeout.
 CONFTEST = """
 import asyncio
 
@@ -46,7 +46,7 @@ def page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
 
 
 @pytest.mark.slow
-def test_page_tests_have_the_shown_outcomes(page: pytest.Pytester) -> None:
+def test_tests_of_the_testing_page_have_the_shown_outcomes(page: pytest.Pytester) -> None:
     result = page.runpytest_subprocess("-p", "asyncio", "-p", "aiocoll.testing.plugin", "-W", "error", "-rA")
     summary = [line for line in result.outlines if line.startswith(("FAILED", "ERROR test"))]
     assert len(summary) == 4
@@ -56,7 +56,7 @@ def test_page_tests_have_the_shown_outcomes(page: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
-def test_anyio_test_of_the_page_runs_without_pytest_asyncio(
+def test_anyio_test_of_the_testing_page_runs_without_pytest_asyncio(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("anyio")
@@ -68,7 +68,7 @@ def test_anyio_test_of_the_page_runs_without_pytest_asyncio(
 
 
 @pytest.mark.slow
-def test_page_commands_print_the_shown_output(tmp_path: Path) -> None:
+def test_commands_of_the_testing_page_print_the_shown_output(tmp_path: Path) -> None:
     write(FILES, tmp_path)
     (tmp_path / ".coveragerc").write_text(code(PAGE, "Coverage", language="ini"))
     first, program, coverage = commands(PAGE)

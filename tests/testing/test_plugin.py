@@ -76,7 +76,7 @@ def test_marked_test_runs_on_all_ranks_of_each_world_size(project: Project, mode
 
 
 @pytest.mark.slow
-def test_xdist_processes_share_the_tests(project: Project) -> None:
+def test_xdist_workers_share_the_marked_tests(project: Project) -> None:
     pytest.importorskip("xdist")
     result = project.run(GOOD, "-p", "xdist.plugin", "-n", "2")
     result.assert_outcomes(passed=8, skipped=1)
@@ -84,7 +84,7 @@ def test_xdist_processes_share_the_tests(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_loops_of_a_factory_are_used(project: Project, pytester: pytest.Pytester) -> None:
+def test_marked_tests_use_the_loops_of_a_loop_factory(project: Project, pytester: pytest.Pytester) -> None:
     pytester.makeconftest("""
 import asyncio
 class Loop(asyncio.SelectorEventLoop):
@@ -101,7 +101,7 @@ async def test_loop(pg):
     project.run(source).assert_outcomes(passed=2)
 
 
-def test_failure_names_its_rank(project: Project) -> None:
+def test_failure_of_a_marked_test_names_the_rank(project: Project) -> None:
     source = """
 import pytest
 @pytest.mark.ranks(3)
@@ -117,10 +117,10 @@ async def test_skip(pg):
     result = project.run(source)
     result.assert_outcomes(failed=1, skipped=1)
     result.stdout.fnmatch_lines(["E*AssertionError: unlucky*", "E*rank 1 of 3 failed first", "test_it.py:4: Assert*"])
-    result.stdout.no_fnmatch_line("*aiocoll*ranks.py:*")  # the report omits the place of the call
+    result.stdout.no_fnmatch_line("*aiocoll*ranks.py:*")  # the report omits the internal frame that calls the test
 
 
-def test_ranks_can_be_processes(project: Project) -> None:
+def test_ranks_of_a_marked_test_can_be_processes(project: Project) -> None:
     source = """
 import os
 import pytest
@@ -145,7 +145,7 @@ class TestProcesses:
 
 
 @pytest.mark.slow
-def test_unsupported_test_function_is_explained(project: Project) -> None:
+def test_error_explains_an_unsupported_kind_of_test_function(project: Project) -> None:
     source = """
 import pytest
 @pytest.fixture
@@ -193,7 +193,7 @@ class TestClass:
 """
 
 
-def test_marks_of_parameters_choose_world_size_and_options(project: Project) -> None:
+def test_marks_on_parameters_select_world_size_and_options(project: Project) -> None:
     result = project.run(PARAMETERS)
     result.assert_outcomes(passed=5)
     result.stdout.fnmatch_lines_random(
@@ -206,7 +206,7 @@ def test_marks_of_parameters_choose_world_size_and_options(project: Project) -> 
 
 
 @pytest.mark.slow
-def test_parameter_without_a_mark_is_explained(project: Project) -> None:
+def test_error_explains_a_parameter_without_a_ranks_mark(project: Project) -> None:
     source = """
 import pytest
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.ranks(2)), 4])
@@ -228,7 +228,7 @@ MARKS = {"async def test_it(pg): pass": "2, 0", "async def test_it(*, pg): pass"
 
 
 @pytest.mark.slow
-def test_wrong_mark_is_explained(project: Project, pytester: pytest.Pytester) -> None:
+def test_error_explains_a_wrong_ranks_mark(project: Project, pytester: pytest.Pytester) -> None:
     for number, test in enumerate(WRONG):
         source = f"import pytest\n@pytest.mark.ranks({MARKS.get(test, 2)})\n{test}\n"
         pytester.makepyfile(**{f"test_wrong_{number}": source})

@@ -34,7 +34,7 @@ def _no_process_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-async def test_rank_is_a_separate_process(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_rank_is_a_separate_process(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOB_KEY", "the key of another job")
     ranks = await run_processes(2, jobs.describe_rank, "a", 5, loop=loop)
     assert len({rank["pid"] for rank in ranks} | {os.getpid()}) == 3
@@ -44,13 +44,13 @@ async def test_rank_is_a_separate_process(loop: Any, monkeypatch: pytest.MonkeyP
         assert rank["variables"] == {"RANK": str(number), "WORLD_SIZE": "2", "AIOCOLL_JOB_KEY": None}
 
 
-async def test_processes_use_the_given_options() -> None:
+async def test_process_ranks_use_the_given_options() -> None:
     options = GroupOptions(transport="tcp", job_key="a key of sixteen bytes")
     assert [rank["total"] for rank in await run_processes(2, jobs.describe_rank, options=options)] == [1, 1]
 
 
 @pytest.mark.usefixtures("frames_of_users")
-async def test_exception_arrives_with_its_traceback() -> None:
+async def test_exception_of_a_process_rank_is_raised_with_its_traceback() -> None:
     with pytest.raises(KeyError, match="lost") as caught:
         await run_processes(3, jobs.fail, "raise")
     trace, first = caught.value.__notes__
@@ -71,20 +71,20 @@ async def test_exception_arrives_with_its_traceback() -> None:
         ("crash", ChildProcessError, r"rank 1 of 2 was killed by SIGSEGV\nFatal Python error(.|\n)*in faulty"),
     ],
 )
-async def test_end_of_each_rank_is_reported(how: str, error: Any, text: str) -> None:
+async def test_error_reports_how_each_rank_process_ended(how: str, error: Any, text: str) -> None:
     with pytest.raises(error, match=text) as caught:
         await run_processes(2, jobs.fail, how)
     assert "rank 1 of 2 failed first" in caught.value.__notes__
 
 
-async def test_unpicklable_result_is_an_error() -> None:
+async def test_result_that_cannot_be_pickled_raises_an_error() -> None:
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         await run_processes(1, jobs.fail, "return")
 
 
 @pytest.mark.slow
-async def test_timeout_shows_the_place_of_every_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let the time expire when all ranks hang, and again when two have reported their stacks, on a busy machine too."""
+async def test_timeout_error_shows_the_stack_of_every_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the timeout expire when all ranks hang, and also when only two ranks have reported their stacks."""
     file = tmp_path / "hanging"
     os.mkfifo(file)
     limit, wait, answers = 1000.0, asyncio.wait, []
@@ -128,7 +128,7 @@ async def wait_until_all_hang(file: Path) -> None:
     await until(lambda: state(pids[3]) == "T")
 
 
-async def test_cancelled_run_ends_the_processes_and_their_children(tmp_path: Path) -> None:
+async def test_cancelled_run_ends_the_rank_processes_and_their_children(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     os.mkfifo(file)
     running = asyncio.create_task(run_processes(2, jobs.leave_a_child, str(file)))
@@ -145,7 +145,7 @@ async def test_cancelled_run_ends_the_processes_and_their_children(tmp_path: Pat
 
 
 def wait_for_end(process: int) -> bool:
-    """Wait until a process has ended, whatever its parent is then; its pidfd is readable from then on."""
+    """Wait until a process has ended; its pidfd becomes readable then, for any parent process."""
     return bool(select.select([process], [], [], LIMIT)[0])
 
 
@@ -207,13 +207,13 @@ def program(path: Path, what: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_functions_of_a_script_can_be_run(tmp_path: Path) -> None:
+def test_functions_of_a_script_can_run_on_process_ranks(tmp_path: Path) -> None:
     with program(tmp_path, "double") as process:
         assert process.communicate(timeout=LIMIT)[0] == "[42, 42]\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_processes_do_not_outlive_their_parent(tmp_path: Path, number: signal.Signals) -> None:
+def test_rank_processes_do_not_outlive_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     with program(tmp_path, "wait") as process:
         assert process.stdout is not None
         ranks = [os.pidfd_open(int(process.stdout.readline())) for _ in range(2)]
@@ -226,7 +226,7 @@ def test_processes_do_not_outlive_their_parent(tmp_path: Path, number: signal.Si
         process.communicate(timeout=LIMIT)
 
 
-async def test_unpicklable_argument_is_refused() -> None:
+async def test_argument_that_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(TypeError, match="fn must be importable, a function at the top of a module"):
         await run_processes(2, lambda pg: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match=r"fn and its arguments are pickled .* cannot be: cannot pickle 'generator'"):
@@ -242,6 +242,6 @@ async def test_unpicklable_argument_is_refused() -> None:
         ({"loop": "trio"}, ValueError, "loop='trio': must be 'asyncio' or 'uvloop'"),
     ],
 )
-async def test_wrong_arguments_are_named(arguments: Any, error: type[Exception], message: str) -> None:
+async def test_error_names_wrong_arguments_of_the_run(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         await run_processes(**({"world_size": 2, "fn": jobs.describe_rank} | arguments))

@@ -24,7 +24,7 @@ async def describe_rank(pg: ProcessGroup, *args: Any) -> tuple[Any, ...]:
     return pg.rank(), pg.size(), *args
 
 
-async def test_results_come_in_rank_order() -> None:
+async def test_results_are_returned_in_rank_order() -> None:
     assert await run_ranks(3, describe_rank, "a", 5) == [(0, 3, "a", 5), (1, 3, "a", 5), (2, 3, "a", 5)]
 
 
@@ -33,7 +33,7 @@ async def test_ranks_make_every_call_over_every_transport(transport: Any) -> Non
     assert await run_ranks(3, every_call, (5, 70_000), options=GroupOptions(transport=transport)) == [2] * 3
 
 
-async def test_rank_has_its_own_current_group() -> None:
+async def test_each_rank_has_its_own_current_group() -> None:
     async def same(pg: ProcessGroup) -> bool:
         before = current_process_group() is pg
         await pg.barrier()
@@ -50,7 +50,7 @@ async def test_ranks_meet_in_the_given_store() -> None:
         await run_ranks(2, describe_rank, store=store)
 
 
-async def test_store_made_by_the_run_is_closed() -> None:
+async def test_store_created_by_the_run_is_closed() -> None:
     stores = []
 
     class Seen(HashStore):
@@ -69,7 +69,7 @@ class GiveUp(Exception):
     """An error that only the ranks of these tests raise."""
 
 
-async def test_first_failure_is_raised_unchanged_and_named() -> None:
+async def test_first_failure_is_raised_unchanged_with_a_note_about_the_rank() -> None:
     error = GiveUp("enough")
     causes = []
 
@@ -91,7 +91,7 @@ async def test_first_failure_is_raised_unchanged_and_named() -> None:
     assert all("was aborted by rank 2: GiveUp: enough" in cause for cause in causes)
 
 
-async def test_other_failures_are_added_as_notes() -> None:
+async def test_failures_of_other_ranks_are_added_as_notes() -> None:
     async def fail(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             raise GiveUp
@@ -128,7 +128,7 @@ def test_waiting_ranks_are_cancelled_after_a_failure() -> None:
     ]
 
 
-async def test_scale_of_time_limits_applies_to_real_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_timeout_scale_variable_applies_to_runs_in_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_TEST_TIMEOUT_SCALE", "0.25")
 
     async def wait(pg: ProcessGroup) -> None:
@@ -138,7 +138,7 @@ async def test_scale_of_time_limits_applies_to_real_time_only(monkeypatch: pytes
         await run_ranks(2, wait, timeout=0.2)
 
 
-def test_scale_of_time_limits_does_not_apply_to_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_scale_variable_does_not_apply_to_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_TEST_TIMEOUT_SCALE", "0.25")
 
     async def wait(pg: ProcessGroup) -> None:
@@ -148,13 +148,13 @@ def test_scale_of_time_limits_does_not_apply_to_virtual_time(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("scale", ["0", "-1", "inf", "nan", "twice", ""])
-async def test_wrong_scale_of_time_limits_is_named(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_names_a_wrong_timeout_scale_variable(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_TEST_TIMEOUT_SCALE", scale)
     with pytest.raises(ValueError, match=f"AIOCOLL_TEST_TIMEOUT_SCALE='{scale}': must be a number above 0"):
         await run_ranks(2, describe_rank)
 
 
-async def test_pytest_outcome_is_passed_on() -> None:
+async def test_pytest_skip_or_fail_of_a_rank_is_the_outcome_of_the_run() -> None:
     async def skip(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             pytest.skip("not here")
@@ -183,7 +183,7 @@ async def test_skip_does_not_hide_a_failure() -> None:
     ]
 
 
-async def test_rank_that_cancels_itself_has_failed() -> None:
+async def test_rank_that_cancels_itself_counts_as_failed() -> None:
     async def cancel(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             raise asyncio.CancelledError
@@ -213,7 +213,7 @@ async def test_cancelled_run_cancels_every_rank() -> None:
     assert ended == [0, 1, 2]
 
 
-def test_timeout_names_waiting_ranks_and_places() -> None:
+def test_timeout_error_names_waiting_ranks_and_their_source_lines() -> None:
     async def deeper(pg: ProcessGroup) -> None:
         await pg.recv_object(src=1)
 
@@ -237,7 +237,7 @@ def test_timeout_names_waiting_ranks_and_places() -> None:
     assert "aiocoll/testing" not in text
 
 
-def test_timeout_reports_an_unfinished_rendezvous() -> None:
+def test_timeout_error_reports_an_unfinished_rendezvous() -> None:
     class Silent(HashStore):
         async def add(self, key: str, amount: int) -> int:
             if key == "aiocoll/rank/1":
@@ -258,11 +258,13 @@ def test_timeout_reports_an_unfinished_rendezvous() -> None:
         (2, lambda pg: 7, TypeError, "fn must be an async function: it returned int"),
     ],
 )
-async def test_wrong_arguments_are_named(world_size: Any, fn: Any, error: type[Exception], message: str) -> None:
+async def test_error_names_wrong_arguments_of_the_run(
+    world_size: Any, fn: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         await run_ranks(world_size, fn)
 
 
-async def test_wrong_timeout_is_named() -> None:
+async def test_error_names_a_wrong_timeout() -> None:
     with pytest.raises(ValueError, match="timeout=-1: must be >= 0 seconds"):
         await run_ranks(2, describe_rank, timeout=-1)

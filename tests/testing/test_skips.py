@@ -38,7 +38,7 @@ def no_devices() -> int:
         (requires_module("json"), 1, None),
     ],
 )
-async def test_requirement_has_a_reason(
+async def test_each_skip_requirement_has_a_reason(
     skip: Any, world_size: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replaced(monkeypatch, gpu_count=no_devices)
@@ -61,7 +61,7 @@ async def test_requirement_has_a_reason(
     assert not ran
 
 
-async def test_skips_combine_and_do_not_change_the_test() -> None:
+async def test_skip_decorators_combine_and_do_not_change_the_test() -> None:
     async def bare(pg: ProcessGroup) -> None: ...
 
     test = skip_if_world_smaller_than(2)(skip_if_world_is_odd()(bare))
@@ -72,7 +72,7 @@ async def test_skips_combine_and_do_not_change_the_test() -> None:
     await run_ranks(2, test)
 
 
-def test_subclass_keeps_the_skips_of_its_base() -> None:
+def test_subclass_inherits_the_skips_of_its_base_class() -> None:
     @skip_if_world_is_odd()
     class Base: ...
 
@@ -86,11 +86,11 @@ def test_subclass_keeps_the_skips_of_its_base() -> None:
     skip_early(2, Base)
 
 
-def test_device_skip_counts_the_devices_of_the_machine() -> None:
+def test_device_skip_depends_on_the_devices_of_the_machine() -> None:
     assert skips._gpus() >= 0
 
 
-async def test_misplaced_skip_is_explained() -> None:
+async def test_error_explains_a_misplaced_skip_decorator() -> None:
     with pytest.raises(TypeError, match="must be an `async def` test or a class of them"):
         skip_if_world_is_odd()(lambda pg: None)
 

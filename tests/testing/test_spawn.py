@@ -14,25 +14,27 @@ from aiocoll.testing import skip_if_world_smaller_than, spawn_ranks
 
 
 @spawn_ranks(3)
-async def test_spawned_ranks_are_awaited_by_pytest(pg: ProcessGroup) -> None:
+async def test_pytest_awaits_a_test_with_spawned_ranks(pg: ProcessGroup) -> None:
     assert await pg.allreduce(pg.rank()) == 3
 
 
 @pytest.mark.parametrize("x", [5])
 @spawn_ranks(2, options=GroupOptions(transport="tcp"))
-async def test_other_arguments_are_fixtures(x: int, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_arguments_of_a_spawned_test_are_fixtures(
+    x: int, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert isinstance(monkeypatch, pytest.MonkeyPatch)
     assert await pg.allreduce(x) == 10
 
 
-def test_missing_parentheses_are_explained() -> None:
+def test_error_explains_missing_parentheses_of_spawn_ranks() -> None:
     with pytest.raises(TypeError, match=r"spawn_ranks needs the number of ranks: write @spawn_ranks\(4\)"):
-        spawn_ranks(test_spawned_ranks_are_awaited_by_pytest)  # type: ignore[arg-type]
+        spawn_ranks(test_pytest_awaits_a_test_with_spawned_ranks)  # type: ignore[arg-type]
 
 
 class TestMethod:
     @spawn_ranks(2)
-    async def test_method_gets_self(self, pg: ProcessGroup) -> None:
+    async def test_spawned_test_method_receives_self(self, pg: ProcessGroup) -> None:
         assert isinstance(self, TestMethod)
         await pg.barrier()
 
@@ -50,7 +52,7 @@ class TestUnittest(unittest.IsolatedAsyncioTestCase):
         assert os.getppid() not in await pg.allgather_object(os.getpid())
 
 
-async def test_arguments_are_passed_to_the_right_function() -> None:
+async def test_spawn_ranks_passes_arguments_to_the_decorated_function() -> None:
     seen: list[Any] = []
 
     @spawn_ranks(1)
@@ -65,7 +67,7 @@ async def test_arguments_are_passed_to_the_right_function() -> None:
         await take(1)
 
 
-async def test_skips_below_the_decorator_are_checked_first() -> None:
+async def test_skips_below_spawn_ranks_are_checked_before_ranks_start() -> None:
     @spawn_ranks(2)
     @skip_if_world_smaller_than(3)
     async def small(pg: ProcessGroup) -> None:
@@ -75,7 +77,7 @@ async def test_skips_below_the_decorator_are_checked_first() -> None:
         await small()
 
 
-def test_wrong_use_of_the_decorator_is_named() -> None:
+def test_error_names_a_wrong_use_of_spawn_ranks() -> None:
     with pytest.raises(ValueError, match="world_size=0: give the number of ranks"):
         spawn_ranks(0)
     with pytest.raises(TypeError, match="spawn_ranks is for async tests: write `async def wrong`"):

@@ -26,7 +26,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_time_passes_only_by_timers() -> None:
+def test_virtual_time_passes_only_by_timers() -> None:
     async def wait(pg: ProcessGroup) -> float:
         for _ in range(1000):
             await pg.barrier()
@@ -37,7 +37,7 @@ def test_time_passes_only_by_timers() -> None:
     assert run_virtual(3, wait, timeout=None) == [86_400, 2 * 86_400, 3 * 86_400]
 
 
-def test_absent_rank_is_named_at_the_timeout() -> None:
+def test_timeout_error_in_virtual_time_names_the_absent_rank() -> None:
     async def late(pg: ProcessGroup) -> tuple[Any, ...]:
         await pg.allreduce(np.ones(3))
         if pg.rank() == 2:
@@ -57,7 +57,7 @@ def test_absent_rank_is_named_at_the_timeout() -> None:
         assert "it waits for rank 2 (last in ALLREDUCE(shape=[3], dtype=float64" in text
 
 
-def test_warning_names_the_missing_rank_before_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_in_virtual_time_names_the_missing_rank_before_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
     async def late(pg: ProcessGroup) -> float:
         if pg.rank() == 1:
             await asyncio.sleep(40)
@@ -72,7 +72,7 @@ def test_warning_names_the_missing_rank_before_the_timeout(caplog: pytest.LogCap
     ]
 
 
-def test_rank_that_leaves_fails_dependent_calls() -> None:
+def test_calls_that_need_a_rank_fail_after_the_rank_has_left() -> None:
     async def leave(pg: ProcessGroup) -> str | None:
         if pg.rank() == 1:
             return None
@@ -87,11 +87,11 @@ def test_rank_that_leaves_fails_dependent_calls() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_call_completes_over_a_slow_network(world_size: int, seed: int) -> None:
+def test_every_call_completes_over_a_slow_virtual_network(world_size: int, seed: int) -> None:
     assert run_virtual(world_size, every_call, (3, 40_000), seed=seed, latency=(0.001, 0.5)) == [2] * world_size
 
 
-def test_every_call_completes_without_latency() -> None:
+def test_every_call_completes_over_a_virtual_network_without_latency() -> None:
     assert run_virtual(4, every_call) == [3] * 4
 
 
@@ -111,7 +111,7 @@ def deliveries(seed: int, monkeypatch: pytest.MonkeyPatch) -> Deliveries:
     return found
 
 
-def test_seed_decides_every_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed_determines_the_time_and_order_of_every_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
     first = deliveries(1, monkeypatch)
     assert len(first) > 500
     assert deliveries(1, monkeypatch) == first
@@ -126,7 +126,7 @@ print(hashlib.sha256(repr(deliveries(1, pytest.MonkeyPatch())).encode()).hexdige
 
 
 @pytest.mark.slow
-def test_order_does_not_depend_on_the_process() -> None:
+def test_order_of_virtual_events_is_equal_in_every_process() -> None:
     root = str(Path(__file__).parents[2])
 
     def run(hash_seed: str) -> str:
@@ -138,7 +138,7 @@ def test_order_does_not_depend_on_the_process() -> None:
     assert run("1") == run("2")
 
 
-#: The order that `tasks_in_order` gives for the seed 1.
+#: The order that `tasks_in_order` returns for seed 1.
 ORDER = {
     "first": [2, 3, 0, 1],
     "second": [3, 0, 1, 2],
@@ -173,7 +173,7 @@ def steps(order: list[str], kind: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("latency", [None, (0.01, 0.5)])
-def test_seeds_give_every_order_of_simultaneous_events(latency: Any) -> None:
+def test_different_seeds_produce_every_order_of_simultaneous_events(latency: Any) -> None:
     orders = [run_virtual(2, tasks_in_order, seed=seed, latency=latency)[0] for seed in range(60)]
     for kind in ("first", "second", "third", "timer"):
         found = {steps(order, kind) for order in orders}
@@ -183,12 +183,12 @@ def test_seeds_give_every_order_of_simultaneous_events(latency: Any) -> None:
     assert {steps(order, "call") for order in orders} == {("call 0", "call 1", "call 2", "call 3")}
 
 
-def test_seed_decides_the_order_of_tasks() -> None:
+def test_seed_determines_the_order_of_tasks() -> None:
     orders = [run_virtual(3, tasks_in_order, seed=7) for _ in range(3)]
     assert orders[0] == orders[1] == orders[2]
 
 
-def test_seeds_change_the_order_of_ranks() -> None:
+def test_different_seeds_change_the_order_of_ranks() -> None:
     def order(seed: int) -> tuple[int, ...]:
         begun: list[int] = []
 
@@ -201,8 +201,8 @@ def test_seeds_change_the_order_of_ranks() -> None:
     assert len({order(seed) for seed in range(30)}) > 1
 
 
-def test_task_steps_stay_on_their_side_of_a_callback() -> None:
-    """Keep the order of tasks and callbacks that a program schedules, which it may rely on."""
+def test_virtual_loop_keeps_the_order_of_task_steps_and_callbacks() -> None:
+    """Check that tasks and callbacks run in the order in which a program schedules them."""
 
     async def main() -> list[str]:
         order: list[str] = []
@@ -233,7 +233,7 @@ def test_task_steps_stay_on_their_side_of_a_callback() -> None:
             assert runner.run(main()) == [*expected, "callback of a future", "woken"]
 
 
-def test_task_cancelled_by_a_callback_makes_no_step() -> None:
+def test_task_cancelled_by_a_callback_does_not_run_again() -> None:
     async def wait_for(future: asyncio.Future[None]) -> None:
         await future
 
@@ -257,7 +257,7 @@ def test_task_cancelled_by_a_callback_makes_no_step() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="there are no eager tasks")
-def test_seed_decides_the_order_of_eager_tasks() -> None:
+def test_seed_determines_the_order_of_eager_tasks() -> None:
     async def rank(pg: ProcessGroup) -> list[Any]:
         asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined]
         return await tasks_in_order(pg)
@@ -268,13 +268,13 @@ def test_seed_decides_the_order_of_eager_tasks() -> None:
     assert {steps(order, "first") for order in orders} == {("first 0", "first 1", "first 2", "first 3")}
 
 
-def test_order_of_a_seed_is_the_same_on_every_python() -> None:
+def test_event_order_of_a_seed_is_equal_on_every_python_version() -> None:
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(1)) as runner:
         order = runner.run(tasks_in_order())
     assert {kind: [int(each[-1]) for each in steps(order, kind)] for kind in ORDER} == ORDER
 
 
-def test_random_bytes_come_from_the_seed() -> None:
+def test_random_bytes_in_a_virtual_run_are_derived_from_the_seed() -> None:
     def draw(seed: int) -> bytes:
         loop = VirtualLoop(seed)
         loop.close()
@@ -283,7 +283,7 @@ def test_random_bytes_come_from_the_seed() -> None:
     assert draw(3) == draw(3) != draw(4)
 
 
-def test_deadlock_of_ranks_ends_at_once() -> None:
+def test_deadlock_of_virtual_ranks_is_reported_at_once() -> None:
     async def wait(pg: ProcessGroup) -> None:
         await asyncio.Event().wait()
 
@@ -291,7 +291,7 @@ def test_deadlock_of_ranks_ends_at_once() -> None:
         run_virtual(2, wait)
 
 
-def test_deadlock_without_a_timer_is_an_error() -> None:
+def test_virtual_deadlock_without_a_timer_raises_an_error() -> None:
     with (
         asyncio.Runner(loop_factory=VirtualLoop) as runner,
         pytest.raises(RuntimeError, match="deadlock: every task on the virtual clock waits, and no timer is set"),
@@ -299,7 +299,7 @@ def test_deadlock_without_a_timer_is_an_error() -> None:
         runner.run(asyncio.Event().wait())
 
 
-def test_threads_are_refused() -> None:
+def test_use_of_threads_in_a_virtual_run_is_refused() -> None:
     async def use_thread(pg: ProcessGroup) -> None:
         await asyncio.to_thread(print)
 
@@ -308,6 +308,6 @@ def test_threads_are_refused() -> None:
 
 
 @pytest.mark.parametrize("latency", [(2, 1), (-1, 1)])
-def test_wrong_latency_is_named(latency: tuple[float, float]) -> None:
+def test_error_names_a_wrong_latency(latency: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"latency=.*: give the shortest and the longest time in seconds"):
         run_virtual(1, every_call, latency=latency)

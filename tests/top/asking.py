@@ -1,4 +1,4 @@
-"""A program of another user that sends a request to the socket in its argument, and prints the result."""
+"""A program run by another user, which sends a request to the socket in its argument and prints the result."""
 
 import os
 import socket

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs unix sock
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    return str(tmp_path / ("a long name " * 15) / "top")  # longer than the address of a socket may be
+    return str(tmp_path / ("a long name " * 15) / "top")  # longer than a unix socket address may be
 
 
 def options(folder: str, **more: Any) -> GroupOptions:
@@ -89,7 +89,7 @@ def answer(connection: socket.socket, reader: messages.Reader | None = None) -> 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-async def test_all_groups_of_a_process_are_reported_with_their_counts(
+async def test_top_listener_reports_all_groups_of_a_process_with_their_counts(
     folder: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "FRESH", 0.0)
@@ -125,10 +125,10 @@ async def test_all_groups_of_a_process_are_reported_with_their_counts(
     assert not [each for each in threading.enumerate() if each.name == "aiocoll top"]
 
 
-async def test_pending_calls_and_missing_ranks_are_reported(folder: str) -> None:
+async def test_top_listener_reports_pending_calls_and_missing_ranks(folder: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
-            while not pg.stats().peers:  # until the others are known to wait
+            while not pg.stats().peers:  # wait until the other ranks are known to wait
                 report = await asyncio.to_thread(reported_groups, folder)
                 if report[0]["in_flight"] and report[0]["in_flight"][0]["missing"]:
                     break
@@ -145,7 +145,7 @@ async def test_pending_calls_and_missing_ranks_are_reported(folder: str) -> None
     await run_ranks(3, rank, options=options(folder))
 
 
-async def test_group_without_statistics_is_reported_without_counts(folder: str) -> None:
+async def test_top_listener_reports_a_group_without_statistics_without_counts(folder: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 0:
@@ -156,7 +156,7 @@ async def test_group_without_statistics_is_reported_without_counts(folder: str) 
     await run_ranks(2, rank, options=options(folder, stats=False))
 
 
-async def test_folder_open_to_other_users_is_refused_and_the_group_continues(
+async def test_top_listener_refuses_a_folder_open_to_other_users_and_the_group_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.chmod(tmp_path, 0o750)
@@ -175,7 +175,7 @@ async def test_folder_open_to_other_users_is_refused_and_the_group_continues(
         Viewer(str(tmp_path), time.monotonic)
 
 
-def test_folder_that_cannot_be_made_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_top_listener_logs_a_folder_that_cannot_be_created(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
 
     async def rank(pg: ProcessGroup) -> float:
@@ -186,7 +186,7 @@ def test_folder_that_cannot_be_made_is_logged(tmp_path: Path, caplog: pytest.Log
     assert "aiocoll top cannot show this group" in caplog.text
 
 
-def test_virtual_clock_starts_no_listener(tmp_path: Path) -> None:
+def test_run_on_a_virtual_clock_starts_no_top_listener(tmp_path: Path) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         assert not (tmp_path / "top").exists()
@@ -195,8 +195,8 @@ def test_virtual_clock_starts_no_listener(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_other_user_gets_no_answer(source: Any, tmp_path: Path) -> None:
-    """Check the permissions of the folder, and then, without them, the check of the user."""
+def test_top_listener_sends_no_answer_to_another_user(source: Any, tmp_path: Path) -> None:
+    """Check the permissions of the folder, and then, with permissions for all, the check of the user."""
     path = tmp_path / f"{os.getpid()}.sock"
     common = Path(tempfile.gettempdir())
     short = common / f"aiocoll-test-{os.getpid()}"
@@ -221,7 +221,7 @@ def test_other_user_gets_no_answer(source: Any, tmp_path: Path) -> None:
         short.unlink()
 
 
-def test_viewer_that_does_not_read_delays_no_other_viewer(source: Any, tmp_path: Path) -> None:
+def test_top_viewer_that_does_not_read_delays_no_other_viewer(source: Any, tmp_path: Path) -> None:
     """Check that at most one unread answer waits for this viewer, and that others get answers meanwhile."""
     source.report = {"name": "x" * 200_000}
     with connected(tmp_path) as stuck:
@@ -238,7 +238,7 @@ def test_viewer_that_does_not_read_delays_no_other_viewer(source: Any, tmp_path:
         assert len(answer(stuck, reader)["groups"][0]["name"]) == 200_000
 
 
-def test_viewer_gets_four_answers_per_second(source: Any, tmp_path: Path) -> None:
+def test_top_viewer_gets_at_most_four_answers_per_second(source: Any, tmp_path: Path) -> None:
     with connected(tmp_path) as connection:
         began, answers = time.monotonic(), 0
         while answers < 4:
@@ -249,7 +249,7 @@ def test_viewer_gets_four_answers_per_second(source: Any, tmp_path: Path) -> Non
     assert source.requests == 4
 
 
-def test_idlest_of_too_many_viewers_is_disconnected(source: Any, tmp_path: Path) -> None:
+def test_longest_idle_top_viewer_is_disconnected_if_there_are_too_many(source: Any, tmp_path: Path) -> None:
     viewers = [connected(tmp_path) for _ in range(listener.MOST)]
     try:
         for each in viewers:
@@ -266,7 +266,7 @@ def test_idlest_of_too_many_viewers_is_disconnected(source: Any, tmp_path: Path)
             each.close()
 
 
-def test_groups_that_do_not_fit_into_an_answer_are_counted() -> None:
+def test_top_answer_counts_groups_that_do_not_fit() -> None:
     groups = [{"name": str(number), "text": "x" * 50_000} for number in range(9)]
     data = messages.answer(7, [*groups, {"name": "small"}])
     assert len(data) <= messages.MOST + 4
@@ -278,12 +278,12 @@ def test_groups_that_do_not_fit_into_an_answer_are_counted() -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x01\0\0\0\xc1", b"\x01\0\0\0\x01", b"\x01\0\0\0\x80"])
-def test_invalid_answer_is_refused(data: bytes) -> None:
+def test_invalid_answer_of_a_top_listener_is_refused(data: bytes) -> None:
     with pytest.raises(messages.ProtocolError):
         messages.Reader().feed(data)
 
 
-def test_failing_source_does_not_stop_the_others(source: Any, tmp_path: Path) -> None:
+def test_failing_group_report_does_not_stop_other_reports_of_the_top_listener(source: Any, tmp_path: Path) -> None:
     class BrokenSource:
         def to_data(self) -> dict[str, Any]:
             raise KeyError("gone")
@@ -296,7 +296,7 @@ def test_failing_source_does_not_stop_the_others(source: Any, tmp_path: Path) ->
     listener.leave(broken, str(tmp_path))
 
 
-def test_forked_child_has_its_own_listener(source: Any, tmp_path: Path) -> None:
+def test_forked_child_has_its_own_top_listener(source: Any, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:  # an exception of the child must not run the remaining tests
@@ -319,7 +319,7 @@ def test_forked_child_has_its_own_listener(source: Any, tmp_path: Path) -> None:
         assert answer(connection)["process"] == os.getpid()
 
 
-async def test_blocked_loop_is_reported(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_top_listener_reports_a_blocked_loop(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def rank(pg: ProcessGroup) -> None:
         comm = comm_of(pg)
         monkeypatch.setattr(comm.endpoint.failure_detector, "blocked", lambda: (2.5, "here.py:7 in slow"))

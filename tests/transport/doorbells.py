@@ -1,4 +1,4 @@
-"""A model of two ranks that share memory: one sends through a ring of one entry, and both sleep and ring doorbells.
+"""A model of two ranks that share memory: one rank sends through a ring of one entry, and both use doorbells.
 
 Each step is one load or one store. Stores enter a buffer and leave it for the memory in order, at any later time.
 That is the memory model of x86-64 (TSO), which promises no more. A fence waits until the buffer is empty; a system
@@ -15,10 +15,10 @@ START = (0, 0, 0, 1, 1, 0, 0)
 WRITER, READER = 0, 1
 CAPACITY = 1
 
-#: The fences, each named after the step that it precedes.
+#: The memory fences, each named after the step that it precedes.
 FENCES = ("look again", "look at status", "look at waiting", "look at taken")
 
-#: Steps that the other rank cannot observe. Taking them first loses no order of events, and leaves fewer states.
+#: Steps that the other rank cannot observe; taking them first loses no order of events and reduces the states.
 PRIVATE = frozenset(
     {"attend", "turned", "park", "stamp", "request wakeup", "cancel wakeup", "soon", "write", "deliver", "take"}
 )
@@ -29,7 +29,7 @@ Local = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """The parameters of one exploration."""
+    """The parameters of one exploration of the doorbell model."""
 
     total: int
     """The number of sent entries."""
@@ -40,11 +40,11 @@ class Case(NamedTuple):
 
 
 class Blocked(Exception):
-    """The step cannot be taken yet."""
+    """Raised if a step cannot be taken yet."""
 
 
 class Rank:
-    """The state of a rank during a step, which makes at most one access to the shared memory."""
+    """The state of a rank during one step, which makes at most one access to the shared memory."""
 
     def __init__(self, me: int, local: Local, memory: list[int], buffer: list[tuple[int, int]], case: Case) -> None:
         self.me = me
@@ -79,7 +79,7 @@ class Rank:
 
 
 def steps(rank: Rank, total: int) -> list[str]:
-    """Take the current step of `rank`; return the steps that may follow."""
+    """Take the current step of `rank`; return the steps that can follow."""
     me, local = rank.me, rank.local
     step = local["at"]
     if step == "turn of the loop":
@@ -112,7 +112,7 @@ def steps(rank: Rank, total: int) -> list[str]:
 
 
 def turn(rank: Rank, total: int) -> list[str]:
-    """Return the due steps, which the loop may take in any order. With no due step, it sleeps."""
+    """Return the due steps, which the loop may take in any order; without a due step, the rank sleeps."""
     local = rank.local
     ways = []
     if local["awake"]:
@@ -134,7 +134,7 @@ def call(local: Local, step: str, then: str) -> list[str]:
 
 
 def wake(rank: Rank) -> list[str]:
-    """Handle a ring, as `Doorbell._on_ring` does."""
+    """Handle a ring of the doorbell, as `Doorbell._on_ring` does."""
     rank.drain()
     rank.memory[EVENTFD + rank.me] = 0
     rank.local["then"] = "turn of the loop"
@@ -191,7 +191,7 @@ def reader(rank: Rank, step: str) -> list[str]:
     if step == "poll":
         return ["deliver"] if rank.load(STAMP) == local["next"] else [local.pop("polled then")]
     if step == "deliver":
-        # The receiver of a frame may send a reply at once, which marks its rank as awake.
+        # The receiver of a frame may reply at once, which marks the receiving rank as awake.
         local["then"] = "take"
         return ["take"] if local["awake"] or not rank.lively else ["take", "attend"]
     if step == "take":
@@ -267,5 +267,5 @@ def explore(case: Case) -> tuple[int, list[State]]:
 
 
 def received_count(state: State) -> int:
-    """Return the number of entries that the reader has received."""
+    """Return the number of ring entries that the reader has received."""
     return int(dict(state[2][READER])["next"]) - 1

@@ -45,7 +45,7 @@ def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
 
 
 class Idle:
-    """The polling hooks of a loop on which no operation waits."""
+    """Polling hooks of a loop on which no operation waits."""
 
     def look(self) -> bool:
         return False
@@ -69,7 +69,7 @@ async def shm_ends(runtime: Runtime, single_copy: Sequence[bool] = (True, True))
 
 
 async def striped(loop: asyncio.AbstractEventLoop, first: Sequence[ByteStream]) -> list[StripedStream]:
-    """Return both ends of a stream over three connections; `first` are the ends of the first one."""
+    """Return both ends of a striped stream over three connections; `first` are the ends of the first connection."""
     ends = [StripedStream(loop, end) for end in first]
     for _ in range(2):
         for end, sock in zip(ends, sockets("unix"), strict=True):

@@ -39,7 +39,7 @@ class Host:
         self.lanes: dict[int, LaneWriter] = {}
         self.peer_lanes: dict[int, LaneWriter] = {}
         self.readers: dict[int, PeerOutbox] = {}
-        #: Further objects to clear when this one is closed, so that they release the memory.
+        #: Further objects to clear when this host is closed, so that they release the memory.
         self.used: list[Any] = []
         for rank in range(1, linked or ranks):
             self.link(rank)

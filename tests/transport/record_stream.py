@@ -1,4 +1,4 @@
-"""A byte stream with the difficulties of an encrypted stream, but without encryption."""
+"""A byte stream that imitates the difficulties of an encrypted stream, without encryption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["RecordStream", "open_records"]
 
 _HEAD = struct.Struct("<BH")
 _DATA, _TAKEN, _END = range(3)
-#: Record size; most bytes returned by one receive; records that may be sent before the peer confirms.
+#: Record size; maximum bytes of one receive; records that may be sent before the peer confirms.
 RECORD, SOME, AHEAD = 1000, 700, 3
 
 
@@ -119,7 +119,7 @@ class RecordStream:
         self._arm()
 
     def _move(self) -> None:
-        """Send and receive as much as the socket allows without blocking."""
+        """Send and receive as much data as the socket allows without blocking."""
         try:
             while self._leaving:
                 del self._leaving[: self.sock.send(self._leaving)]

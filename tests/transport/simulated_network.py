@@ -40,10 +40,10 @@ __all__ = ["Network", "SimulatedRank"]
 
 #: The longest delay of a message, and the longest time that a loop is blocked.
 LONGEST = 3 * HANDSHAKE_TIMEOUT
-#: Handshake message sizes per direction. Further messages set up shared memory.
+#: Sizes of handshake messages, per direction; later messages set up shared memory.
 FROM_DIALLER = (HELLO_SIZE, PROOF_SIZE, CONFIRM_SIZE)
 FROM_ACCEPTOR = (CHALLENGE_SIZE, VERDICT_SIZE)
-#: The number of dials to a rank that are often delayed. Later dials are rarely delayed, so that every run ends.
+#: The number of dials to a rank with frequent delays; later dials are rarely delayed, so that every run ends.
 SLOW_DIALS = 3
 #: Virtual seconds after which a simulation has failed.
 LIMIT = 10_000.0
@@ -52,7 +52,7 @@ BUFFER = 4096
 
 
 class RankLoop(VirtualLoop):
-    """The event loop of one rank. It runs a callback whenever `Network` calls `step`.
+    """The event loop of one rank, which runs one callback whenever `Network` calls `step`.
 
     Args:
         network: The owner of the clock.
@@ -72,11 +72,11 @@ class RankLoop(VirtualLoop):
         return self.network.now
 
     def jump(self, seconds: float | None) -> None:
-        """Do nothing: the network advances the clock."""
+        """Do nothing, since the network advances the clock."""
 
     @property
     def next_timer(self) -> float:
-        """The time at which the next timer is due."""
+        """Return the time at which the next timer is due."""
         scheduled = self._scheduled  # type: ignore[attr-defined]
         while scheduled and scheduled[0]._cancelled:
             heapq.heappop(scheduled)._scheduled = False
@@ -88,7 +88,7 @@ class RankLoop(VirtualLoop):
         return bool(ready or self._selector.select(0))  # type: ignore[attr-defined]
 
     def step(self) -> None:
-        """Run one callback. Callbacks that become ready meanwhile run in the next iteration, as in any event loop."""
+        """Run one callback; callbacks that become ready meanwhile run in the next iteration, as in any event loop."""
         ready = self._ready  # type: ignore[attr-defined]
         if not self._batch:
             for take in (self._take_timers, self._take_events)[:: 1 if self._timers_first else -1]:
@@ -115,7 +115,7 @@ class RankLoop(VirtualLoop):
 
 
 class SimulatedRank:
-    """A rank with its transport. It is the sink of its own links.
+    """A simulated rank with its transport, which receives the frames of its own links.
 
     Attributes:
         broken: The errors of broken links.
@@ -147,7 +147,7 @@ class SimulatedRank:
         self.changed.set()
 
     async def open(self, peer: SimulatedRank, kind: ConnKind, *, dials: bool) -> None:
-        """Open a link, or wait for the link from `peer`; then send a message and wait for one."""
+        """Open a link to `peer`, or wait for one; then exchange one message in each direction."""
         if dials:
             card = {**peer.transport.card, "unix": f"@{peer.rank}"}
             link = await self.transport.connect(peer.rank, card, kind)
@@ -212,7 +212,7 @@ class Relay:
         self.ended = False
 
     def look(self) -> None:
-        """Receive the available messages one by one, and schedule their delivery."""
+        """Receive the available messages one by one, and schedule the delivery of each."""
         while not self.ended:
             size = self._sizes[0] if self._sizes else _MESSAGE.size
             try:
@@ -273,7 +273,7 @@ class Network:
 
     @contextmanager
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Route all dials through this network inside the context; close everything at its end."""
+        """Route all dials through this network inside the context, and close everything at its end."""
         with monkeypatch.context() as patch:
             patch.setattr(addresses, "reach", self._reach)
             try:
@@ -294,7 +294,7 @@ class Network:
             task.result()
 
     def settle(self) -> None:
-        """Run until all delayed messages and timers have had their effect."""
+        """Run until all delayed messages and timers have been processed."""
         end = self.now + 10 * LONGEST
         self.at(end, lambda: None)
         self._run(lambda: False, end)
@@ -305,11 +305,11 @@ class Network:
         heapq.heappush(self._events, Event(when, self._count, do))
 
     def delay(self, share: float) -> float:
-        """Return the delay of a message in seconds; `share` of all messages have one."""
+        """Return a random delay of a message in seconds; a proportion `share` of messages have a delay."""
         return self.random.uniform(0, LONGEST) if self.random.random() < share else 0.0
 
     def maybe_block(self) -> None:
-        """Block a random loop with some probability. Handshake events call this."""
+        """Block a random event loop with some probability, whenever a handshake event occurs."""
         if self.random.random() < self._blocking:
             self._block()
 

@@ -21,7 +21,7 @@ from aiocoll.transport.stream import addresses as address
 
 from ..ports import free_ports
 
-# libuv opens a pipe with the first loop and keeps it. Open it here, or the check for leaked descriptors reports it.
+# Open a loop once: libuv's first loop opens a pipe that stays open, which would count as a leaked descriptor.
 uvloop.new_event_loop().close()
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
@@ -35,7 +35,7 @@ def has_ipv6() -> bool:
 ipv6 = pytest.mark.skipif(not socket.has_ipv6 or not has_ipv6(), reason="this host has no IPv6 loopback")
 
 
-def test_host_identity_is_the_same_for_all_on_this_host() -> None:
+def test_host_identity_is_equal_for_all_processes_of_a_host() -> None:
     assert address.host_identity() == address.host_identity(None)
     assert re.fullmatch("[0-9a-f]{16}", address.host_identity())
 
@@ -58,7 +58,7 @@ def test_host_identity_is_unique_without_proc(monkeypatch: pytest.MonkeyPatch) -
 
 
 @linux_only
-def test_abstract_listener_leaves_nothing_on_disk() -> None:
+def test_abstract_unix_listener_leaves_no_file_on_disk() -> None:
     listener, name = address.open_unix(lambda n: b"\xab" * n)
     with listener:
         assert name == "@aiocoll-" + "ab" * 16
@@ -67,7 +67,7 @@ def test_abstract_listener_leaves_nothing_on_disk() -> None:
     address.remove_unix(name)
 
 
-def test_listener_on_disk_is_private_to_the_user() -> None:
+def test_unix_listener_on_disk_is_private_to_the_user() -> None:
     listener, name = address.open_unix(os.urandom, abstract=False)
     with listener:
         assert stat.S_IMODE(os.stat(os.path.dirname(name)).st_mode) == 0o700
@@ -84,7 +84,7 @@ def test_tcp_listener_on_a_foreign_address_is_refused() -> None:
         address.open_tcp("192.0.2.254")
 
 
-def test_tcp_listeners_take_the_ports_of_a_range() -> None:
+def test_tcp_listeners_use_the_ports_of_the_given_range() -> None:
     first = free_ports(3)
     with ExitStack() as stack:
         taken = [stack.enter_context(address.open_tcp("127.0.0.1", (first, first + 2))) for _ in range(3)]
@@ -114,7 +114,7 @@ def test_privileged_port_of_a_range_is_refused() -> None:
         address.open_tcp("127.0.0.1", (1, 1))
 
 
-async def test_reach_raises_blocking_error_for_a_full_backlog() -> None:
+async def test_reach_raises_blocking_io_error_for_a_full_backlog() -> None:
     loop = asyncio.get_running_loop()
     listener, name = address.open_unix(os.urandom)
     target = address.unix_address(name)
@@ -159,8 +159,8 @@ async def test_reach_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch)
         await address.reach(asyncio.get_running_loop(), socket.AF_INET, free)
 
 
-async def test_reach_raises_reset_error_for_a_listener_that_resets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full listener may reset the connection between two system calls of `reach`."""
+async def test_reach_raises_connection_reset_error_for_a_listener_that_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a full listener, which resets the connection between two system calls of `reach`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         class ResetSocket(socket.socket):
@@ -214,7 +214,7 @@ class ManualTimers(Runtime):
         return self.handles[-1]
 
 
-async def test_lack_of_descriptors_delays_accepting_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_lack_of_file_descriptors_delays_accept_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.get_running_loop()
     runtime = ManualTimers(loop)
     greeted: asyncio.Queue[socket.socket] = asyncio.Queue()
@@ -241,7 +241,7 @@ async def test_lack_of_descriptors_delays_accepting_and_is_logged_once(caplog: p
     address.remove_unix(name)
 
 
-async def test_close_without_free_descriptors_cancels_the_retry() -> None:
+async def test_close_of_a_listener_without_free_descriptors_cancels_the_accept_retry() -> None:
     loop = asyncio.get_running_loop()
     runtime = ManualTimers(loop)
     listeners = address.Listeners(runtime, socket.socket.close)
@@ -257,7 +257,7 @@ async def test_close_without_free_descriptors_cancels_the_retry() -> None:
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_listener_that_was_finalized_before_its_owner_is_closed(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    """Garbage collection finalizes the objects of a cycle in any order, so the loop may be closed first."""
+    """Close the loop first, since garbage collection finalizes the objects of a cycle in any order."""
     running = loop()
     listeners = address.Listeners(Runtime(running), socket.socket.close)
     listener, name = address.open_unix(os.urandom)

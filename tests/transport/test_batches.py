@@ -1,4 +1,4 @@
-"""Batches of small frames: frames in quick succession share a system call, and a single frame leaves at once."""
+"""Batches of small frames: frames in quick succession share a system call, and a single frame is sent at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CountingSocket(socket.socket):
 
 
 class ManualClock(Runtime):
-    """A runtime whose clock is set by the test."""
+    """A runtime whose clock the test sets."""
 
     def __init__(self) -> None:
         super().__init__(asyncio.get_running_loop())
@@ -88,7 +88,7 @@ async def loop_iteration() -> None:
     await asyncio.sleep(0)
 
 
-async def test_64_small_frames_of_one_iteration_leave_in_two_system_calls(kind: str) -> None:
+async def test_64_small_frames_of_one_loop_iteration_are_sent_in_two_system_calls(kind: str) -> None:
     async with counted_ends(kind) as ends:
         ends.write(*[64] * 64)
         assert ends.calls == [HEADER_SIZE + 64], "the first frame was not sent alone, or the others were not batched"
@@ -115,7 +115,7 @@ async def test_next_frame_after_a_poll_is_sent_at_once(kind: str) -> None:
         await ends.wait_for_arrival()
 
 
-async def test_poll_sends_the_batch(kind: str) -> None:
+async def test_poll_of_a_link_sends_batched_frames(kind: str) -> None:
     async with counted_ends(kind) as ends:
         ends.write(0, 1, 2, GATHER)
         assert ends.calls == [HEADER_SIZE]
@@ -126,7 +126,7 @@ async def test_poll_sends_the_batch(kind: str) -> None:
         await ends.wait_for_arrival()
 
 
-async def test_end_of_an_await_sends_the_batch(kind: str) -> None:
+async def test_end_of_an_await_sends_batched_frames(kind: str) -> None:
     async with counted_ends(kind) as ends:
         ends.write(1, 1, 1)
         ends.clock.settle()
@@ -139,7 +139,7 @@ async def test_end_of_an_await_sends_the_batch(kind: str) -> None:
         await ends.wait_for_arrival()
 
 
-async def test_later_frame_is_not_added_to_an_old_batch(kind: str) -> None:
+async def test_frame_after_a_pause_is_not_added_to_an_earlier_batch(kind: str) -> None:
     async with counted_ends(kind) as ends:
         for number in range(1, 5):
             ends.write(1)
@@ -156,7 +156,7 @@ async def test_later_frame_is_not_added_to_an_old_batch(kind: str) -> None:
         await ends.wait_for_arrival()
 
 
-async def test_full_batch_is_sent_at_once(kind: str) -> None:
+async def test_full_batch_of_frames_is_sent_at_once(kind: str) -> None:
     each = 1000
     count = BATCH // each + 2
     async with counted_ends(kind) as ends:
@@ -171,7 +171,7 @@ async def test_full_batch_is_sent_at_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [GATHER + 1, JOIN, JOIN + 1, SEGMENT // 2])
-async def test_large_frame_is_sent_together_with_the_batch(kind: str, nbytes: int) -> None:
+async def test_large_frame_is_sent_together_with_batched_frames(kind: str, nbytes: int) -> None:
     async with counted_ends(kind) as ends:
         ends.write(1, 2, 3, nbytes)
         assert ends.calls == [HEADER_SIZE + 1, 3 * HEADER_SIZE + 2 + 3 + nbytes]
@@ -180,7 +180,7 @@ async def test_large_frame_is_sent_together_with_the_batch(kind: str, nbytes: in
         await ends.wait_for_arrival()
 
 
-async def test_batched_payload_may_be_overwritten(kind: str) -> None:
+async def test_payload_of_a_batched_frame_can_be_overwritten_at_once(kind: str) -> None:
     data = bytearray(b"before")
     async with counted_ends(kind) as ends:
         ends.write(1)
@@ -201,7 +201,7 @@ async def test_batched_frames_are_sent_when_the_link_ends(kind: str, how: str) -
         assert len(ends.calls) == 2
 
 
-async def test_batch_beyond_the_socket_buffer_is_kept_and_reported(kind: str) -> None:
+async def test_batched_frames_beyond_the_socket_buffer_are_kept_and_reported(kind: str) -> None:
     async with linked(kind) as (near, far):
         near.start()
         written: list[tuple[int, bytes]] = []

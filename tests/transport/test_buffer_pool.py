@@ -26,7 +26,7 @@ def frame_bytes(op: int, data: bytes) -> bytes:
 
 
 class CheckedPool(BufferPool):
-    """A pool that knows its buffers in use, and overwrites the returned ones."""
+    """A pool that records its buffers in use, and overwrites returned buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class CheckedPool(BufferPool):
 
     def give(self, buffer: memoryview) -> None:
         self.used = [each for each in self.used if each is not buffer]
-        buffer[:] = b"\xff" * len(buffer)  # a link that still reads the buffer gets wrong bytes
+        buffer[:] = b"\xff" * len(buffer)  # overwrite, so that a link that still reads the buffer gets wrong bytes
         super().give(buffer)
 
 
@@ -70,7 +70,7 @@ def feed(raw: socket.socket, link: StreamLink, data: bytes) -> None:
             pass
 
 
-async def test_waiting_link_holds_no_buffer() -> None:
+async def test_idle_link_holds_no_receive_buffer() -> None:
     pool = CheckedPool()
     async with links_with_raw_ends(20, pool) as links:
         for peer, (raw, link, sink) in enumerate(links):
@@ -92,7 +92,7 @@ async def test_partial_frame_is_not_overwritten_by_other_links() -> None:
         assert not pool.used
 
 
-async def test_routed_payload_takes_no_buffer() -> None:
+async def test_payload_routed_into_an_array_takes_no_receive_buffer() -> None:
     pool = CheckedPool()
     room = memoryview(bytearray(SEGMENT))
     async with links_with_raw_ends(1, pool) as [(raw, link, sink)]:
@@ -104,7 +104,7 @@ async def test_routed_payload_takes_no_buffer() -> None:
         assert sink.frames == [(1, payload(1, SEGMENT))]
 
 
-async def test_diverted_payload_does_not_disturb_other_links() -> None:
+async def test_diverted_payload_of_a_link_does_not_disturb_other_links() -> None:
     pool = CheckedPool()
     room = memoryview(bytearray(SEGMENT))
     async with links_with_raw_ends(2, pool) as [(raw, link, sink), (other_raw, other, other_sink)]:
@@ -118,7 +118,7 @@ async def test_diverted_payload_does_not_disturb_other_links() -> None:
         assert other_sink.frames == [(2, payload(2, 40_000))]
 
 
-async def test_link_that_ends_within_a_frame_returns_its_buffer() -> None:
+async def test_link_that_ends_within_a_frame_returns_its_receive_buffer() -> None:
     ends: list[Callable[[socket.socket], object]] = [
         socket.socket.close,
         lambda raw: raw.send(b"\xff" * 40_000),  # the rest of the frame, then an invalid frame

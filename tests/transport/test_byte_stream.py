@@ -1,4 +1,4 @@
-"""The contract of byte streams, and its users: links, handshakes and heartbeats need nothing else from a stream."""
+"""The contract of byte streams, and checks that links, handshakes and heartbeats need nothing beyond it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ STREAMS: dict[str, OpenStream] = {
 }
 #: Streams over several connections, with the kind of each connection.
 STRIPED = {"striped": "plain", "striped records": "records", "striped tls": "tls"}
-#: The number of connections in such a stream.
+#: The number of connections in a striped stream.
 STRIPES = 3
 each_stream = pytest.mark.parametrize("kind", [*STREAMS, *STRIPED])
 
 
 async def opened(kind: str) -> list[ByteStream]:
-    """Return both ends of a connection."""
+    """Return both ends of a connection as byte streams."""
     loop = asyncio.get_running_loop()
     opening = (STREAMS[kind](loop, sock, dialled=bool(end)) for end, sock in enumerate(sockets("unix")))
     return await asyncio.gather(*opening)
@@ -110,7 +110,7 @@ class Reader:
 
 
 def fill(stream: ByteStream, message: bytes) -> int:
-    """Send until the stream accepts no more; return the number of accepted bytes."""
+    """Send until the stream accepts no more data; return the number of accepted bytes."""
     sent = 0
     with suppress(BlockingIOError):
         while sent < len(message):
@@ -140,7 +140,7 @@ async def write(stream: ByteStream, message: bytes, parts: Callable[[memoryview]
 
 
 @each_stream
-async def test_receive_without_data_raises_blocking_error(kind: str) -> None:
+async def test_receive_without_data_raises_blocking_io_error(kind: str) -> None:
     async with stream_ends(kind) as (near, _):
         with pytest.raises(BlockingIOError):
             near.receive_into(memoryview(bytearray(10)))
@@ -179,8 +179,8 @@ async def test_large_data_is_sent_in_both_directions_at_once(kind: str, nbytes: 
 
 
 @each_stream
-async def test_readable_callback_is_called_for_all_received_data(kind: str) -> None:
-    """The data may be left in the stream by an earlier receive, or arrive during a pause in reading."""
+async def test_readable_callback_is_called_until_all_data_is_received(kind: str) -> None:
+    """Leave data in the stream by an earlier receive, or let data arrive while reading is paused."""
     async with stream_ends(kind) as (near, far):
         near.send(random_bytes(900))
         reader = Reader(far, 10)
@@ -196,7 +196,7 @@ async def test_readable_callback_is_called_for_all_received_data(kind: str) -> N
 
 
 @each_stream
-async def test_stream_continues_in_one_direction_after_the_end_of_the_other(kind: str) -> None:
+async def test_stream_continues_to_send_after_the_peer_has_stopped_sending(kind: str) -> None:
     async with stream_ends(kind) as (near, far):
         near.send(b"question")
         near.shutdown()
@@ -220,7 +220,7 @@ async def test_closed_stream_ends_its_peer_and_runs_no_callback(kind: str) -> No
 
 
 @each_stream
-async def test_handshake_message_may_arrive_in_pieces(kind: str) -> None:
+async def test_handshake_message_can_arrive_in_pieces(kind: str) -> None:
     async with stream_ends(kind) as (near, far):
         reading = asyncio.create_task(receive_message(far, 300))
         for piece in range(30):
@@ -233,14 +233,14 @@ async def test_handshake_message_may_arrive_in_pieces(kind: str) -> None:
 
 
 @each_stream
-async def test_handshake_message_without_buffer_space_raises_blocking_error(kind: str) -> None:
+async def test_handshake_message_without_buffer_space_raises_blocking_io_error(kind: str) -> None:
     async with stream_ends(kind) as (near, _):
         fill(near, bytes(1 << 20))
         with pytest.raises(BlockingIOError):
             send_message(near, b"one more")
 
 
-async def test_plain_streams_call_the_socket_itself() -> None:
+async def test_plain_byte_streams_call_socket_methods_directly() -> None:
     near, far = socket.socketpair()
     with near, far:
         stream = await open_plain(asyncio.get_running_loop(), near, dialled=True)
@@ -248,8 +248,8 @@ async def test_plain_streams_call_the_socket_itself() -> None:
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_transport_sends_only_through_its_streams(flavour: str) -> None:
-    """Handshakes, frames and heartbeats all pass through it; the peer understands only records."""
+async def test_transport_sends_and_receives_only_through_its_byte_streams(flavour: str) -> None:
+    """Use a stream of records, so that handshakes, frames and heartbeats outside of the stream would fail."""
     opened: list[bool] = []
 
     async def opening(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> RecordStream:
@@ -281,7 +281,7 @@ async def test_transport_sends_only_through_its_streams(flavour: str) -> None:
 
 
 async def test_connection_whose_stream_fails_to_open_is_dialled_again() -> None:
-    """The dialling rank dials once more."""
+    """Let the stream of a connection fail to open; the dialling rank dials once more."""
     failing = [True]
 
     async def opening(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> PlainStream:
@@ -299,8 +299,8 @@ async def test_connection_whose_stream_fails_to_open_is_dialled_again() -> None:
 
 
 @each_stream
-async def test_watchdogs_exchange_heartbeats_through_any_stream(kind: str, limits: Limits) -> None:
-    """The watchdogs run in threads, so heartbeats arrive while the event loop is blocked."""
+async def test_watchdogs_exchange_heartbeats_through_any_kind_of_byte_stream(kind: str, limits: Limits) -> None:
+    """Check that heartbeats, exchanged by watchdog threads, arrive while the event loop is blocked."""
     limits(
         watchdog_round=watchdog.ROUND / 20,
         unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
@@ -327,8 +327,8 @@ async def test_watchdogs_exchange_heartbeats_through_any_stream(kind: str, limit
 
 
 @each_stream
-async def test_data_left_by_a_receive_outside_the_loop_is_reported(kind: str) -> None:
-    """A polling await leaves data in the stream this way, before it suspends."""
+async def test_readable_callback_reports_data_left_by_a_receive_outside_the_loop(kind: str) -> None:
+    """Leave data in the stream as a polling await does before it suspends."""
     async with stream_ends(kind) as (near, far):
         rest, received = bytearray(), asyncio.Event()
 

@@ -72,13 +72,13 @@ async def test_data_link_waits_until_the_ranks_have_agreed(used: bool) -> None:
         assert await found is (carrier if used else None)
 
 
-async def test_carrier_between_hosts_leaves_unix_sockets_alone() -> None:
+async def test_carrier_for_links_between_hosts_does_not_replace_unix_sockets() -> None:
     use = CarrierUse(DecliningCarrier(request()), carries_all=False)
     with socket.socket(socket.AF_UNIX) as sock:
         assert await use.carrier(sock) is None
 
 
-async def test_link_that_a_carrier_declines_stays_on_its_connection(register: Any) -> None:
+async def test_link_that_a_carrier_declines_uses_its_connection(register: Any) -> None:
     register("declining")
 
     async def main(pg: ProcessGroup) -> set[str]:
@@ -113,7 +113,7 @@ def cards(*fields: dict[str, str]) -> dict[int, dict[str, str]]:
     return {rank: {"host": str(rank), **each} for rank, each in enumerate(fields)}
 
 
-async def test_ranks_agree_on_a_transport_that_all_offer(register: Any) -> None:
+async def test_ranks_select_a_transport_that_all_ranks_offer(register: Any) -> None:
     register("slow", auto_rank=1)
     register("fast", auto_rank=2)
     register("manual")
@@ -142,7 +142,7 @@ async def test_auto_transport_skips_an_unavailable_carrier(register: Any, caplog
         TransportChoice("broken").make_carrier(request())
 
 
-async def test_group_without_a_carrier_publishes_none() -> None:
+async def test_cards_of_a_group_without_a_carrier_name_no_carrier() -> None:
     for name in ("auto", "tcp", "unix", "shm"):
         choice = TransportChoice(name)
         assert choice.make_carrier(request()) is None

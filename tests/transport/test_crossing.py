@@ -1,4 +1,4 @@
-"""Crossing dials: two ranks that dial each other at once get one link, the same at both ends, in every order."""
+"""Simultaneous dials: two ranks that dial each other at once get one link, equal at both ends, in every order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .test_stream import Rank, send_number, settle, started
 
 #: The number of messages in a handshake, counting both directions.
 MESSAGES = 5
-#: After this number of messages, the dialled end has promised the link.
+#: The number of messages after which the dialled end has promised the link.
 PROMISED = 3
 
 
 class Links:
-    """The table of links that `Crossing` queries."""
+    """A stand-in for the table of links that `Crossing` queries."""
 
     def __init__(self) -> None:
         self.live = False
@@ -37,7 +37,7 @@ class Links:
 
 
 @pytest.mark.parametrize(("rank", "peer"), [(0, 1), (1, 0), (6, 3)])
-async def test_crossing_dials_follow_promises_and_confirmations(rank: int, peer: int) -> None:
+async def test_simultaneous_dials_are_decided_by_promises_and_confirmations(rank: int, peer: int) -> None:
     links = Links()
     crossing = Crossing(rank, 7, links)  # type: ignore[arg-type]
     key, other = (peer, ConnKind.DATA), (peer, ConnKind.CONTROL)
@@ -62,7 +62,7 @@ async def test_crossing_dials_follow_promises_and_confirmations(rank: int, peer:
 
 
 class Gate:
-    """A gate for each handshake message of two connections, one dialled by each rank; `let_through` releases one.
+    """Gates for the handshake messages of two connections, one dialled by each rank.
 
     A connection is identified by the rank that dials it. Further connections of a rank are not held.
     """
@@ -112,7 +112,7 @@ class Gate:
         return data
 
     async def let_through(self, dialled_by: int) -> None:
-        """Release the next message of the connection dialled by `dialled_by`, and run the loop until it took effect."""
+        """Release the next message of the connection dialled by `dialled_by`, and run the loop until it is handled."""
         self.through[dialled_by] += 1
         self.changed.set()
         self.changed = asyncio.Event()
@@ -140,7 +140,7 @@ async def start_both_dials(ranks: list[Rank]) -> list[asyncio.Task[Any]]:
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
-async def test_crossing_dials_make_one_link_in_every_message_order(flavour: str) -> None:
+async def test_simultaneous_dials_make_one_link_in_every_message_order(flavour: str) -> None:
     for order in orders():
         async with gated_ranks(flavour) as (ranks, gate):
             dials = await start_both_dials(ranks)
@@ -154,8 +154,8 @@ async def test_crossing_dials_make_one_link_in_every_message_order(flavour: str)
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
 @pytest.mark.parametrize("held", [0, 1])
-async def test_crossing_dial_succeeds_while_the_other_is_stuck(held: int, flavour: str) -> None:
-    """The other dial stops after any number of its messages. Its link wins only if it has been promised."""
+async def test_dial_succeeds_while_a_simultaneous_dial_of_the_peer_is_stuck(held: int, flavour: str) -> None:
+    """Stop the other dial after any number of its messages; its link wins only if it has been promised."""
     for before in range(MESSAGES):
         async with gated_ranks(flavour) as (ranks, gate):
             dials = await start_both_dials(ranks)
@@ -165,7 +165,7 @@ async def test_crossing_dial_succeeds_while_the_other_is_stuck(held: int, flavou
                 await gate.let_through(1 - held)
             if before < PROMISED:
                 await asyncio.gather(*dials)
-            for _ in range(MESSAGES):  # releases the dial that was stuck
+            for _ in range(MESSAGES):  # release the dial that was stuck
                 await gate.let_through(held)
             made = await asyncio.gather(*dials)
             await settle(*ranks)

@@ -33,7 +33,7 @@ def virtual_runner() -> Iterator[asyncio.Runner]:
 
 
 async def failure_reason(connect_timeout: float = 5.0, *, set_all_met: bool = False) -> str:
-    """Dial rank 1; return the reported failure reason."""
+    """Let rank 0 dial rank 1; return the reported failure reason."""
     runtime = Runtime.of(asyncio.get_running_loop())
     options = StreamOptions(transport="tcp", connect_timeout=connect_timeout)
     transport = StreamTransport(runtime, 0, 2, "job", b"k" * 32, options)
@@ -66,14 +66,14 @@ def replace_reach(monkeypatch: pytest.MonkeyPatch, reach: Callable[[VirtualLoop]
         (99.0, 3.0, "Connection refused (tried for 3.0 s)"),
     ],
 )
-def test_shortened_attempt_does_not_replace_the_failure_reason(
+def test_shortened_dial_attempt_does_not_replace_the_reported_failure_reason(
     virtual_runner: asyncio.Runner,
     monkeypatch: pytest.MonkeyPatch,
     silent_from: float,
     connect_timeout: float,
     reason: str,
 ) -> None:
-    """The host first refuses, then is silent. Only an attempt with a full handshake timeout proves the silence."""
+    """Let the host first refuse, then be silent; only an attempt with a full handshake timeout proves the silence."""
 
     async def reach(loop: VirtualLoop) -> socket.socket:
         if loop.time() >= silent_from:
@@ -87,7 +87,7 @@ def test_shortened_attempt_does_not_replace_the_failure_reason(
 def test_blocked_loop_does_not_use_up_connect_timeout(
     virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop is blocked for longer than the timeout. The rest of the timeout is used afterwards."""
+    """Block the loop for longer than the timeout; the rest of the timeout is used afterwards."""
     attempts: list[float] = []
 
     async def reach(loop: VirtualLoop) -> socket.socket:
@@ -102,7 +102,7 @@ def test_blocked_loop_does_not_use_up_connect_timeout(
     assert sum(when > 9.0 for when in attempts) > 50
 
 
-def test_dial_gives_up_in_an_always_blocked_loop(
+def test_dial_in_a_constantly_blocked_loop_times_out(
     virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def program() -> float:
@@ -124,10 +124,10 @@ def test_dial_gives_up_in_an_always_blocked_loop(
     assert 5.0 < virtual_runner.run(program()) < 1000.0
 
 
-def test_blocked_loop_does_not_make_a_host_silent(
+def test_blocked_loop_does_not_make_a_peer_host_count_as_silent(
     virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After one network error the loop is blocked for longer than a host may be silent. The host is dialled again."""
+    """Block the loop, after a network error, for longer than a host may be silent; the host is dialled again."""
     attempts: list[float] = []
 
     async def reach(loop: VirtualLoop) -> socket.socket:

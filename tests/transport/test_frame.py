@@ -1,11 +1,11 @@
-"""The bytes of a frame, which other versions and languages must write identically."""
+"""The bytes of a frame header, which other versions and languages must write identically."""
 
 from __future__ import annotations
 
 from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind
 
 
-def test_header_is_40_bytes_little_endian() -> None:
+def test_frame_header_has_40_bytes_in_little_endian_order() -> None:
     assert HEADER_SIZE == 40
     numbers = [0x05060708090A0B0C, 0x0D0E0F1011121314, 0x15161718, 0x191A1B1C, 0x1D1E1F20, 0x21222324]
     header = HEADER.pack(1, 2, 0x0304, *numbers)

@@ -12,7 +12,7 @@ from .links import Recorder, frame
 
 
 async def network(world_size: int, latency: list[float] | None = None) -> tuple[Hub, dict[tuple[int, int], MemoryLink]]:
-    """Link every rank to every other; each frame takes the next entry of `latency`."""
+    """Link every rank to every other rank; each frame takes the next entry of `latency`."""
     hub = Hub(Runtime.of(asyncio.get_running_loop()), None if latency is None else lambda a, b: latency.pop(0))
     links: dict[tuple[int, int], MemoryLink] = {}
 
@@ -33,7 +33,7 @@ async def network(world_size: int, latency: list[float] | None = None) -> tuple[
     return hub, links
 
 
-async def test_frames_keep_their_order_whatever_their_latency() -> None:
+async def test_frames_keep_their_order_for_any_latency() -> None:
     _, links = await network(2, [0.02, 0.0, 0.01])
     for op in range(3):
         links[0, 1].write(*frame(op))
@@ -41,7 +41,7 @@ async def test_frames_keep_their_order_whatever_their_latency() -> None:
     assert [op for op, _ in links[1, 0].sink.frames] == [0, 1, 2]  # type: ignore[attr-defined]
 
 
-async def test_cut_breaks_one_link_on_both_sides() -> None:
+async def test_simulated_cut_breaks_one_link_on_both_sides() -> None:
     hub, links = await network(3)
     hub.cut(2, 0)
     await asyncio.sleep(0)
@@ -53,13 +53,13 @@ async def test_cut_breaks_one_link_on_both_sides() -> None:
     assert [link.sink.losses for end, link in links.items() if set(end) != {0, 2}] == [[]] * 4  # type: ignore[attr-defined]
 
 
-async def test_two_ranks_have_one_link_per_kind() -> None:
+async def test_two_ranks_have_one_in_process_link_per_kind() -> None:
     hub, _ = await network(2)
     for rank in range(2):
         assert await hub.ranks[rank].connect(1 - rank, {}, ConnKind.DATA) is None
 
 
-async def test_connect_waits_for_a_missing_peer() -> None:
+async def test_in_process_connect_waits_for_a_missing_peer() -> None:
     hub = Hub(Runtime.of(asyncio.get_running_loop()))
     early, late = (MemoryTransport(hub, rank) for rank in range(2))
     accepted: list[object] = []

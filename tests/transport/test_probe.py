@@ -1,4 +1,4 @@
-"""Probing a link: the measured figures equal those of a simulated link, and a closed connection is reported."""
+"""Link probes: measured round-trip time and rate equal the simulated ones, and a closed connection is reported."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Wire:
 def measured_figures(
     rate: float, delay: float, *, room: int = 1 << 20, piece: int = PACKET, seconds: float = 1e9
 ) -> Any:
-    """Return the measured figures of a link, and the number of bytes sent to measure it."""
+    """Return the measured round-trip time and rate of a link, and the number of bytes sent to measure them."""
 
     async def main() -> tuple[LinkFigures, int]:
         one, two = (Wire(rate, delay, room, piece) for _ in range(2))
@@ -115,25 +115,25 @@ def measured_figures(
 @pytest.mark.parametrize("rate", [1e4, 1e6, 125e6, 1e9])
 @pytest.mark.parametrize("delay", [0.0, 50e-6, 25e-3, 1.0])
 @pytest.mark.parametrize("room", [1 << 20, 5000], ids=["", "full"])
-def test_probe_measures_the_figures_of_the_link(rate: float, delay: float, room: int) -> None:
-    """The round trip is measured with a request of 1 byte and a reply of 12 bytes."""
+def test_link_probe_measures_round_trip_time_and_rate(rate: float, delay: float, room: int) -> None:
+    """Check the round-trip time, measured with a request of 1 byte and a reply of 12 bytes."""
     found, sent = measured_figures(rate, delay, room=room)
     assert found.rtt == pytest.approx(2 * delay + 13 / rate)
     assert found.rate == pytest.approx(rate)
     assert sent == len(TRAINS) + sum(TRAINS) * PACKET
 
 
-def test_probe_of_an_instant_link_has_no_rate() -> None:
+def test_link_probe_of_an_instant_link_returns_no_rate() -> None:
     assert measured_figures(float("inf"), 1e-3)[0] == LinkFigures(2e-3, 0.0)
 
 
-def test_probe_of_a_distant_host_sends_one_request() -> None:
+def test_link_probe_of_a_distant_host_sends_one_request() -> None:
     found, sent = measured_figures(1e6, 2.0, seconds=1.0)
     assert found == LinkFigures(pytest.approx(4.0, rel=1e-4), 0.0)
     assert sent == 1
 
 
-def test_probe_sends_no_more_than_its_time_allows() -> None:
+def test_link_probe_sends_no_more_data_than_its_time_limit_allows() -> None:
     found, sent = measured_figures(1e6, 0.2, seconds=1.0)
     assert found.rate == pytest.approx(1e6)
     assert sent == 3 + sum(TRAINS[:3]) * PACKET
@@ -141,7 +141,7 @@ def test_probe_sends_no_more_than_its_time_allows() -> None:
 
 @pytest.mark.parametrize("side", [measure, answer])
 @pytest.mark.parametrize("sent", [b"", b"\x02", b"\x02" + bytes(PACKET)], ids=len)
-async def test_probe_reports_a_closed_connection(side: Callable[..., Any], sent: bytes) -> None:
+async def test_link_probe_reports_a_closed_connection(side: Callable[..., Any], sent: bytes) -> None:
     near, far = socket.socketpair()
     near.setblocking(False)
     loop = asyncio.get_running_loop()

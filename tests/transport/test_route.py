@@ -105,7 +105,7 @@ def test_interface_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch
         route.interface_address("ghost0")
 
 
-def test_unresolvable_master_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_master_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -114,10 +114,10 @@ def test_unresolvable_master_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         route.routable_address("nowhere.invalid")
 
 
-def test_master_without_a_route_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_master_address_without_a_route_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
         (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("255.255.255.255", 9))
-    ]  # a broadcast address: connect() refuses it
+    ]  # `connect` refuses a broadcast address
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
     with pytest.raises(RendezvousError, match=r"no route from this host to the master at 'far' .*interface= or bind="):
         route.routable_address("far")
@@ -148,12 +148,12 @@ def find_route(stores: list[str], interface: str | None = None, bind: str | None
     return route.find_route(0, dict(enumerate(stores)), interface, bind, together=together)
 
 
-def test_ranks_on_one_loopback_use_it() -> None:
+def test_ranks_on_one_loopback_publish_the_loopback_address() -> None:
     assert find_route(["127.0.0.1"] * 3) == ("127.0.0.1", "127.0.0.1")
     assert find_route([""] * 3, together=True) == ("127.0.0.1", "127.0.0.1")
 
 
-def test_bind_and_interface_take_precedence() -> None:
+def test_bind_and_interface_options_take_precedence_over_the_master_address() -> None:
     assert find_route(["", FOREIGN[0]], bind="127.0.0.1") == ("127.0.0.1", "127.0.0.1")
 
 
@@ -163,13 +163,15 @@ def test_interface_option_is_used_without_other_information() -> None:
 
 
 @linux_only
-def test_bind_any_listens_on_all_addresses_and_publishes_one() -> None:
+def test_bind_any_listens_on_all_addresses_and_publishes_one_address() -> None:
     assert find_route(["127.0.0.1"] * 2, bind="any") == ("0.0.0.0", "127.0.0.1")
     assert find_route(["", ""], interface="lo", bind="any") == ("0.0.0.0", "127.0.0.1")
 
 
-def test_store_host_uses_the_address_that_others_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the one address of this host among those by which the other ranks reached the store."""
+def test_store_host_publishes_the_address_by_which_other_ranks_reached_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check the choice of this host's address among the addresses by which other ranks reached the store."""
     replaced(
         monkeypatch,
         is_own_address=lambda host: host == FOREIGN[1],
@@ -179,11 +181,13 @@ def test_store_host_uses_the_address_that_others_reached(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("no_default_route")
-def test_only_address_of_the_host_is_used(interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_with_one_address_publishes_this_address(
+    interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     replaced(monkeypatch, routable_address=lambda master, *_: master)
     interfaces["eth0"] = FOREIGN[0]
     assert find_route(["", ""]) == (FOREIGN[0], FOREIGN[0])
-    assert find_route(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # a service address belongs to no host
+    assert find_route(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # no host has this service address
 
 
 @pytest.mark.usefixtures("no_default_route")
@@ -195,6 +199,6 @@ def test_ambiguous_address_raises_an_error_that_lists_interfaces(interfaces: dic
         find_route(["", ""])
 
 
-def test_own_addresses_are_recognized() -> None:
+def test_addresses_of_this_host_are_recognized() -> None:
     assert route.is_own("127.0.0.1")
     assert not any(map(route.is_own, (*FOREIGN, "localhost", "nonsense")))

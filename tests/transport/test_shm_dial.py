@@ -1,4 +1,4 @@
-"""Negotiation of shared memory: both ranks share it, or both use the socket, whichever step fails."""
+"""Negotiation of shared memory: both ranks share memory, or both use the socket, for a failure at any step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Ends:
             raise
 
     async def negotiate(self) -> list[Any]:
-        """Return the result of each rank: the parts of a link, None, or an error."""
+        """Negotiate a link; return the result of each rank: the parts of a link, None, or an error."""
         return await asyncio.wait_for(asyncio.gather(self.propose(), self.accept(), return_exceptions=True), 20)
 
     def end(self, results: list[Any]) -> None:
@@ -129,7 +129,7 @@ def are_of_one_kind(results: list[Any]) -> bool:
     return len(kinds) == 1
 
 
-async def test_both_ends_map_one_region() -> None:
+async def test_both_ends_of_a_link_map_the_same_region() -> None:
     async with negotiated() as (_, (near, far)):
         assert (near.direction, far.direction) == (0, 1)
         assert near.own.layout.directions == far.own.layout.directions
@@ -138,7 +138,7 @@ async def test_both_ends_map_one_region() -> None:
 
 
 @pytest.mark.parametrize("wanted", [(False, True), (True, False), (False, False)])
-async def test_either_end_may_decline_shared_memory(
+async def test_either_end_of_a_link_can_decline_shared_memory(
     wanted: tuple[bool, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with negotiated(*wanted) as (ends, results):
@@ -168,7 +168,7 @@ FAILURES: dict[str, tuple[Any, str, int]] = {
 
 
 class FailingCall:
-    """A function whose calls fail from number `first` on, for `times` calls, counted over both ranks."""
+    """A function whose calls from number `first` on fail `times` times, counted over both ranks."""
 
     def __init__(self, module: Any, name: str, code: int, first: int, times: int) -> None:
         self.original: Callable[..., Any] = getattr(module, name)
@@ -188,7 +188,7 @@ class FailingCall:
 async def test_refused_system_call_makes_both_ends_use_the_socket(
     failure: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both ranks use the socket whichever call fails. The rank of the failed call warns once, with the reason."""
+    """Check that both ranks use the socket whichever system call fails, and one rank warns once with the reason."""
     module, name, code = FAILURES[failure]
     for first in range(20):
         failing = FailingCall(module, name, code, first, times)
@@ -218,10 +218,10 @@ async def test_rank_without_shared_memory_warns_once(
     ends.end([None, None])
 
 
-async def test_lack_of_descriptors_at_every_step_makes_both_ends_use_the_socket(
+async def test_lack_of_file_descriptors_at_any_step_makes_both_ends_use_the_socket(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The kernel drops received descriptors beyond the limit of a process, without an error."""
+    """Limit the open files: the kernel drops received descriptors beyond the limit without an error."""
     outcomes = []
     for more in range(40):
         ends = Ends()
@@ -242,8 +242,8 @@ async def test_lack_of_descriptors_at_every_step_makes_both_ends_use_the_socket(
     assert outcomes[-1]
 
 
-async def test_dialler_cancelled_at_every_step_leaves_no_half_link() -> None:
-    """The dialler decides: the acceptor must not use a link that the dialler has given up."""
+async def test_dialler_cancelled_at_any_step_leaves_no_one_sided_link() -> None:
+    """Check that the acceptor uses no link that the dialler, which decides, has given up."""
     completed = []
     for turns in range(1, 100):
         ends = Ends()
@@ -264,8 +264,8 @@ async def test_dialler_cancelled_at_every_step_leaves_no_half_link() -> None:
     assert completed[-1]
 
 
-async def test_dialler_whose_timeout_expires_while_blocked_has_no_link() -> None:
-    """The reply and the timeout reach the dialler in the same iteration of the loop; neither rank has a link."""
+async def test_dialler_whose_timeout_expires_in_a_blocked_loop_has_no_link() -> None:
+    """Let the reply and the timeout reach the dialler in the same loop iteration; neither rank has a link."""
     ends = Ends()
     tasks = [asyncio.ensure_future(ends.propose()), asyncio.ensure_future(ends.accept())]
     cancelled = asyncio.Event()
@@ -304,8 +304,8 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
-async def test_acceptor_cancelled_at_every_step_leaves_no_half_link() -> None:
-    """Before the dialler's decision, the dialler gets an error. Afterwards it has a link whose socket is closed."""
+async def test_acceptor_cancelled_at_any_step_leaves_no_one_sided_link() -> None:
+    """Check that a dialler before its decision gets an error, and afterwards has a link whose socket is closed."""
     completed = []
     for turns in range(1, 100):
         ends = Ends()
@@ -329,7 +329,7 @@ async def test_acceptor_cancelled_at_every_step_leaves_no_half_link() -> None:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-async def test_closed_socket_raises_an_error_at_the_peer(silent: int) -> None:
+async def test_socket_closed_during_negotiation_raises_an_error_at_the_peer(silent: int) -> None:
     ends = Ends()
     ends.socks[silent].close()
     with pytest.raises(ConnectionError) as raised:
@@ -337,18 +337,18 @@ async def test_closed_socket_raises_an_error_at_the_peer(silent: int) -> None:
     ends.end([raised.value, None])
 
 
-async def test_busy_thread_pool_does_not_delay_a_link() -> None:
-    """The link needs no thread of the default executor."""
+async def test_busy_thread_pool_does_not_delay_a_shared_memory_link() -> None:
+    """Occupy the default executor, of which the link needs no thread."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadlessExecutor())
     async with negotiated() as (_, results):
         assert all(isinstance(result, LinkParts) for result in results)
 
 
-async def test_abandoned_link_returns_its_lane() -> None:
-    """An outbox has one lane per rank, and a few spare lanes for links that will be given up."""
+async def test_abandoned_shared_memory_link_returns_its_lane() -> None:
+    """Check that lanes are returned: an outbox has one lane per rank and a few spare lanes."""
     ends = Ends()
-    kept, socks = await ends.negotiate(), ends.socks  # this link keeps the outboxes open
+    kept, socks = await ends.negotiate(), ends.socks  # keep this link, which keeps the outboxes open
     for _ in range(OutboxLayout(2).lanes + 1):
         ends.socks = sockets("unix")
         results = await ends.negotiate()
@@ -463,9 +463,9 @@ def own_memory(nbytes: int) -> int:
     return fd
 
 
-#: Descriptors that are no doorbell, or a doorbell that blocks the ringing rank.
+#: Functions that make descriptors that are not a doorbell, or a doorbell that blocks the ringing rank.
 DOORBELLS = [blocking_eventfd, pipe, regular_file, closed_stream, epoll_descriptor, null_device, sealed_memory]
-#: Descriptors that are no sealed memory of the right size which both ranks can write.
+#: Functions that make descriptors other than sealed memory of the correct size which both ranks can write.
 MEMORIES = [
     unsealed_memory,
     smaller_memory,
@@ -477,7 +477,7 @@ MEMORIES = [
     pipe,
     eventfd,
 ]
-#: Descriptors that are no outbox. An outbox may be writable by its owner alone.
+#: Functions that make descriptors other than an outbox, which only its owner may be able to write.
 OUTBOXES = [unsealed_memory, smaller_memory, larger_memory, regular_file, null_device, pipe, eventfd]
 
 
@@ -507,7 +507,7 @@ OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | Non
 
 
 @pytest.mark.parametrize("offer", OFFERS)
-async def test_malformed_offer_is_refused(offer: str) -> None:
+async def test_malformed_offer_of_shared_memory_is_refused(offer: str) -> None:
     data, makers, expected = OFFERS[offer]
     ends = Ends()
     fds = [make(OUTBOX.nbytes if number == 1 else LAYOUT.nbytes) for number, make in enumerate(makers)]
@@ -532,15 +532,17 @@ async def test_malformed_offer_is_refused(offer: str) -> None:
     [
         (message(ranks=3), [own_memory, eventfd], ProtocolError),
         (message(lane=OUTBOX.lanes), [own_memory, eventfd], ProtocolError),
-        (message(), [own_memory, eventfd, eventfd], LinkParts),  # the kernel drops the third descriptor
-        (message(), [sealed_memory, eventfd], LinkParts),  # from a kernel without F_SEAL_FUTURE_WRITE
+        (message(), [own_memory, eventfd, eventfd], LinkParts),  # the kernel drops the third, surplus descriptor
+        (message(), [sealed_memory, eventfd], LinkParts),  # memory as from a kernel without F_SEAL_FUTURE_WRITE
         (message(), [unsealed_memory, eventfd], ProtocolError),
         (message(), [null_device, eventfd], ProtocolError),
         *((message(), [each, eventfd], ProtocolError) for each in OUTBOXES),
         *((message(), [sealed_memory, each], ProtocolError) for each in DOORBELLS),
     ],
 )
-async def test_malformed_reply_is_refused(data: bytes, makers: list[Callable[[int], int]], expected: type) -> None:
+async def test_malformed_reply_to_a_shared_memory_offer_is_refused(
+    data: bytes, makers: list[Callable[[int], int]], expected: type
+) -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await wait_until_readable(ends.socks[1])
@@ -555,8 +557,8 @@ async def test_malformed_reply_is_refused(data: bytes, makers: list[Callable[[in
     ends.end([result, None])
 
 
-async def test_full_doorbell_does_not_block_a_link() -> None:
-    """A full doorbell wakes its owner anyway, so a rank that rings it may drop the ring."""
+async def test_full_doorbell_of_a_peer_does_not_block_the_link() -> None:
+    """Fill the doorbell, which wakes its owner anyway, so that a rank may skip the ring."""
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await wait_until_readable(ends.socks[1])
@@ -575,7 +577,9 @@ async def test_full_doorbell_does_not_block_a_link() -> None:
     ends.end([pair, None])
 
 
-async def test_descriptor_check_without_proc_uses_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_link_uses_the_socket_if_descriptors_cannot_be_checked_without_proc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "readlink", FailingCall(os, "readlink", errno.ENOENT, 0, 1))
     async with negotiated() as (ends, results):
         assert results == [None, None]
@@ -583,7 +587,7 @@ async def test_descriptor_check_without_proc_uses_the_socket(monkeypatch: pytest
         assert_socket_is_empty(ends)
 
 
-async def test_refusal_with_descriptors_is_accepted() -> None:
+async def test_refusal_that_contains_file_descriptors_is_accepted() -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await wait_until_readable(ends.socks[1])
@@ -597,7 +601,7 @@ async def test_refusal_with_descriptors_is_accepted() -> None:
 # -- this machine
 
 
-async def test_machine_without_fences_uses_the_socket(
+async def test_machine_without_memory_fences_uses_the_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(transport, "fences", lambda: None)
@@ -606,7 +610,7 @@ async def test_machine_without_fences_uses_the_socket(
         assert all("libatomic" in str(rank.trouble) for rank in ends.ranks)
 
 
-async def test_process_whose_words_may_tear_uses_sockets(
+async def test_process_without_atomic_64_bit_stores_uses_sockets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(transport, "has_atomic_stores", lambda: False)
@@ -618,7 +622,7 @@ async def test_process_whose_words_may_tear_uses_sockets(
 async def test_python_without_memfd_uses_the_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A Python built for old systems has no `os.memfd_create`."""
+    """Simulate a Python built for old systems, which has no `os.memfd_create`."""
     monkeypatch.delattr(os, "memfd_create")
     async with negotiated() as (ends, results):
         assert results == [None, None]
@@ -627,7 +631,7 @@ async def test_python_without_memfd_uses_the_socket(
     assert len(warnings(caplog)) <= 2
 
 
-async def test_doorbell_is_closed_with_the_last_link() -> None:
+async def test_doorbell_is_closed_with_the_last_shared_memory_link() -> None:
     ends = Ends()
     results = await ends.negotiate()
     doorbell = results[0].own.doorbell
@@ -645,8 +649,8 @@ async def test_doorbell_is_closed_with_the_last_link() -> None:
         sock.close()
 
 
-async def test_lane_of_an_abandoned_link_is_reused() -> None:
-    """Another link keeps the outbox open, so lanes that are not returned would run out."""
+async def test_lane_of_an_abandoned_shared_memory_link_is_reused() -> None:
+    """Keep the outbox open by another link, so that lanes which are not returned would run out."""
     ends = Ends()
     first = await ends.negotiate()
     lanes = [first[0].own.lane.number]
@@ -664,7 +668,7 @@ async def test_lane_of_an_abandoned_link_is_reused() -> None:
     ends.end(first)
 
 
-async def test_doorbell_that_fails_to_register_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_doorbell_that_cannot_be_registered_leaves_no_open_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     known = fences()
     assert known is not None
     monkeypatch.setattr(os, "eventfd", FailingCall(os, "eventfd", errno.EMFILE, 0, 1))

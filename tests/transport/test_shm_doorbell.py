@@ -1,4 +1,4 @@
-"""Doorbells: a model in which no order of events loses a wake-up, and the calls of the real doorbell."""
+"""Doorbells: a model in which no order of events loses a wake-up, and system calls of the real doorbell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.transport.shm.region import open_readable
 
 from .doorbells import Case, explore, received_count
 
-#: One entry lets the reader do everything. Two entries also fill the ring and need a second ring of the doorbell.
+#: Cases: with one entry, all reader behaviour; two entries also fill the ring and need a second doorbell ring.
 CASES = [Case(1), Case(2, lively=False)]
 LAYOUT = OutboxLayout(2)
 
@@ -31,22 +31,22 @@ def test_doorbell_loses_no_wake_up_in_any_order_of_events(case: Case) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", [Case(2), Case(3, lively=False)])
-def test_doorbell_loses_no_wake_up_in_any_order_of_more_events(case: Case) -> None:
+def test_doorbell_loses_no_wake_up_in_any_order_of_many_events(case: Case) -> None:
     _, ends = explore(case)
     assert {received_count(end) for end in ends} == {case.total}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("without", ["look again", "look at status", "look at waiting", "another number", "last look"])
-def test_model_detects_each_omitted_step(without: str) -> None:
-    """The model needs each fence, the last poll before sleeping, and a new number for each sleep."""
+def test_doorbell_model_detects_a_lost_wake_up_for_each_omitted_step(without: str) -> None:
+    """Omit each fence, the last poll before sleeping, or the new number for each sleep from the model."""
     found = (explore(case._replace(without=without))[1] for case in CASES)
     assert any(received_count(end) < case.total for case, ends in zip(CASES, found, strict=True) for end in ends)
 
 
 @pytest.mark.slow
-def test_fence_of_a_waiting_writer_is_not_needed() -> None:
-    """The writer polls again after a fence before it sleeps."""
+def test_doorbell_model_loses_no_wake_up_without_the_fence_of_a_waiting_writer() -> None:
+    """Omit the fence of a waiting writer, which polls again after another fence before it sleeps."""
     for case in CASES:
         _, ends = explore(case._replace(without="look at taken"))
         assert {received_count(end) for end in ends} == {case.total}
@@ -56,7 +56,7 @@ def test_fence_of_a_waiting_writer_is_not_needed() -> None:
 
 
 class Link:
-    """A link that counts its polls, and reports progress for the first `moves` of them."""
+    """A stand-in for a link, which counts its polls and reports progress for the first `moves` of them."""
 
     def __init__(self) -> None:
         self.polls = 0
@@ -79,7 +79,7 @@ class ImpatientPolling:
 
 
 class Pair:
-    """A doorbell with a link, and the doorbell of a peer that rings it."""
+    """A doorbell with a link, and the doorbell of a peer that rings the first one."""
 
     def __init__(self) -> None:
         runtime = Runtime.of(asyncio.get_running_loop())
@@ -126,7 +126,7 @@ async def loop_iterations(count: int = 4) -> None:
         await asyncio.sleep(0)
 
 
-async def test_doorbell_sleeps_with_a_new_number_each_time(pair: Pair) -> None:
+async def test_doorbell_uses_a_new_number_for_each_sleep(pair: Pair) -> None:
     pair.doorbell.add(pair.link)
     numbers = []
     for _ in range(5):
@@ -169,8 +169,8 @@ async def test_doorbell_rings_once_per_sleep_and_never_while_awake(pair: Pair) -
     assert pair.take_rings() == 1
 
 
-async def test_ring_withdrawn_by_a_peer_still_wakes_the_owner(pair: Pair) -> None:
-    """A peer that may ring a doorbell may also read its eventfd, which withdraws the ring."""
+async def test_doorbell_ring_that_a_peer_withdraws_still_wakes_the_owner(pair: Pair) -> None:
+    """Let a peer read the eventfd of a doorbell that it rings, which withdraws the ring."""
     loop = asyncio.get_running_loop()
     events: list[Any] = []
     loop.set_exception_handler(lambda _, context: events.append(context))
@@ -193,12 +193,12 @@ async def test_woken_rank_polls_all_links_and_sleeps_again(pair: Pair) -> None:
     async with asyncio.timeout(20):
         while pair.status in (number, number + 1):  # noqa: ASYNC110
             await asyncio.sleep(0)
-    # Three polls that move something, one that moves nothing, and one after the status has been published.
+    # Three polls with progress, one without, and one after the sleeping status has been published.
     assert pair.link.polls - before == 3 + 1 + 1
     assert pair.take_rings() == 0
 
 
-async def test_doorbell_polls_after_its_number_and_the_fence(pair: Pair) -> None:
+async def test_doorbell_polls_after_publishing_its_sleep_number_and_a_fence(pair: Pair) -> None:
     events: list[Any] = []
     pair.doorbell.add(pair.link)
     await loop_iterations()
@@ -209,7 +209,7 @@ async def test_doorbell_polls_after_its_number_and_the_fence(pair: Pair) -> None
     assert events == [("look", 0), ("fence", 1), ("look", 1)]
 
 
-async def test_ringing_rank_stays_awake_for_the_reply(pair: Pair) -> None:
+async def test_rank_that_rings_a_doorbell_stays_awake_for_the_reply(pair: Pair) -> None:
     pair.other.add(Link())
     await loop_iterations()
     assert not pair.other.awake
@@ -217,7 +217,9 @@ async def test_ringing_rank_stays_awake_for_the_reply(pair: Pair) -> None:
     assert pair.other.awake
 
 
-async def test_shared_core_is_known_after_both_ranks_polled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shared_cpu_core_is_known_after_both_ranks_have_polled(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cores = iter([3, 3, 3, 5, 0])
     monkeypatch.setattr("aiocoll.transport.shm.doorbell.core", lambda: next(cores))
     assert not pair.peer.shares_core(), "the peer has not published its core"
@@ -229,7 +231,7 @@ async def test_shared_core_is_known_after_both_ranks_polled(pair: Pair, monkeypa
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
-def test_core_returns_the_core_of_this_thread() -> None:
+def test_core_function_returns_the_cpu_core_of_this_thread() -> None:
     allowed = os.sched_getaffinity(0)
     try:
         for number in allowed:
@@ -239,7 +241,7 @@ def test_core_returns_the_core_of_this_thread() -> None:
         os.sched_setaffinity(0, allowed)
 
 
-def test_core_is_unknown_without_sched_getcpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_core_is_unknown_without_sched_getcpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _load_sched_getcpu.cache_clear()
     monkeypatch.setattr("ctypes.PyDLL", lambda name: object())
     assert core() == 0
@@ -260,8 +262,8 @@ async def test_closed_doorbell_does_not_poll(pair: Pair) -> None:
     assert link.polls == 0
 
 
-async def test_exception_during_a_poll_does_not_stop_later_wake_ups(pair: Pair) -> None:
-    """The loop reports the exception, and the next ring still wakes the rank."""
+async def test_exception_during_a_poll_does_not_prevent_later_wake_ups(pair: Pair) -> None:
+    """Check that the loop reports the exception, and that the next ring still wakes the rank."""
     loop = asyncio.get_running_loop()
     events: list[Any] = []
     loop.set_exception_handler(lambda _, context: events.append(context["exception"]))

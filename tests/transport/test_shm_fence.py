@@ -1,4 +1,4 @@
-"""The fences of each machine architecture."""
+"""Memory fences of each machine architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiocoll.transport.shm.fence import fences, has_atomic_stores
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
-def test_x86_needs_no_store_fence(machine: str) -> None:
+def test_x86_processor_needs_no_store_fence(machine: str) -> None:
     known = fences(machine)
     assert known is not None
     assert known.order is None
@@ -21,7 +21,7 @@ def test_x86_needs_no_store_fence(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le", "riscv64", "s390x"])
-def test_other_machines_use_fences_of_libatomic(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_other_than_x86_use_fences_of_libatomic(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[int] = []
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, orders)})())
     known = fences(machine)
@@ -33,7 +33,7 @@ def test_other_machines_use_fences_of_libatomic(machine: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("machine", ["i386", "i686", "armv7l", "armv8l", "mips", "ppc", "riscv32", "unknown"])
-def test_machine_whose_words_may_tear_is_refused(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_atomic_64_bit_stores_is_refused(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, [])})())
     assert not has_atomic_stores(machine)
     assert fences(machine) is None
@@ -47,7 +47,7 @@ def test_32_bit_process_on_a_64_bit_machine_is_refused(monkeypatch: pytest.Monke
 
 
 class Fence:
-    """A function of a library, loaded by ctypes."""
+    """A stand-in for a library function that ctypes has loaded."""
 
     argtypes: object = None
     restype: object = int
@@ -71,7 +71,7 @@ def test_libatomic_fences_can_be_called() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), AttributeError("no such function")])
-def test_fences_are_unavailable_without_libatomic(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_fences_are_unavailable_without_libatomic(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_to_load(name: str) -> None:
         raise error
 
@@ -90,8 +90,8 @@ class Interrupted(BaseException):
     """An exception like KeyboardInterrupt."""
 
 
-def test_interrupted_fence_does_not_block_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C can be raised between any two instructions. The cleanup after it must not block."""
+def test_interrupted_memory_fence_does_not_block_later_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt at each instruction, as a second Ctrl-C can; the cleanup afterwards must not block."""
 
     class Lock:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory of a link: it grows with the sent data, and the writer reserves it before use."""
+"""Memory of a shared-memory link, which grows with the sent data and is reserved by the writer before use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Kernel:
     def __init__(self) -> None:
         self.spans: list[tuple[int, int, int]] = []
         self.code = 0
-        #: The number of calls that succeed before the failures.
+        #: The number of reservations that succeed before all later ones fail.
         self.left = 0
 
     def fail_with(self, code: int, after: int = 0) -> None:
@@ -62,12 +62,12 @@ class Kernel:
             raise OSError(self.code, os.strerror(self.code))
         self.left -= 1
         populate(memory, start, nbytes)
-        # Both ends map a link region, so count it once. Only its owner writes an outbox.
+        # Count a link region once, although both ends reserve it. Only its owner reserves an outbox.
         which = 0 if len(memory) in REGIONS else id(memory)
         self.spans.append((which, start, start + nbytes))
 
     def reserved(self) -> int:
-        """Return the bytes of all populated pages, for one region and all outboxes."""
+        """Return the number of bytes in all populated pages, for one region and all outboxes."""
         pages: set[tuple[int, int]] = set()
         for which, start, end in self.spans:
             pages.update((which, page) for page in range(start // PAGE, -(-end // PAGE)))
@@ -146,7 +146,7 @@ MakeHost = Callable[[int], Host]
 
 
 def post(host: Host, common: bool, slot: int, identity: int, array: np.ndarray) -> bool:
-    """Post `array` to a lane; return whether the slot had memory."""
+    """Post `array` to a lane; return whether memory for the slot could be reserved."""
     if common:
         return host.boxes[0].common.post(slot, identity, 7, 1, array, array.nbytes, [host.lanes[1]])
     return host.lanes[1].post(slot, identity, 7, 1, array, array.nbytes)
@@ -185,9 +185,9 @@ def resident_bytes(nbytes: int) -> list[int]:
     return found
 
 
-async def test_idle_link_takes_less_memory_than_the_contract() -> None:
-    """Count the touched pages of the region and the objects of each end."""
-    async with linked("shm") as (near, far):  # makes the objects that all links share
+async def test_idle_link_takes_less_memory_than_documented() -> None:
+    """Count the accessed pages of the region and the objects of each end."""
+    async with linked("shm") as (near, far):  # the first link makes the objects that all links share
         near.start()
     tracemalloc.start()
     try:
@@ -234,7 +234,7 @@ def test_frame_ring_grows_by_doubling(ranks: int, direction: int, make_region_en
 
 @pytest.mark.parametrize("common", [True, False])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_slots_are_reserved_one_by_one(ranks: int, common: bool, make_host: MakeHost) -> None:
+def test_slot_memory_is_reserved_slot_by_slot(ranks: int, common: bool, make_host: MakeHost) -> None:
     host = make_host(ranks)
     idle, reader = host.reserved(), reader_of(host, common)
     layout = host.layout.common if common else host.layout.lane
@@ -259,7 +259,9 @@ def test_slots_are_reserved_one_by_one(ranks: int, common: bool, make_host: Make
 
 @pytest.mark.parametrize("direction", [0, 1])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_chunk_queue_is_reserved_when_it_is_taken(ranks: int, direction: int, make_region_ends: MakeEnds) -> None:
+def test_chunk_queue_memory_is_reserved_at_its_first_use(
+    ranks: int, direction: int, make_region_ends: MakeEnds
+) -> None:
     ends = make_region_ends(ranks, direction)
     idle, (writer, reader) = ends.reserved(), ends.chunk_queue()
     assert reader.look(1, 7) == -1
@@ -290,10 +292,10 @@ async def test_frames_arrive_intact_while_the_ring_grows(nbytes: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("ranks", [8, 9])
-def test_unreserved_pages_are_never_touched(
+def test_unreserved_memory_pages_are_never_accessed(
     ranks: int, seed: int, make_region_ends: MakeEnds, make_host: MakeHost, kernel: Kernel
 ) -> None:
-    """Touching an unreserved page would allocate it, in either process."""
+    """Check both processes, in either of which touching an unreserved page would allocate the page."""
     ends, host, chance = make_region_ends(ranks, seed % 2), make_host(ranks), random.Random(seed)
     out, (writer, reader) = ends.outgoing(), ends.chunk_queue()
     words = ends.reading.cast("Q")
@@ -327,7 +329,9 @@ def test_unreserved_pages_are_never_touched(
 
 
 @pytest.mark.parametrize("ranks", [8, 9])
-def test_old_kernel_reserves_a_region_at_once(ranks: int, make_region_ends: MakeEnds, kernel: Kernel) -> None:
+def test_link_region_on_an_old_kernel_is_reserved_at_once(
+    ranks: int, make_region_ends: MakeEnds, kernel: Kernel
+) -> None:
     kernel.fail_with(errno.EINVAL)
     ends = make_region_ends(ranks, 1)
     assert ends.reserved() == LinkLayout(ranks).nbytes
@@ -337,7 +341,7 @@ def test_old_kernel_reserves_a_region_at_once(ranks: int, make_region_ends: Make
 
 
 @pytest.mark.parametrize("ranks", [8, 9])
-def test_old_kernel_reserves_an_outbox_in_steps(ranks: int, make_host: MakeHost, kernel: Kernel) -> None:
+def test_outbox_on_an_old_kernel_is_reserved_in_steps(ranks: int, make_host: MakeHost, kernel: Kernel) -> None:
     kernel.fail_with(errno.EINVAL)
     host = make_host(ranks)
     idle, layout = host.reserved(), host.layout
@@ -351,7 +355,7 @@ def test_old_kernel_reserves_an_outbox_in_steps(ranks: int, make_host: MakeHost,
     assert idle < host.reserved() <= idle + 2 * lanes
 
 
-def test_old_kernel_without_memory_reserves_nothing(
+def test_old_kernel_without_free_memory_reserves_nothing(
     make_host: MakeHost, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel.fail_with(errno.EINVAL)
@@ -365,13 +369,13 @@ def test_old_kernel_without_memory_reserves_nothing(
     assert post(host, True, 5, 1, np.ones(32, np.uint8))
 
 
-async def test_old_kernel_supports_all_calls(kernel: Kernel) -> None:
+async def test_all_calls_work_on_an_old_kernel(kernel: Kernel) -> None:
     kernel.fail_with(errno.EINVAL)
     assert await run_ranks(3, reduce_all, transport="shm") == [SUMS[3]] * 3
 
 
-def test_process_that_cannot_reserve_uses_no_shared_memory(kernel: Kernel, make_region_ends: MakeEnds) -> None:
-    """The abilities of the peer do not help a process that cannot reserve memory."""
+def test_process_that_cannot_reserve_memory_uses_no_shared_memory(kernel: Kernel, make_region_ends: MakeEnds) -> None:
+    """Check a process that cannot reserve memory, whatever its peer can do."""
     ends, layout = make_region_ends(2), LinkLayout(2)
     kernel.fail_with(errno.EINVAL)
     with pytest.raises(OSError, match=NO_MEMORY):
@@ -385,7 +389,7 @@ each_code = pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
 
 @each_code
 @pytest.mark.parametrize("after", range(11))
-async def test_link_without_memory_uses_the_socket(
+async def test_link_uses_the_socket_if_no_memory_can_be_reserved(
     code: int, after: int, kernel: Kernel, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel.fail_with(code, after)
@@ -400,7 +404,9 @@ async def test_link_without_memory_uses_the_socket(
 
 @each_code
 @pytest.mark.parametrize("common", [True, False])
-def test_slots_without_memory_refuse_posts(common: bool, code: int, make_host: MakeHost, kernel: Kernel) -> None:
+def test_slots_whose_memory_cannot_be_reserved_refuse_posts(
+    common: bool, code: int, make_host: MakeHost, kernel: Kernel
+) -> None:
     host = make_host(2)
     reader = reader_of(host, common)
     assert post(host, common, 1, 1, np.arange(100.0))
@@ -419,7 +425,9 @@ def test_slots_without_memory_refuse_posts(common: bool, code: int, make_host: M
 
 
 @each_code
-def test_chunk_queue_without_memory_is_refused(code: int, make_region_ends: MakeEnds, kernel: Kernel) -> None:
+def test_chunk_queue_whose_memory_cannot_be_reserved_is_refused(
+    code: int, make_region_ends: MakeEnds, kernel: Kernel
+) -> None:
     ends = make_region_ends(2)
     writer, _ = ends.chunk_queue()
     kernel.fail_with(code)
@@ -433,7 +441,7 @@ def test_chunk_queue_without_memory_is_refused(code: int, make_region_ends: Make
 
 
 @each_code
-def test_frame_ring_without_memory_raises_enomem(code: int, make_region_ends: MakeEnds, kernel: Kernel) -> None:
+def test_frame_ring_that_cannot_grow_raises_enomem(code: int, make_region_ends: MakeEnds, kernel: Kernel) -> None:
     ends = make_region_ends(2)
     out = ends.outgoing()
     kernel.fail_with(code)
@@ -459,7 +467,7 @@ async def test_frames_that_fit_are_sent_without_new_memory(code: int, kernel: Ke
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_frame_without_memory_ends_the_link(kept: bool, kernel: Kernel) -> None:
+async def test_frame_whose_memory_cannot_be_reserved_ends_the_link(kept: bool, kernel: Kernel) -> None:
     async with linked("shm") as (near, far):
         near.start()
         before = 0
@@ -484,7 +492,7 @@ async def test_frame_without_memory_ends_the_link(kept: bool, kernel: Kernel) ->
         assert all(data == b"small" for _, data in far.sink.frames)
 
 
-async def test_frame_without_memory_is_tried_once(kernel: Kernel) -> None:
+async def test_frame_whose_memory_cannot_be_reserved_is_tried_once(kernel: Kernel) -> None:
     async with linked("shm") as (near, _):
         near.start()
         calls = 0
@@ -507,7 +515,7 @@ async def test_frame_without_memory_is_tried_once(kernel: Kernel) -> None:
 # -- whole groups
 
 
-#: Element counts that fit in a slot's line, in a small slot, in a middle slot. All fit in an idle ring.
+#: Element counts for the line of a slot, a small slot and a middle slot, all of which fit in an idle ring.
 COUNTS = (1, 5, 6, 500, 600, 1024)
 SUMS = {size: [[size * (size - 1) / 2] * count for count in COUNTS] for size in (2, 3)}
 
@@ -520,7 +528,7 @@ async def reduce_all(pg: ProcessGroup, kernel: Kernel | None = None) -> list[lis
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_group_continues_without_memory(world_size: int, kernel: Kernel) -> None:
+async def test_group_continues_if_no_more_memory_can_be_reserved(world_size: int, kernel: Kernel) -> None:
     assert await run_ranks(world_size, reduce_all, kernel, transport="shm") == [SUMS[world_size]] * world_size
 
 
@@ -532,6 +540,6 @@ async def reduce_too_large(pg: ProcessGroup, kernel: Kernel) -> str:
     return str(caught.value)
 
 
-async def test_payload_without_any_memory_fails_with_the_reason(kernel: Kernel) -> None:
+async def test_payload_whose_memory_cannot_be_reserved_fails_with_the_reason(kernel: Kernel) -> None:
     messages = await run_ranks(2, reduce_too_large, kernel, transport="shm")
     assert any(NO_MEMORY in each for each in messages)

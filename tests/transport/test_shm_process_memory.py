@@ -94,7 +94,7 @@ def test_memory_of_an_ended_process_raises_lookup_error() -> None:
 
 
 def test_process_with_a_reused_pid_is_not_read() -> None:
-    """Its memory has no secret word at the address, so nothing of it is returned."""
+    """Read a process without the secret word at the expected address; none of its memory is returned."""
     with readable_child() as child:
         memory = PeerMemory(child.process.pid, child.address, child.word ^ 1)
         with pytest.raises(ProcessLookupError, match="another process has its number"):
@@ -104,8 +104,8 @@ def test_process_with_a_reused_pid_is_not_read() -> None:
             read(memory, child.text, 11)
 
 
-def test_changed_secret_word_is_detected_for_any_word() -> None:
-    """A word of zeros or ones is as valid as any other."""
+def test_change_of_the_secret_word_is_detected_for_any_value() -> None:
+    """Check secret words of all zeros and all ones, which are as valid as any other value."""
     for word in (0, (1 << 64) - 1):
         held = ctypes.c_uint64(word)
         memory = PeerMemory(os.getpid(), ctypes.addressof(held), word)
@@ -115,7 +115,7 @@ def test_changed_secret_word_is_detected_for_any_word() -> None:
             read(memory, ctypes.addressof(held), 8)
 
 
-def test_unmapped_memory_raises_efault() -> None:
+def test_read_of_unmapped_process_memory_raises_efault() -> None:
     own = OwnMemory(os.urandom)
     memory = PeerMemory(os.getpid(), own.address, own.word)
     pages = mmap.mmap(-1, 2 * PAGE)
@@ -127,12 +127,12 @@ def test_unmapped_memory_raises_efault() -> None:
     assert not own.can_show(start + PAGE)
     assert read(memory, start, PAGE) == bytes(PAGE)
     with pytest.raises(OSError, match=os.strerror(errno.EFAULT)):
-        read(memory, start + 1, PAGE)  # the range begins in mapped memory
+        read(memory, start + 1, PAGE)  # this range begins in mapped memory and ends beyond it
     assert protect(start + PAGE, PAGE, 3) == 0
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-def test_address_of_an_array_is_its_first_element(readonly: bool) -> None:
+def test_address_of_an_array_is_the_address_of_its_first_element(readonly: bool) -> None:
     array = np.arange(10.0)
     view = memoryview(array).cast("B")
     expected = array.__array_interface__["data"][0]
@@ -142,7 +142,7 @@ def test_address_of_an_array_is_its_first_element(readonly: bool) -> None:
 
 
 def test_peer_process_is_identified_by_its_socket() -> None:
-    """Both ends are in this process, which may always read itself."""
+    """Use two ends in this process, which may always read itself."""
     own = OwnMemory(os.urandom)
     near, far = socket.socketpair()
     with near, far:
@@ -159,7 +159,7 @@ SHOW = f"{DROP}; ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE"
 
 
 def read_by_other_process(child: ReadableChild, before: str) -> str:
-    """Return the output of another process that reads the child after the statements `before`."""
+    """Run another process that reads the child after the statements `before`; return its output."""
     code = (
         f"{IMPORTS}\n{before}\n"
         "into = bytearray(11)\n"
@@ -199,7 +199,7 @@ assert prctl(22, 2, ctypes.create_string_buffer(filter_), 0, 0) == 0  # PR_SET_S
 
 
 def test_seccomp_filter_is_reported_as_a_refusal() -> None:
-    """Containers have such filters. `can_read` detects one without a peer."""
+    """Use a seccomp filter as in containers, which `can_read` detects without a peer."""
     with readable_child() as child:
         assert read_by_other_process(child, FILTER) == "PermissionError\n"
         assert read_by_other_process(child, f"{FILTER}\nprint(can_read())").startswith(
@@ -219,14 +219,14 @@ def test_yama_allows_children_of_a_permitted_parent() -> None:
         assert read_by_other_process(permitting, DROP) == "what it has\n"
 
 
-def test_yama_permission_is_set_for_the_given_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yama_permission_to_read_is_set_for_the_given_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
         def __init__(self) -> None:
             self.calls: list[tuple[object, ...]] = []
 
         def prctl(self, option: int, pid: ctypes.c_ulong, *rest: int) -> int:
             self.calls.append((option, pid.value, *rest))
-            return -1  # the result of a kernel without Yama
+            return -1  # prctl returns this on a kernel without Yama
 
     library = Library()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
@@ -236,7 +236,7 @@ def test_yama_permission_is_set_for_the_given_process(monkeypatch: pytest.Monkey
 
 def test_system_without_process_vm_readv_reads_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno=False: object())
-    wrapped(monkeypatch, process_vm_readv=lambda kept: kept.__wrapped__())  # without its cached result
+    wrapped(monkeypatch, process_vm_readv=lambda kept: kept.__wrapped__())  # bypasses the cached result
     permit_reading(1234)
     assert "no process_vm_readv" in str(can_read())
     near, far = socket.socketpair()

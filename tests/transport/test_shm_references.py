@@ -1,4 +1,4 @@
-"""Frames by reference: the peer reads the payload in place, in a segment or in the memory of another process."""
+"""Frames by reference, whose payload the peer reads in place, from a segment or from another process's memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .links import Recorder, frame, linked, shm_ends
 PROCESS = pytest.param(
     "process", marks=pytest.mark.skipif(can_read() is not None, reason=f"cannot read memory of processes: {can_read()}")
 )
-#: Sizes around the segment size, and the largest size.
+#: Payload sizes near the segment size, and the largest size.
 SIZES = (1, SEGMENT - 1, SEGMENT, SEGMENT + 1, MOST_BY_REFERENCE)
 
 
@@ -57,7 +57,7 @@ class Ends:
         self._where = where
 
     async def array(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return an array of known bytes that the far end can read."""
+        """Return an array of known bytes in memory that the far end can read."""
         if self._where == "segment":
             array = await registered_memory(self.near).make(nbytes)
         else:
@@ -95,7 +95,9 @@ def known_bytes(nbytes: int) -> bytes:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("placed", [False, True])
-async def test_reference_arrives_in_pieces_unless_it_is_routed(where: str, nbytes: int, placed: bool) -> None:
+async def test_payload_sent_by_reference_arrives_in_pieces_unless_routed_into_an_array(
+    where: str, nbytes: int, placed: bool
+) -> None:
     async with linked_ends(where) as both:
         found = bytearray(nbytes)
 
@@ -119,7 +121,7 @@ async def test_reference_arrives_in_pieces_unless_it_is_routed(where: str, nbyte
         assert {header[8] for header in both.got.headers} == {nbytes}
 
 
-async def test_offset_of_a_long_message_wraps(where: str) -> None:
+async def test_offset_of_a_long_message_wraps_around_at_32_bits(where: str) -> None:
     async with linked_ends(where) as both:
         array = await both.array(2 * SEGMENT)
         header = reference_header(1, array.nbytes, offset=(1 << 32) - SEGMENT)
@@ -143,8 +145,8 @@ async def test_frames_by_reference_keep_their_order(where: str) -> None:
         assert both.got.frames == list(enumerate(expected, 1))
 
 
-async def test_references_are_limited_to_two_unread_ones(where: str) -> None:
-    """Later frames then wait a bounded time. The sink is notified when there is room again."""
+async def test_writer_has_at_most_two_unread_references(where: str) -> None:
+    """Check that later frames wait a limited time, and that the sink is notified when there is space again."""
     async with linked_ends(where) as both:
         array = await both.array(SEGMENT)
         assert both.near.writable
@@ -157,8 +159,10 @@ async def test_references_are_limited_to_two_unread_ones(where: str) -> None:
         await until(lambda: both.read == [1, 2])
 
 
-async def test_reference_read_at_once_rings_the_writer(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer may read everything before the writer continues. The writer must have requested a wake-up before."""
+async def test_reader_that_reads_a_reference_at_once_wakes_the_writer(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let the peer read everything before the writer continues, which must have requested a wake-up earlier."""
     async with linked_ends(where) as both:
         array = await both.array(1000)
         doorbell, point = both.far._peer_doorbell, RingWriter.point
@@ -175,7 +179,7 @@ async def test_reference_read_at_once_rings_the_writer(where: str, monkeypatch: 
         assert doorbell in rung
 
 
-async def test_reference_waits_for_room_in_the_ring(where: str) -> None:
+async def test_reference_waits_for_space_in_the_frame_ring(where: str) -> None:
     async with linked_ends(where) as both:
         array = await both.array(1000)
         while both.near.write(*frame(0)):
@@ -187,8 +191,8 @@ async def test_reference_waits_for_room_in_the_ring(where: str) -> None:
         await until(lambda: both.read == [1])
 
 
-async def test_voided_reference_is_not_delivered(where: str) -> None:
-    """The owner may change the memory after the call, and the reader must not deliver the change."""
+async def test_withdrawn_reference_is_not_delivered(where: str) -> None:
+    """Change the memory after the call's failure; the reader must not deliver the changed data."""
     async with linked_ends(where) as both:
         array, owner = await both.array(SEGMENT), object()
         assert both.write(array, 1, owner)
@@ -202,8 +206,8 @@ async def test_voided_reference_is_not_delivered(where: str) -> None:
 
 
 @pytest.mark.parametrize("placed", [False, True])
-async def test_reference_voided_during_its_read_is_not_delivered(where: str, placed: bool) -> None:
-    """The frame is voided in `route`, between the two checks around the read of a piece."""
+async def test_reference_withdrawn_during_its_read_is_not_delivered(where: str, placed: bool) -> None:
+    """Withdraw the frame in `route`, between the two checks around the read of a piece."""
     async with linked_ends(where) as both:
         array, owner = await both.array(3 * SEGMENT), object()
         found = bytearray(array.nbytes)
@@ -224,20 +228,20 @@ async def test_reference_voided_during_its_read_is_not_delivered(where: str, pla
         assert both.got.losses == []
 
 
-async def test_void_of_a_read_reference_does_not_affect_later_ones(where: str) -> None:
+async def test_withdrawal_of_a_read_reference_does_not_affect_later_references(where: str) -> None:
     async with linked_ends(where) as both:
         array, owner = await both.array(1000), object()
         assert both.write(array, 1, owner)
         await until(lambda: both.read == [1])
         both.near.references.invalidate(owner)
-        for op in range(2, 600):  # uses every entry of the ring again
+        for op in range(2, 600):  # enough frames to use every entry of the ring again
             assert both.write(array, op)
             both.near.references.invalidate(owner)
             await until(lambda op=op: both.read[-1] == op)
         assert [op for op, _ in both.got.frames] == list(range(1, 600))
 
 
-async def test_callback_ends_within_a_frame_after_its_time_budget(where: str) -> None:
+async def test_readable_callback_stops_within_a_frame_at_its_time_limit(where: str) -> None:
     milliseconds = itertools.count()
     slow = Runtime(asyncio.get_running_loop(), lambda: next(milliseconds) / 1000)
     async with linked_ends(where, slow) as both:
@@ -267,7 +271,7 @@ async def test_writer_knows_whether_its_reference_is_being_read(where: str) -> N
         assert found == [True] * 6
 
 
-async def test_writer_does_not_wait_for_a_stopped_reader() -> None:
+async def test_writer_does_not_wait_forever_for_a_stopped_reader() -> None:
     now = 1.0
     runtime = Runtime(asyncio.get_running_loop(), lambda: now)
     async with linked_ends("segment", runtime) as both:
@@ -316,7 +320,7 @@ async def test_sink_may_close_the_link_within_a_frame(where: str) -> None:
 
 
 async def test_reference_is_not_read_after_the_writer_closed(where: str) -> None:
-    """The writer has released its memory, so the link cannot have ended in order."""
+    """Close the writer, whose memory is then released; the link cannot have ended in order."""
     async with linked_ends(where) as both:
         array = await both.array(1000)
         both.write(array)
@@ -340,8 +344,8 @@ async def test_reference_to_an_ended_process_fails_the_link() -> None:
         assert both.got.frames == []
 
 
-async def test_unreadable_reference_may_be_void(where: str) -> None:
-    """Its memory was unmapped because its operation had failed."""
+async def test_unreadable_memory_of_a_withdrawn_reference_causes_no_failure(where: str) -> None:
+    """Use a reference whose memory was unmapped because its operation had failed."""
     async with linked_ends(where) as both:
         await both.array(1)
         owner = object()
@@ -390,7 +394,9 @@ async def test_malformed_reference_header_fails_the_link(header: bytes) -> None:
 
 
 @pytest.mark.parametrize("single_copy", [(True, False), (False, True), (False, False)])
-async def test_references_are_used_only_if_both_ends_want_them(single_copy: tuple[bool, bool]) -> None:
+async def test_payloads_are_sent_by_reference_only_if_both_ends_allow_references(
+    single_copy: tuple[bool, bool],
+) -> None:
     runtime = Runtime.of(asyncio.get_running_loop())
     near, far = await shm_ends(runtime, single_copy)
     near.sink, far.sink = Recorder(), Recorder()
@@ -399,7 +405,7 @@ async def test_references_are_used_only_if_both_ends_want_them(single_copy: tupl
     view = memoryview(bytearray(100))
     assert near.references.find(view, attach=True) is None
     assert far.references.find(view, attach=True) is None
-    # A peer may break the agreement; the link must detect it.
+    # Write a reference although the ends agreed on none; the link must detect it.
     assert near.references.write(reference_header(1, 1000), (0, 4096), None, lambda: None)
     await far.sink.until(lambda: far.sink.losses)  # type: ignore[attr-defined]
     for each in (near, far):
@@ -407,12 +413,14 @@ async def test_references_are_used_only_if_both_ends_want_them(single_copy: tupl
 
 
 @pytest.mark.skipif(can_read() is not None, reason="cannot read memory of processes")
-async def test_memory_unreadable_for_processes_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device driver may map such memory into this process. It is copied instead."""
+async def test_memory_that_other_processes_cannot_read_is_not_sent_by_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check memory that a device driver has mapped into this process, which is copied instead."""
     async with linked_ends("process") as both:
         array = await both.array(1000)
         memory = both.near.references._memory
         assert memory is not None
         monkeypatch.setattr(type(memory), "can_show", lambda self, address: False)
         assert both.place(np.frombuffer(bytearray(1000), np.uint8)) is None
-        assert both.place(array[10:20]) is not None  # NumPy allocated it, so no check is needed
+        assert both.place(array[10:20]) is not None  # NumPy allocated this memory, so no check of the memory is needed

@@ -1,4 +1,4 @@
-"""Anonymous shared memory: reserved from the start, of fixed size, and read-only for peers where required."""
+"""Anonymous shared memory: fully reserved, of fixed size, and read-only for peers where required."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..internals import failing
 from ..shared_memory import mapped
 
 NBYTES = 3 * PAGE
-#: Larger than the part that one loop iteration reserves, and no multiple of it.
+#: A size larger than the part that one loop iteration reserves, and not a multiple of it.
 LARGE = 1024 * 1024 + PAGE
 
 Make = Callable[[int], tuple[int, mmap.mmap]]
@@ -54,7 +54,7 @@ def make_on_old_kernel(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def make_reserved(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make a region that is reserved in full."""
+    """Make a fully reserved region."""
     fd, made = asyncio.run(SharedRegion.create(nbytes, [(0, nbytes)]))
     return fd, made.memory
 
@@ -66,25 +66,25 @@ def make_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
 
 @pytest.fixture(autouse=True)
 def _collect_garbage() -> None:
-    """Release memory that earlier tests have left to garbage collection."""
+    """Collect garbage, to release memory that earlier tests have left."""
     gc.collect()
 
 
 @pytest.mark.parametrize("make", [make_on_old_kernel, make_reserved, make_mapped])
 @pytest.mark.parametrize("nbytes", [PAGE, NBYTES, LARGE])
-def test_region_is_zeroed_and_complete(make: Make, nbytes: int) -> None:
+def test_new_shared_memory_region_is_zeroed_and_has_its_full_size(make: Make, nbytes: int) -> None:
     fd, memory = make(nbytes)
     assert len(memory) == nbytes
     assert not any(memory[: 2 * PAGE])
     assert os.fstat(fd).st_size == nbytes
-    # Reserved blocks protect the writer from SIGBUS when the host runs out of memory.
+    # All blocks are reserved, which protects writers from SIGBUS when the host runs out of memory.
     assert os.fstat(fd).st_blocks * 512 >= nbytes
     assert not os.get_inheritable(fd)
     os.close(fd)
 
 
 @pytest.mark.parametrize("make", [make_on_old_kernel, make_reserved, make_mapped])
-def test_region_size_cannot_be_changed(make: Make) -> None:
+def test_size_of_a_shared_memory_region_cannot_be_changed(make: Make) -> None:
     fd, memory = make(NBYTES)
     for nbytes in (0, NBYTES - 1, NBYTES + 1):
         with pytest.raises(PermissionError):
@@ -95,8 +95,8 @@ def test_region_size_cannot_be_changed(make: Make) -> None:
     os.close(fd)
 
 
-def test_pages_released_by_a_peer_read_as_zeros() -> None:
-    """A hole in the file must not raise SIGBUS."""
+def test_memory_pages_released_by_a_peer_read_as_zeros() -> None:
+    """Punch a hole into the memory file, which must not raise SIGBUS."""
     fd, memory = make_mapped(NBYTES)
     memory[:] = b"x" * NBYTES
     punched = subprocess.run(["fallocate", "-p", "-o", "0", "-l", str(NBYTES), f"/proc/self/fd/{fd}"], pass_fds=[fd])
@@ -107,7 +107,7 @@ def test_pages_released_by_a_peer_read_as_zeros() -> None:
     os.close(fd)
 
 
-def test_second_mapping_sees_the_same_memory() -> None:
+def test_second_mapping_of_a_region_has_the_same_contents() -> None:
     fd, memory = make_mapped(NBYTES)
     other = open_region(os.dup(fd), NBYTES)
     memory[:3] = b"abc"
@@ -154,7 +154,7 @@ STRANGE: dict[str, Callable[[], int]] = {
 
 
 @pytest.mark.parametrize("what", STRANGE)
-def test_foreign_memory_is_refused_and_closed(what: str) -> None:
+def test_descriptor_of_other_memory_is_refused_and_closed(what: str) -> None:
     fd = STRANGE[what]()
     with pytest.raises(ProtocolError, match=f"a peer passed shared memory that does not have {NBYTES} sealed bytes"):
         open_region(fd, NBYTES)
@@ -167,7 +167,9 @@ def test_foreign_memory_is_refused_and_closed(what: str) -> None:
     ("name", "code"),
     [("memfd_create", errno.EPERM), ("ftruncate", errno.EFBIG), ("posix_fallocate", errno.ENOSPC)],
 )
-def test_failed_creation_leaves_nothing_open(make: Make, name: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_creation_of_a_region_leaves_no_open_descriptors(
+    make: Make, name: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -177,8 +179,8 @@ def test_failed_creation_leaves_nothing_open(make: Make, name: str, code: int, m
     assert mapped() == [], raised
 
 
-def test_failed_reservation_leaves_nothing_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither end leaves a mapping, even if the error and its traceback are kept."""
+def test_failed_reservation_of_a_region_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that neither end leaves a mapping, even if the error and its traceback are referenced."""
     fd, memory = make_mapped(NBYTES)
     memory.close()
     monkeypatch.setattr(SharedRegion, "reserve", lambda region, start, end: False)
@@ -190,14 +192,14 @@ def test_failed_reservation_leaves_nothing_mapped(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("make", [make_on_old_kernel, make_reserved, make_mapped])
-def test_python_without_memfd_raises_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creation_of_a_region_without_memfd_raises_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match="built without memfd_create"):
         make(NBYTES)
 
 
 @pytest.mark.parametrize("make", [make_on_old_kernel, make_reserved, make_mapped])
-def test_failed_mapping_leaves_nothing_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_mapping_of_a_region_leaves_no_open_descriptors(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -207,7 +209,7 @@ def test_failed_mapping_leaves_nothing_open(make: Make, monkeypatch: pytest.Monk
     assert mapped() == [], raised
 
 
-async def test_loop_runs_during_the_creation_of_a_region(old_kernel: None) -> None:
+async def test_event_loop_runs_during_the_creation_of_a_region(old_kernel: None) -> None:
     making = asyncio.ensure_future(SharedRegion.create(LARGE, []))
     turns = 0
     while not making.done():
@@ -218,7 +220,7 @@ async def test_loop_runs_during_the_creation_of_a_region(old_kernel: None) -> No
 
 
 @pytest.mark.parametrize("turns", range(1, 6))
-async def test_cancelled_creation_leaves_nothing_open(old_kernel: None, turns: int) -> None:
+async def test_cancelled_creation_of_a_region_leaves_no_open_descriptors(old_kernel: None, turns: int) -> None:
     making = asyncio.ensure_future(SharedRegion.create(LARGE, []))
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -247,7 +249,7 @@ except OSError as error:
     ("limit", "value", "reason"),
     [("RLIMIT_FSIZE", PAGE, "File too large"), ("RLIMIT_AS", PAGE, "Cannot allocate memory")],
 )
-def test_memory_limit_raises_an_error_without_a_signal(limit: str, value: int, reason: str) -> None:
+def test_memory_limit_raises_an_error_instead_of_a_signal(limit: str, value: int, reason: str) -> None:
     arguments = [sys.executable, "-c", LIMITED, limit, str(value), str(64 * LARGE)]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert ended.returncode not in (-signal.SIGBUS, -signal.SIGXFSZ, -signal.SIGSEGV)
@@ -256,7 +258,7 @@ def test_memory_limit_raises_an_error_without_a_signal(limit: str, value: int, r
 
 # -- memory that only its owner can write
 
-#: Tries every way to write the memory of a descriptor; prints the names of those that failed.
+#: A program that tries every way to write the memory of a descriptor, and prints the ways that failed.
 INTRUDER = """
 import ctypes, fcntl, mmap, os, sys
 fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
@@ -303,7 +305,7 @@ def own_region() -> Iterator[OwnRegion]:
     region.close()
 
 
-def test_peer_can_read_memory_of_its_owner_and_not_write_it(own_region: OwnRegion) -> None:
+def test_peer_can_read_but_not_write_outbox_memory(own_region: OwnRegion) -> None:
     own_region.memory[:5] = b"hello"
     refused = ["mmap", "pwrite", "write", "mprotect", "reopen", "truncate", "grow", "seal"]
     assert failed_intrusions(own_region.fd) == [*refused, "hello"]
@@ -318,7 +320,7 @@ def test_peer_can_read_memory_of_its_owner_and_not_write_it(own_region: OwnRegio
     seen.close()
 
 
-def test_old_kernel_without_the_seal_shares_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_shared_on_an_old_kernel_without_future_write_seals(monkeypatch: pytest.MonkeyPatch) -> None:
     call = fcntl.fcntl
 
     def refuse_future_seal(fd: int, command: int, seals: int = 0) -> int:
@@ -337,7 +339,7 @@ def test_old_kernel_without_the_seal_shares_memory(monkeypatch: pytest.MonkeyPat
     region.close()
 
 
-def test_kernel_that_forbids_seals_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_that_forbids_seals_leaves_no_open_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbid(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -347,13 +349,13 @@ def test_kernel_that_forbids_seals_leaves_nothing_open(monkeypatch: pytest.Monke
     assert mapped() == [], raised
 
 
-def test_own_memory_is_reserved_on_request(own_region: OwnRegion) -> None:
+def test_outbox_memory_is_reserved_page_by_page_on_request(own_region: OwnRegion) -> None:
     assert os.fstat(own_region.fd).st_blocks * 512 == PAGE
     assert own_region.reserve(PAGE + 10, PAGE + 20)
     assert os.fstat(own_region.fd).st_blocks * 512 == 2 * PAGE
 
 
-def test_old_kernel_reserves_own_memory_without_mapping_it(old_kernel: None) -> None:
+def test_old_kernel_reserves_outbox_memory_without_mapping_pages(old_kernel: None) -> None:
     region = OwnRegion(NBYTES, (0, PAGE))
     assert os.fstat(region.fd).st_blocks * 512 == PAGE
     assert region.reserve(PAGE + 10, PAGE + 20)

@@ -1,4 +1,4 @@
-"""The frame ring, compared with a queue: no frame is lost, torn or overwritten, however late the reader is."""
+"""The frame ring, compared with a queue: no frame is lost, torn or overwritten, for any delay of the reader."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from aiocoll.transport.shm.layout import ENTRIES, LINE, LinkLayout
 from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.ring import ENTRY, RingWriter
 
-#: Sizes around each limit: no payload, inline, one line, the largest.
+#: Payload sizes near each limit: none, inline, one line, the largest.
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4096, SEGMENT - 64, SEGMENT - 1, SEGMENT)
-#: World sizes whose data area holds two segments, and one.
+#: World sizes for which the data area holds two segments, and one segment.
 WORLDS = (2, 64)
 
 
 class Ring:
-    """Both ends of a frame ring, and the frames that were written and not yet read."""
+    """Both ends of a frame ring, and the frames written but not yet read."""
 
     def __init__(self, ranks: int, number: int = 0) -> None:
         layout = LinkLayout(ranks)
@@ -43,7 +43,7 @@ class Ring:
         return True
 
     def take(self) -> bool:
-        """Read the next entry as a link does; return whether there was one."""
+        """Read the next ring entry as a link does; return whether there was one."""
         at = self.direction.ring + self.read % ENTRIES * LINE
         if self.words[at >> 3] != self.read + 1:
             assert not self.written
@@ -66,7 +66,7 @@ class Ring:
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_frame_of_each_size_wraps_around_the_ring(ranks: int, number: int, nbytes: int) -> None:
+def test_frames_of_each_size_wrap_around_the_frame_ring(ranks: int, number: int, nbytes: int) -> None:
     ring = Ring(ranks, number)
     for _ in range(3 * ENTRIES if nbytes <= 4096 else 40):
         assert ring.put(nbytes, nothing=not nbytes)
@@ -75,7 +75,7 @@ def test_frame_of_each_size_wraps_around_the_ring(ranks: int, number: int, nbyte
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8])
-def test_full_ring_refuses_frames(nbytes: int) -> None:
+def test_full_frame_ring_refuses_frames(nbytes: int) -> None:
     ring = Ring(2)
     for _ in range(3):
         for _ in range(ENTRIES):
@@ -89,8 +89,8 @@ def test_full_ring_refuses_frames(nbytes: int) -> None:
 
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("nbytes", [9, 64, 65, 8192, SEGMENT // 3, SEGMENT - 1, SEGMENT])
-def test_full_data_area_refuses_frames(ranks: int, nbytes: int) -> None:
-    """The area takes every frame that fits. While a large one waits, small ones still pass."""
+def test_frame_ring_with_a_full_data_area_refuses_frames(ranks: int, nbytes: int) -> None:
+    """Check that the data area takes every frame that fits, and that small frames pass while a large one waits."""
     ring = Ring(ranks)
     lines = -(-nbytes // LINE) * LINE
     room = min(ENTRIES, ring.direction.data_nbytes // lines)
@@ -105,8 +105,8 @@ def test_full_data_area_refuses_frames(ranks: int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_data_area_wraps_around_at_every_offset(ranks: int) -> None:
-    """The reader stays half an area behind, so that frames wrap around at every offset."""
+def test_data_area_of_a_frame_ring_wraps_around_at_every_offset(ranks: int) -> None:
+    """Keep the reader half a data area behind, so that frames wrap around at every offset."""
     ring = Ring(ranks)
     chance = random.Random(ranks)
     half = ring.direction.data_nbytes // 2
@@ -138,7 +138,7 @@ def test_frames_of_any_size_arrive_at_a_reader_with_any_delay(ranks: int, seed: 
 
 
 def test_frame_stamp_is_written_last() -> None:
-    """A machine with weak memory ordering also needs a fence before the stamp."""
+    """Check also the fence before the stamp that machines with weak memory ordering need."""
     ring = Ring(2)
     seen_words: list[int] = []
     at = ring.direction.ring

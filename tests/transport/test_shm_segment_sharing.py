@@ -67,7 +67,7 @@ async def ends() -> AsyncIterator[Ends]:
         yield both
         both.registered_memory.close()
     del near, far
-    vars(both).clear()  # pytest keeps the object for a while
+    vars(both).clear()  # clear the object, which pytest references for a while
 
 
 async def test_shared_segment_can_be_read_until_it_ends(ends: Ends) -> None:
@@ -81,14 +81,14 @@ async def test_shared_segment_can_be_read_until_it_ends(ends: Ends) -> None:
     assert not ends.far.sink.losses
 
 
-async def test_segment_is_not_read_beyond_its_end(ends: Ends) -> None:
+async def test_memory_segment_is_not_read_beyond_its_end(ends: Ends) -> None:
     _array, segment = await ends.share()
     assert len(ends.read_by_peer(segment, NBYTES - 16, 2)) == 2
     assert ends.read_by_peer(segment, NBYTES - 16, 3) is None
     assert ends.read_by_peer(segment, NBYTES, 1) is None
 
 
-async def test_segment_is_offered_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_segment_is_offered_to_a_peer_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
     send = socket.send_fds
     monkeypatch.setattr(segment_sharing.socket, "send_fds", lambda *given: sent.append(given) or send(*given))
@@ -98,8 +98,8 @@ async def test_segment_is_offered_once(ends: Ends, monkeypatch: pytest.MonkeyPat
     assert len(sent) == 1
 
 
-async def test_offer_beyond_the_socket_buffer_is_sent_later(ends: Ends) -> None:
-    """An offer is repeated, and the notice that a segment has ended is kept."""
+async def test_segment_offer_that_exceeds_the_socket_buffer_is_sent_later(ends: Ends) -> None:
+    """Check that an offer is repeated, and that the notice about an ended segment is kept."""
     segments = [await ends.share() for _ in range(3)]
     _array, late = await ends.make()
     fill(sock_of(ends.near))
@@ -113,7 +113,7 @@ async def test_offer_beyond_the_socket_buffer_is_sent_later(ends: Ends) -> None:
     await until(lambda: ends.near.segment_sharing.can_map(late))
 
 
-async def test_link_may_close_with_unsent_offers(ends: Ends) -> None:
+async def test_link_can_close_with_unsent_segment_offers(ends: Ends) -> None:
     _array, segment = await ends.share()
     fill(sock_of(ends.near))
     ends.near.segment_sharing.withdraw(segment.number)
@@ -122,7 +122,7 @@ async def test_link_may_close_with_unsent_offers(ends: Ends) -> None:
     ends.near.segment_sharing.withdraw(segment.number)  # the link is already closed
 
 
-async def test_lost_descriptor_does_not_affect_other_segments(ends: Ends) -> None:
+async def test_lost_file_descriptor_does_not_affect_other_segments(ends: Ends) -> None:
     _array, segment = await ends.make()
     sock_of(ends.near).send(_MESSAGE.pack(_OFFER, segment.number, segment.nbytes))
     ends.near.segment_sharing._offered.add(segment.number)
@@ -148,7 +148,7 @@ async def test_unmappable_segment_does_not_fail_the_link(ends: Ends, monkeypatch
     assert ends.read_by_peer(segment) is None
 
 
-async def test_late_answer_is_ignored(ends: Ends) -> None:
+async def test_late_answer_to_a_segment_offer_is_ignored(ends: Ends) -> None:
     _array, segment = await ends.make()
     ends.near.segment_sharing.can_map(segment)
     ends.near.segment_sharing.withdraw(segment.number)
@@ -166,7 +166,7 @@ MALFORMED_OFFERS = {
 
 
 @pytest.mark.parametrize("what", MALFORMED_OFFERS)
-async def test_malformed_offer_ends_the_link(ends: Ends, what: str) -> None:
+async def test_malformed_segment_offer_ends_the_link(ends: Ends, what: str) -> None:
     message, fds = MALFORMED_OFFERS[what]
     fd, _memory = await create_mapped(PAGE)
     try:
@@ -199,7 +199,7 @@ def put(ends: Ends, segment: Segment, offset: int, identity: int = 5) -> None:
     assert ends.near.chunks.writer.point(identity, 7, 0, segment.number, offset)
 
 
-async def test_pieces_in_segments_and_chunks_arrive_in_order(ends: Ends) -> None:
+async def test_chunks_by_reference_and_copied_chunks_arrive_in_order(ends: Ends) -> None:
     array, segment = await ends.share()
     put(ends, segment, 0)
     assert ends.near.chunks.writer.put(5, 7, 0, memoryview(np.full(2, 8.0)).cast("B"))
@@ -222,7 +222,7 @@ async def test_reference_outside_the_segments_ends_the_link(ends: Ends, number: 
         raise ends.far.sink.losses[0]
 
 
-async def test_voided_piece_is_not_read(ends: Ends) -> None:
+async def test_withdrawn_chunk_in_a_segment_is_not_read(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
     put(ends, segment, 8, identity=6)
@@ -239,7 +239,7 @@ async def test_voided_piece_is_not_read(ends: Ends) -> None:
     assert not ends.far.sink.losses
 
 
-async def test_end_of_a_group_reclaims_voided_pieces(ends: Ends) -> None:
+async def test_end_of_a_group_reclaims_withdrawn_chunks(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
     ends.near.chunks.writer.invalidate(5, 7)
@@ -248,7 +248,7 @@ async def test_end_of_a_group_reclaims_voided_pieces(ends: Ends) -> None:
     assert ends.near.chunks.writer.is_taken(1)
 
 
-async def test_writer_waiting_for_all_pieces_is_woken(ends: Ends) -> None:
+async def test_writer_that_waits_until_all_chunks_are_read_is_woken(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
     assert not ends.near.chunks.writer.is_taken(1)

@@ -1,4 +1,4 @@
-"""Outboxes and chunk queues in this process, where the peer acts between any two memory accesses of a rank.
+"""Outboxes and chunk queues in one process, where the peer acts between any two memory accesses of a rank.
 
 A slot behaves the same in every lane. So most tests get a `Box`, which posts through the common lane or a peer's lane.
 """
@@ -48,7 +48,7 @@ class Stepwise:
 
 
 class Steps:
-    """A counter of accesses to words, which runs a callback before a given one."""
+    """A counter of memory word accesses, which runs a callback before a chosen access."""
 
     def __init__(self) -> None:
         self.until = -1
@@ -63,12 +63,12 @@ class Steps:
             self.other()
 
 
-#: Names of the attributes whose words both ranks access.
+#: Names of the attributes that hold words which both ranks access.
 WORDS = ("_words", "_lines", "_named", "_consumed", "common_named", "common_consumed", "consumed", "words")
 
 
 def watch_steps(*parts: Any) -> Steps:
-    """Return the `Steps` of all accesses that these parts make to the words shared by both ranks."""
+    """Return the `Steps` of all accesses by the given objects to the words that both ranks share."""
     steps = Steps()
     for part in parts:
         for name in WORDS:
@@ -82,7 +82,7 @@ PRINT = 1 << 31 | 1
 
 
 class Box:
-    """A lane of rank 0, and its reader on rank 1."""
+    """A lane of rank 0's outbox, and its reader on rank 1."""
 
     def __init__(self, host: Host, is_common: bool) -> None:
         self.host = host
@@ -91,7 +91,7 @@ class Box:
         self.outbox = host.readers[1]
         self.reader: SlotReader = self.outbox.common if is_common else self.outbox.lane
         self.writer: Any = host.boxes[0].common if is_common else host.lanes[1]
-        #: The lanes of all readers of the common lane.
+        #: The lanes of all readers, as of the common lane.
         self.lanes = list(host.lanes.values())
 
     def post(self, slot: int, identity: int, group: int, array: np.ndarray, length: int = 0) -> bool:
@@ -156,7 +156,7 @@ def block_of(number: float) -> np.ndarray:
 
 
 def take(reader: SlotReader, slot: int, identity: int, group: int) -> float | None:
-    """Read and free the contribution to an operation; return None without one."""
+    """Read and free the contribution to an operation; return None if there is none."""
     if reader.look(slot, identity, group) != PRINT:
         return None
     got = reader.view(slot, np.dtype("f8"), 3).copy()
@@ -167,7 +167,7 @@ def take(reader: SlotReader, slot: int, identity: int, group: int) -> float | No
 
 @pytest.mark.parametrize("slot", [0, SMALL_SLOTS - 1, SMALL_SLOTS, SLOTS - 1])
 @pytest.mark.parametrize("count", [1, 4, 5, 6, 16])
-def test_slot_is_reused_after_it_was_freed(slot: int, count: int, box: Box) -> None:
+def test_freed_slot_is_reused(slot: int, count: int, box: Box) -> None:
     for identity in range(1, 4):
         array = np.arange(count) + 0.5 * identity
         assert box.reader.look(slot, identity, NEW) == -1
@@ -223,8 +223,8 @@ def test_parts_of_the_memory_layouts_do_not_overlap(ranks: int) -> None:
     assert not words[0] & words[1]
 
 
-def test_words_of_a_lane_do_not_overlap(box: Box) -> None:
-    """Write each kind of word once, and check that the others did not change."""
+def test_memory_words_of_a_lane_do_not_overlap(box: Box) -> None:
+    """Write each kind of word once, and check that no other word has changed."""
     lane, reader = box.host.lanes[1], box.outbox
     rows = [lane._named, lane.common_named]
     for number, row in enumerate(rows, 1):
@@ -241,8 +241,10 @@ def test_words_of_a_lane_do_not_overlap(box: Box) -> None:
 
 @pytest.mark.parametrize("order", [None, lambda: None])
 @pytest.mark.parametrize("step", range(10))
-def test_group_end_during_a_post_keeps_the_new_post(step: int, order: Any, make_box: Callable[..., Box]) -> None:
-    """The end frees the slots of the group, but not the slot of a post that is just being written."""
+def test_end_of_an_old_group_during_a_post_keeps_the_new_post(
+    step: int, order: Any, make_box: Callable[..., Box]
+) -> None:
+    """End an old group, whose slots are freed, except the slot of a post that is just being written."""
     box = make_box(Fences(order, lambda: None))
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
@@ -257,7 +259,7 @@ def test_group_end_during_a_post_keeps_the_new_post(step: int, order: Any, make_
 
 
 @pytest.mark.parametrize("step", range(7))
-def test_post_during_a_group_end_is_kept(step: int, box: Box) -> None:
+def test_post_during_the_end_of_another_group_is_kept(step: int, box: Box) -> None:
     assert box.post(0, 5, OLD, block_of(1))
     assert take(box.reader, 0, 5, OLD) == 1
     steps = box.step_reader()
@@ -273,7 +275,7 @@ def test_post_during_a_group_end_is_kept(step: int, box: Box) -> None:
 
 @pytest.mark.parametrize("step", range(10))
 def test_equal_operation_numbers_of_two_groups_are_distinguished(step: int, box: Box) -> None:
-    """The line has the new operation number before any other part of the new contribution."""
+    """Check that the line has the new operation number before any other part of the new contribution."""
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
     got: list[float | None] = []
@@ -291,7 +293,7 @@ def test_equal_operation_numbers_of_two_groups_are_distinguished(step: int, box:
 
 @pytest.mark.parametrize("step", range(10))
 def test_unfinished_post_is_not_reported_as_the_previous_operation(step: int, box: Box) -> None:
-    """The writer may be preempted for long; the previous operation of the slot has ended and matches no call."""
+    """Interrupt the writer during a post, when the slot's previous operation has ended and matches no call."""
     assert box.post(5, 5, NEW, block_of(1))
     assert take(box.reader, 5, 5, NEW) == 1
     seen: list[list[tuple[int, int, int]]] = []
@@ -306,7 +308,7 @@ def test_unfinished_post_is_not_reported_as_the_previous_operation(step: int, bo
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_slot_read_during_its_write_is_consistent(step: int, box: Box) -> None:
+def test_slot_that_is_read_during_a_write_is_consistent(step: int, box: Box) -> None:
     got: list[float | None] = []
     steps = box.step_writer()
     steps.interrupt(step, lambda: got.append(take(box.reader, 5, 6, NEW)))
@@ -319,8 +321,8 @@ def test_slot_read_during_its_write_is_consistent(step: int, box: Box) -> None:
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_news_flag_is_not_lost_during_a_post(step: int, box: Box) -> None:
-    """A reader that sees the flag finds the post, or the flag is set again afterwards."""
+def test_new_posts_flag_is_not_lost_if_it_is_read_during_a_post(step: int, box: Box) -> None:
+    """Check that a reader that reads the flag finds the post, or that the flag is set again afterwards."""
     found: list[bool] = []
     steps = box.step_writer()
     steps.interrupt(step, lambda: found.append(box.outbox.has_news() and take(box.reader, 5, 6, NEW) == 2))
@@ -340,7 +342,7 @@ def test_post_for_a_finished_group_is_freed_when_its_slot_is_needed(box: Box) ->
     assert take(box.reader, 5, 69, NEW) == 2
 
 
-def test_post_for_a_finished_group_is_not_unread(box: Box) -> None:
+def test_post_for_a_finished_group_is_not_listed_as_unread(box: Box) -> None:
     box.outbox.purge(OLD)
     assert box.post(5, 5, OLD, block_of(1))
     assert box.post(6, 6, NEW, block_of(2))
@@ -351,7 +353,7 @@ def test_post_for_a_finished_group_is_not_unread(box: Box) -> None:
 
 
 def test_read_slot_is_not_freed_again_after_its_group_ended(box: Box) -> None:
-    """The line belongs to the writer again: the reader must not read it, nor change its consumed number."""
+    """End the group of a read slot, whose line the reader must then neither read nor change."""
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
     box.reader.purge(OLD)
@@ -363,7 +365,7 @@ def test_read_slot_is_not_freed_again_after_its_group_ended(box: Box) -> None:
 
 
 def test_withdrawn_post_is_not_freed(make_host: Callable[..., Host]) -> None:
-    """A number that a reader has consumed before stays consumed."""
+    """Withdraw a post; a number that a reader has consumed before stays consumed."""
     host = make_host(3)
     common, lanes, reader = host.boxes[0].common, list(host.lanes.values()), host.readers[2].common
     assert common.post(5, 5, OLD, PRINT, block_of(1), 24, lanes)
@@ -376,7 +378,9 @@ def test_withdrawn_post_is_not_freed(make_host: Callable[..., Host]) -> None:
     assert reader._consumed[5] == 1
 
 
-def test_slot_without_memory_takes_what_fits_in_its_line(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_without_reserved_memory_accepts_contributions_that_fit_in_its_line(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert box.post(0, 1, NEW, block_of(1)), "the first post reserves the lines"
     monkeypatch.setattr(OwnRegion, "reserve", lambda region, start, end: False)
     for slot in (5, SMALL_SLOTS):
@@ -386,7 +390,7 @@ def test_slot_without_memory_takes_what_fits_in_its_line(box: Box, monkeypatch: 
         assert take(box.reader, slot, 5, NEW) == 1
 
 
-def test_lane_without_memory_for_its_lines_takes_nothing(
+def test_lane_without_reserved_memory_for_its_lines_accepts_no_post(
     make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lane = make_host().lanes[1]
@@ -410,7 +414,7 @@ class RecordedWords:
         self.words[index] = value
 
 
-def test_fence_separates_a_post_from_its_number(make_box: Callable[..., Box]) -> None:
+def test_memory_fence_separates_a_contribution_from_its_published_number(make_box: Callable[..., Box]) -> None:
     events: list[str] = []
     box = make_box(Fences(lambda: events.append("fence"), lambda: None), ranks=3)
     readers = 2 if box.is_common else 1
@@ -437,7 +441,7 @@ def test_fence_separates_a_post_from_its_number(make_box: Callable[..., Box]) ->
 # -- several readers
 
 
-def test_common_slot_is_free_when_all_its_readers_have_read_it(make_host: Callable[..., Host]) -> None:
+def test_slot_of_the_common_lane_is_free_when_all_its_readers_have_read(make_host: Callable[..., Host]) -> None:
     host = make_host(4)
     common, lanes = host.boxes[0].common, [host.lanes[rank] for rank in (1, 3)]
     assert common.post(5, 5, NEW, PRINT, block_of(1), 24, lanes)
@@ -468,8 +472,8 @@ def test_reader_without_a_link_blocks_no_slot(make_host: Callable[..., Host]) ->
 
 
 @pytest.mark.parametrize("step", range(12))
-def test_abandoned_reader_detects_overwritten_data(step: int, make_host: Callable[..., Host]) -> None:
-    """Its reader may stop at any instruction, and continue when the slot has other contents."""
+def test_reader_given_up_by_the_writer_detects_overwritten_data(step: int, make_host: Callable[..., Host]) -> None:
+    """Stop the reader at each instruction, and let it continue when the slot has other contents."""
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
     reader = host.readers[2].common
@@ -503,7 +507,7 @@ def test_reader_that_has_left_the_group_blocks_no_slot(make_host: Callable[..., 
     assert take(host.readers[2].common, 6, 6, NEW) == 1
 
 
-def test_new_link_to_a_rank_sees_no_posts_of_the_old_link(make_host: Callable[..., Host]) -> None:
+def test_new_link_to_a_rank_finds_no_posts_of_the_old_link(make_host: Callable[..., Host]) -> None:
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
     for slot in range(3):
@@ -525,8 +529,8 @@ def test_new_link_to_a_rank_sees_no_posts_of_the_old_link(make_host: Callable[..
         assert take(again.common, slot, 133, NEW) == 4
 
 
-def test_link_opened_twice_at_once_keeps_its_posts(make_host: Callable[..., Host]) -> None:
-    """Both ranks may dial, or a peer may reconnect before its loss was noticed. Each link has its own lane."""
+def test_posts_are_kept_if_a_link_is_opened_twice_at_once(make_host: Callable[..., Host]) -> None:
+    """Open two links, as when both ranks dial or a peer reconnects early; each link has a separate lane."""
     host = make_host(2)
     old, box = host.lanes[1], host.boxes[0]
     assert old.post(5, 5, NEW, PRINT, block_of(1))
@@ -543,8 +547,8 @@ def test_link_opened_twice_at_once_keeps_its_posts(make_host: Callable[..., Host
     assert take(host.readers[1].lane, 5, 6, NEW) == 2
 
 
-def test_reader_of_an_ended_link_does_not_affect_the_next_one(make_host: Callable[..., Host]) -> None:
-    """Its late reads and releases refer to the lane of the old link, in an outbox that is closed."""
+def test_reader_of_a_closed_link_does_not_affect_the_next_link(make_host: Callable[..., Host]) -> None:
+    """Let a reader read and release late: it refers to the lane of the old link, in a closed outbox."""
     host = make_host(2)
     old = host.readers[1]
     for slot in (5, 6):
@@ -565,7 +569,7 @@ def test_reader_of_an_ended_link_does_not_affect_the_next_one(make_host: Callabl
 
 
 def test_closed_outbox_is_unmapped_while_its_lanes_are_referenced(make_host: Callable[..., Host]) -> None:
-    """A traceback may keep cached plans alive, which keep the lanes alive."""
+    """Reference the lanes, as a traceback that keeps cached plans alive may."""
     host = make_host(2)
     inode = f" {os.fstat(host.boxes[0].fd).st_ino} "
     outbox, reader = host.boxes[0], host.readers[1]
@@ -581,7 +585,7 @@ def test_closed_outbox_is_unmapped_while_its_lanes_are_referenced(make_host: Cal
     assert len(kept) == 4
 
 
-def test_lane_that_a_peer_does_not_have_is_refused(make_host: Callable[..., Host]) -> None:
+def test_lane_number_outside_of_the_peers_outbox_is_refused(make_host: Callable[..., Host]) -> None:
     host = make_host(2)
     memory = open_readable(os.dup(host.boxes[0].fd), host.layout.nbytes)
     with pytest.raises(ProtocolError, match="rank 0 offered lane 10 of an outbox of 10 lanes"):
@@ -591,7 +595,7 @@ def test_lane_that_a_peer_does_not_have_is_refused(make_host: Callable[..., Host
 
 @pytest.mark.parametrize("value", [0, 1, 2**63, 2**64 - 1])
 def test_malformed_lane_of_a_peer_is_tolerated(value: int, box: Box) -> None:
-    """A faulty peer may have written anything. Lookups then succeed or fail, but read no other memory."""
+    """Write arbitrary words as a faulty peer may; lookups succeed or fail, but read no other memory."""
     for words in (*(lane._named for lane in box.lanes), *(lane.common_named for lane in box.lanes), box.writer._lines):
         for index in range(len(words)):
             words[index] = value
@@ -613,7 +617,7 @@ def test_slot_with_an_invalid_consumed_number_is_not_free(value: int, box: Box) 
     assert not box.post(5, 133, NEW, block_of(1))
 
 
-def test_counters_of_a_lane_become_zero_after_their_largest_value(box: Box) -> None:
+def test_counters_of_a_lane_wrap_around_to_zero(box: Box) -> None:
     for lane in box.lanes:
         lane.words[POSTS] = lane.words[CHUNKED] = 2**64 - 1
         lane.count_chunked()
@@ -640,7 +644,7 @@ def take_chunk(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) ->
     return int(piece[0])
 
 
-def test_chunks_arrive_in_order_and_only_for_their_operation() -> None:
+def test_chunks_are_delivered_in_order_and_only_to_their_operation() -> None:
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     assert not writer.take(4, NEW)
@@ -655,7 +659,7 @@ def test_chunks_arrive_in_order_and_only_for_their_operation() -> None:
         assert take_chunk(reader) is None
 
 
-def test_reader_wakes_a_waiting_writer() -> None:
+def test_reader_of_a_chunk_queue_wakes_a_waiting_writer() -> None:
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     for number in range(CHUNKS):
@@ -669,8 +673,8 @@ def test_reader_wakes_a_waiting_writer() -> None:
 
 
 @pytest.mark.parametrize("step", range(8))
-def test_space_freed_while_the_writer_starts_waiting_is_noticed(step: int) -> None:
-    """The writer finds the space, or the reader notifies it."""
+def test_chunk_freed_while_the_writer_starts_waiting_is_detected(step: int) -> None:
+    """Check that the writer finds the freed chunk, or that the reader notifies the writer."""
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     for number in range(CHUNKS):
@@ -681,7 +685,7 @@ def test_space_freed_while_the_writer_starts_waiting_is_noticed(step: int) -> No
     assert put(writer, CHUNKS) or events in ([], [True])
 
 
-def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes() -> None:
+def test_chunk_of_a_released_group_is_freed_when_it_becomes_the_next_chunk() -> None:
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     assert put(writer, 1, OLD)
@@ -698,7 +702,7 @@ def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes()
     assert not reader._last_chunks
 
 
-def test_queue_of_a_failed_operation_waits_for_its_chunks() -> None:
+def test_chunk_queue_of_a_failed_operation_is_reused_only_after_its_chunks_are_read() -> None:
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     assert put(writer, 1, OLD)
@@ -714,7 +718,7 @@ def test_queue_of_a_failed_operation_waits_for_its_chunks() -> None:
     assert take_chunk(reader, NEW, 4) == 3
 
 
-def test_queue_with_unread_chunks_goes_only_to_the_next_ordered_operation_of_the_group() -> None:
+def test_chunk_queue_with_unread_chunks_is_given_only_to_the_next_ordered_operation() -> None:
     writer, _ = chunk_queue_ends()
     assert writer.take(3, NEW, ordered=True)
     assert put(writer, 1)
@@ -728,7 +732,7 @@ def test_queue_with_unread_chunks_goes_only_to_the_next_ordered_operation_of_the
     assert not writer.take(5, NEW, ordered=True)
 
 
-def test_queue_goes_to_any_operation_once_the_last_one_is_being_read() -> None:
+def test_chunk_queue_is_given_to_any_operation_once_the_last_operation_is_read() -> None:
     writer, reader = chunk_queue_ends()
     for identity in (3, 4):
         assert writer.take(identity, NEW, ordered=True)

@@ -1,4 +1,4 @@
-"""The stream transport: accepted and refused connections, crossing dials, timeouts and harmless strangers."""
+"""The stream transport: accepted and refused connections, simultaneous dials, timeouts, unauthenticated clients."""
 
 import asyncio
 import gc
@@ -59,7 +59,7 @@ FLAVOURS = [*PLAIN, "tls"]
 
 
 class Rank:
-    """A transport with its links. It is the sink of all of them."""
+    """A transport with its links, which receives the frames of all of them."""
 
     def __init__(self, transport: StreamTransport) -> None:
         self.transport = transport
@@ -81,7 +81,7 @@ class Rank:
         self.changed.set()
 
     async def connect(self, other: "Rank", kind: ConnKind | None = None) -> StreamLink | None:
-        # Shared memory carries data only.
+        # Use a data link for shared memory, which transfers data only.
         kind = kind or (DATA if self.transport._transport == "shm" else CONTROL)
         link = await self.transport.connect(other.transport.rank, other.card, kind)
         if link is not None:
@@ -208,7 +208,7 @@ def make_client(rank: int, world_size: int = 2, **changes: object) -> ClientHand
 
 
 async def prove_key(sock: socket.socket, client: ClientHandshake) -> Status:
-    """Prove the job key; return the received status. After OK, the client's last message is not sent yet."""
+    """Prove the job key; return the received status, before the client's last message is sent."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, client.hello())
     await loop.sock_sendall(sock, client.prove(await read(sock, CHALLENGE_SIZE)))
@@ -226,7 +226,7 @@ async def serve(sock: socket.socket, rank: int, decide: Callable[[Peer], Status]
     return server, server.verdict(await read(sock, PROOF_SIZE), decide)
 
 
-async def test_connect_makes_a_link_that_carries_frames(flavour: str) -> None:
+async def test_connect_opens_a_link_that_transfers_frames(flavour: str) -> None:
     async with started(2, flavour) as (a, b):
         link = await a.connect(b)
         await b.until(lambda: b.accepted)
@@ -246,7 +246,7 @@ async def test_connect_makes_a_link_that_carries_frames(flavour: str) -> None:
             assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in (sock, sock_of(back)))
 
 
-async def test_connect_makes_one_link_per_kind() -> None:
+async def test_connect_opens_one_link_per_kind() -> None:
     async with started(2) as (a, b):
         control, data = await asyncio.gather(a.connect(b, CONTROL), a.connect(b, DATA))
         await b.until(lambda: len(b.accepted) == 2)
@@ -267,7 +267,7 @@ async def test_closed_link_can_be_replaced(flavour: str) -> None:
         assert await a.connect(b) is not None
 
 
-async def test_sixteen_ranks_form_a_full_mesh(flavour: str) -> None:
+async def test_sixteen_ranks_can_open_links_between_all_pairs(flavour: str) -> None:
     async with started(16, flavour) as ranks:
         pairs = [(a, b) for a in ranks for b in ranks if a.transport.rank < b.transport.rank]
         links = await asyncio.gather(*(a.connect(b) for a, b in pairs))
@@ -278,7 +278,7 @@ async def test_sixteen_ranks_form_a_full_mesh(flavour: str) -> None:
 
 
 async def test_simultaneous_dials_make_one_link(flavour: str) -> None:
-    """There is one link in every order of events. It is the same for both ranks, and carries frames."""
+    """Check that there is one link for every order of events, equal for both ranks, which transfers frames."""
     chance = random.Random(5)
     async with started(2, flavour) as (a, b):
 
@@ -313,8 +313,8 @@ async def test_simultaneous_dials_of_all_ranks_make_one_link_per_pair(flavour: s
 
 
 @pytest.mark.parametrize("sent_bytes", [0, HELLO_SIZE, HELLO_SIZE + PROOF_SIZE])
-async def test_unproven_dial_does_not_affect_other_handshakes(sent_bytes: int) -> None:
-    """The reply to another rank must not depend on an unproven dial, however far it has come."""
+async def test_dial_to_an_unauthenticated_peer_does_not_affect_other_handshakes(sent_bytes: int) -> None:
+    """Check that the reply to another rank does not depend on the progress of an unproven dial."""
     async with started(3) as (low, middle, high):
         for rank in (low, high):
             async with stuck_dial(rank, middle) as (dial, served), stranger(rank.card) as sock:
@@ -328,8 +328,8 @@ async def test_unproven_dial_does_not_affect_other_handshakes(sent_bytes: int) -
 
 
 @pytest.mark.parametrize("sent_bytes", range(4))
-async def test_unproven_client_does_not_stop_a_dial(sent_bytes: int) -> None:
-    """The client sends nothing, half a HELLO, a correct HELLO, or a proof with another key."""
+async def test_unauthenticated_client_does_not_stop_a_dial(sent_bytes: int) -> None:
+    """Let a client send nothing, half a HELLO, a correct HELLO, or a proof with another key."""
     for rank in range(2):
         async with started(2, connect_timeout=3600.0, handshake_timeout=3600.0) as ranks:
             one, other = ranks[rank], ranks[1 - rank]
@@ -341,7 +341,7 @@ async def test_unproven_client_does_not_stop_a_dial(sent_bytes: int) -> None:
             assert len(one.links) == len(other.links) == 1
 
 
-async def test_connect_waits_for_a_peer_that_has_proven_the_key() -> None:
+async def test_connect_waits_for_an_authenticated_peer() -> None:
     async with started(2) as (a, b), stranger(a.card) as sock, stranger(a.card) as again:
         client = make_client(1)
         assert await prove_key(sock, client) is Status.OK
@@ -356,7 +356,7 @@ async def test_connect_waits_for_a_peer_that_has_proven_the_key() -> None:
 
 
 @pytest.mark.parametrize("word", [b"", bytes(CONFIRM_SIZE)])
-async def test_connect_dials_if_a_peer_fails_after_it_has_proven_the_key(word: bytes) -> None:
+async def test_connect_dials_if_the_connection_of_an_authenticated_peer_fails(word: bytes) -> None:
     async with started(2) as (a, b), stranger(a.card) as sock:
         assert await prove_key(sock, make_client(1)) is Status.OK
         dial = asyncio.create_task(a.connect(b))
@@ -367,8 +367,8 @@ async def test_connect_dials_if_a_peer_fails_after_it_has_proven_the_key(word: b
         assert a.accepted == []
 
 
-async def test_higher_rank_keeps_its_promised_link() -> None:
-    """After its promise, the higher rank waits for the lower one, even if its own dial is accepted."""
+async def test_higher_rank_keeps_the_link_that_it_has_promised() -> None:
+    """Check that after its promise, the higher rank waits for the lower one, even if its own dial is accepted."""
     async with started(2) as (a, b), stuck_dial(b, a) as (dial, served), stranger(b.card) as sock:
         _, verdict = await serve(served, 0, lambda peer: Status.OK)
         client = make_client(0)
@@ -381,7 +381,7 @@ async def test_higher_rank_keeps_its_promised_link() -> None:
         assert [link.peer for link in b.links] == [0]
 
 
-async def test_lower_rank_takes_the_promised_link() -> None:
+async def test_lower_rank_uses_the_link_that_the_higher_rank_has_promised() -> None:
     async with started(2) as (a, b), stuck_dial(a, b) as (dial, served), stranger(a.card) as sock:
         server, verdict = await serve(served, 1, lambda peer: Status.OK)
         assert await prove_key(sock, make_client(1)) is Status.OK
@@ -392,7 +392,7 @@ async def test_lower_rank_takes_the_promised_link() -> None:
         link.close()
 
 
-async def test_accepted_link_interrupts_the_dial() -> None:
+async def test_accepted_link_cancels_the_own_dial() -> None:
     async with (
         started(2, handshake_timeout=3600.0, connect_timeout=3600.0) as (a, b),
         stuck_dial(b, a) as (dial, _),
@@ -405,7 +405,7 @@ async def test_accepted_link_interrupts_the_dial() -> None:
         assert [link.peer for link in b.accepted] == [0]
 
 
-async def test_close_interrupts_the_dial() -> None:
+async def test_close_of_the_transport_cancels_a_dial() -> None:
     async with started(2, handshake_timeout=3600.0) as (a, b), stuck_dial(b, a) as (dial, served):
         assert len(await read(served, HELLO_SIZE)) == HELLO_SIZE
         await b.transport.aclose()
@@ -416,8 +416,8 @@ async def test_close_interrupts_the_dial() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("confirmed_first", [False, True])
-async def test_two_final_replies_in_one_iteration_make_one_link(rank: int, confirmed_first: bool) -> None:
-    """The peer accepts both connections, which no correct rank does. Still only one becomes the link."""
+async def test_two_final_handshake_replies_in_one_iteration_make_one_link(rank: int, confirmed_first: bool) -> None:
+    """Let the peer accept both connections, as no correct rank does; only one becomes the link."""
     async with started(2) as ranks:
         one, other = ranks[rank], ranks[1 - rank]
         async with stranger(one.card) as sock, stuck_dial(one, other) as (dial, served):
@@ -470,7 +470,7 @@ async def test_duplicate_connection_is_refused() -> None:
         ({"kind": ConnKind.STORE}, Status.WRONG_KIND),
     ],
 )
-async def test_wrong_identity_is_refused_with_a_named_status(changes: dict, status: Status) -> None:
+async def test_client_with_a_wrong_identity_is_refused_with_a_specific_status(changes: dict, status: Status) -> None:
     async with started(2) as (_, b):
         async with stranger(b.card) as sock:
             assert await prove_key(sock, make_client(**{"rank": 0, **changes})) is status
@@ -546,7 +546,7 @@ class HeldTimers(Runtime):
 
 
 @pytest.mark.parametrize("flavour", PLAIN, indirect=True)
-async def test_silent_client_is_dropped(flavour: str) -> None:
+async def test_silent_client_is_disconnected_at_the_handshake_timeout(flavour: str) -> None:
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
         await runtime.held_one.wait()
@@ -559,8 +559,8 @@ async def test_silent_client_is_dropped(flavour: str) -> None:
 
 
 @pytest.mark.parametrize("flavour", PLAIN, indirect=True)
-async def test_client_that_has_proven_the_key_has_no_timeout(flavour: str) -> None:
-    """The client has a link once its last message is sent, so the server must wait for this message."""
+async def test_authenticated_client_has_no_handshake_timeout(flavour: str) -> None:
+    """Check that the server waits for the client's last message, after which the client has a link."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
         client = make_client(0)
@@ -576,8 +576,8 @@ async def test_client_that_has_proven_the_key_has_no_timeout(flavour: str) -> No
         assert [link.peer for link in b.links] == [0]
 
 
-async def test_client_that_has_proven_the_key_from_another_host_has_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a client has no timeout, so only keepalive probes detect the loss of its host."""
+async def test_authenticated_client_from_another_host_has_tcp_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that keepalive probes are on, which alone detect the loss of a host after the handshake timeout."""
     probed: list[socket.socket] = []
     monkeypatch.setattr("aiocoll.transport.stream.transport.enable_keepalive", probed.append)
     loop = asyncio.get_running_loop()
@@ -594,8 +594,8 @@ async def test_client_that_has_proven_the_key_from_another_host_has_keepalive(mo
 
 
 @pytest.mark.parametrize("nbytes", [HELLO_SIZE, HELLO_SIZE - 1])
-async def test_timeout_does_not_discard_an_arrived_message(nbytes: int) -> None:
-    """HELLO arrives while the loop is blocked, when earlier timers are due."""
+async def test_handshake_timeout_does_not_discard_an_arrived_message(nbytes: int) -> None:
+    """Let HELLO arrive while the loop is blocked and earlier timers are due."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, runtime=runtime) as (_, b), stranger(b.card) as sock:
         await runtime.held_one.wait()
@@ -612,7 +612,7 @@ async def test_timeout_does_not_discard_an_arrived_message(nbytes: int) -> None:
         assert len(await answer) == (CHALLENGE_SIZE if nbytes == HELLO_SIZE else 0)
 
 
-async def test_unread_messages_extend_the_timeout_at_most_three_times() -> None:
+async def test_unread_messages_extend_the_handshake_timeout_at_most_three_times() -> None:
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, runtime=runtime) as (_, b), stranger(b.card) as sock:
         await runtime.held_one.wait()
@@ -626,8 +626,10 @@ async def test_unread_messages_extend_the_timeout_at_most_three_times() -> None:
 
 @pytest.mark.parametrize("connect_timeout", [3.0, 3600.0])
 @pytest.mark.parametrize("last", ["challenge", "verdict"])
-async def test_dial_reads_arrived_messages_when_its_timeout_expires(last: str, connect_timeout: float) -> None:
-    """The message arrives while the loop is blocked, when the timer of the attempt or of the dial is due."""
+async def test_dial_reads_arrived_handshake_messages_when_its_timeout_expires(
+    last: str, connect_timeout: float
+) -> None:
+    """Let a message arrive while the loop is blocked and the timer of the attempt or of the dial is due."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with (
         started(2, runtime=runtime, connect_timeout=connect_timeout) as (a, b),
@@ -665,8 +667,8 @@ async def test_failed_dial_ends_a_connection_inherited_by_a_forked_child() -> No
     each.close()
 
 
-async def test_message_that_arrived_while_the_loop_was_blocked_is_in_time() -> None:
-    """A deadline that passes in a blocked loop must not fail a peer that has already replied."""
+async def test_handshake_message_that_arrived_while_the_loop_was_blocked_is_in_time() -> None:
+    """Let a deadline pass in a blocked loop; a peer that has already replied must not fail."""
     async with started(2, handshake_timeout=0.01) as (_, b), stranger(b.card) as sock:
         client = make_client(0)
         assert await prove_key(sock, client) is Status.OK
@@ -676,8 +678,8 @@ async def test_message_that_arrived_while_the_loop_was_blocked_is_in_time() -> N
         assert len(b.links) == 1
 
 
-async def test_handshake_may_take_several_slow_iterations(flavour: str) -> None:
-    """Iterations are longer than the handshake timeout, as when many ranks of one loop connect at once."""
+async def test_handshake_can_take_several_slow_loop_iterations(flavour: str) -> None:
+    """Make iterations longer than the handshake timeout, as when many ranks of one loop connect at once."""
     loop, seconds = asyncio.get_running_loop(), 0.01
 
     def slow_iteration() -> None:
@@ -699,14 +701,14 @@ def block(seconds: float) -> None:
         pass
 
 
-async def test_malformed_hello_is_dropped_at_once(flavour: str) -> None:
+async def test_client_with_a_malformed_hello_is_disconnected_at_once(flavour: str) -> None:
     async with started(2, flavour) as (_, b):
         request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 8
         for garbage in (request, b"\0" * HELLO_SIZE, b"\x16" * HELLO_SIZE, os.urandom(4096)):
             async with stranger(b.card) as sock:
                 sock.send(garbage)
                 answer = await read(sock, HELLO_SIZE)
-                if flavour == "tls" and answer:  # OpenSSL sends a fatal alert if the first byte is that of a record
+                if flavour == "tls" and answer:  # OpenSSL sends a fatal alert if the first byte is a valid record type
                     assert (answer[0], answer[3:6]) == (21, b"\0\2\2"), answer
                     assert len(answer) == 7
                 else:
@@ -714,7 +716,7 @@ async def test_malformed_hello_is_dropped_at_once(flavour: str) -> None:
         assert b.accepted == []
 
 
-async def test_strangers_do_not_disturb_ranks(flavour: str) -> None:
+async def test_unauthenticated_clients_do_not_disturb_ranks(flavour: str) -> None:
     async with started(2, flavour) as (a, b):
         garbage = [await address.reach(*reach_arguments(b.card)) for _ in range(2 * MIN_PLACES)]
         for number, sock in enumerate(garbage):
@@ -735,7 +737,7 @@ def reach_arguments(card: Card) -> tuple[asyncio.AbstractEventLoop, int, object]
     return loop, address.family_of(card["tcp"][0]), tuple(card["tcp"])
 
 
-async def test_oldest_handshake_is_dropped_first() -> None:
+async def test_oldest_pending_handshake_is_closed_first() -> None:
     async with started(2) as (_, b):
         loop = asyncio.get_running_loop()
         silent = [await address.reach(*reach_arguments(b.card)) for _ in range(MIN_PLACES + 1)]
@@ -754,21 +756,21 @@ class TickingClock(Runtime):
         self.time = map(float, count(0, seconds)).__next__
 
 
-async def test_unreachable_peer_raises_peer_lost(flavour: str) -> None:
+async def test_connect_to_an_unreachable_peer_raises_peer_lost_error(flavour: str) -> None:
     runtime = TickingClock(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime, connect_timeout=6.0) as (a, b):
         where = "{} port {}".format(*b.card["tcp"]) if b.card["tcp"] else f"unix socket {b.card['unix']}"
         await b.transport.aclose()
         with pytest.raises(PeerLostError) as caught:
             await a.connect(b)
-        # At seconds 1 to 5 another attempt starts; at second 6 the timeout has passed.
+        # Further attempts start at seconds 1 to 5; at second 6 the timeout has passed.
         assert str(caught.value) == f"rank 1 cannot be reached at {where}: Connection refused (tried for 7.0 s)"
         assert caught.value.ranks == (1,)
         assert caught.value.how == "unreachable"
 
 
-async def test_peer_that_has_proven_the_key_is_not_reported_as_silent() -> None:
-    """The promised link fails after some seconds, and the rank dials."""
+async def test_authenticated_peer_is_not_reported_as_silent() -> None:
+    """Let the promised link fail after some seconds; the rank then dials."""
     runtime = TickingClock(asyncio.get_running_loop(), 3)
     async with started(2, runtime=runtime, connect_timeout=1000.0, handshake_timeout=0.01) as (a, b):
         b.transport.set_all_met()
@@ -781,14 +783,14 @@ async def test_peer_that_has_proven_the_key_is_not_reported_as_silent() -> None:
         assert await dial is not None
 
 
-async def test_silent_peer_raises_peer_lost() -> None:
+async def test_connect_to_a_silent_peer_raises_peer_lost_error() -> None:
     async with started(2, connect_timeout=0.03, handshake_timeout=0.01) as (a, b):
         silent, name = address.open_unix(os.urandom)
         with silent, pytest.raises(PeerLostError, match="it does not answer"):
             await a.transport.connect(1, {**b.card, "unix": name}, CONTROL)
 
 
-async def test_peer_that_closes_in_the_handshake_is_dialled_again() -> None:
+async def test_peer_that_closes_during_the_handshake_is_dialled_again() -> None:
     async with started(2) as (a, b):
         listener, name = address.open_unix(os.urandom)
         loop = asyncio.get_running_loop()
@@ -800,7 +802,7 @@ async def test_peer_that_closes_in_the_handshake_is_dialled_again() -> None:
                 with sock:
                     await read(sock, HELLO_SIZE)
                     if sent_bytes == PROOF_SIZE:
-                        sock.send(make_client(1).hello())  # the dialler cannot verify a challenge
+                        sock.send(make_client(1).hello())  # the dialler cannot verify a challenge alone
                         await read(sock, PROOF_SIZE)
             sock, _ = await loop.sock_accept(listener)
             with sock:
@@ -835,7 +837,7 @@ async def test_connect_during_another_connect_to_the_peer_is_refused() -> None:
         assert await dial is not None
 
 
-async def test_card_has_addresses_and_capabilities() -> None:
+async def test_card_of_a_rank_contains_addresses_and_capabilities() -> None:
     async with started(1, "unix") as (a,), started(1, "tcp") as (b,):
         host, process = address.host_identity(), list(this_process())
         assert a.card == {
@@ -872,8 +874,8 @@ async def test_auto_transport_uses_unix_on_one_host_and_tcp_between_hosts() -> N
 
 
 @pytest.mark.parametrize("trouble", ["missing", "another user"])
-async def test_tcp_replaces_an_unusable_unix_socket(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both cards name one host, but the unix socket belongs to another machine or another user."""
+async def test_tcp_is_used_if_the_unix_socket_is_unusable(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use cards that name one host although the unix socket belongs to another machine or another user."""
     runtime = Runtime(asyncio.get_running_loop())
     ranks = [Rank(StreamTransport(runtime, r, 2, "job", KEY, StreamOptions(host_id="one"))) for r in range(2)]
     for rank in ranks:
@@ -926,7 +928,7 @@ async def test_connection_to_another_host_requires_a_key() -> None:
             await a.transport.connect(1, {**b.card, "tcp": ["192.0.2.254", 1]}, CONTROL)
 
 
-async def test_tcp_without_a_key_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_tcp_transport_without_a_job_key_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     async with started(2, "tcp", key=None) as (a, b):
         assert await a.connect(b) is not None
         assert await a.connect(b, DATA) is not None
@@ -936,7 +938,7 @@ async def test_tcp_without_a_key_warns_once(caplog: pytest.LogCaptureFixture) ->
     assert "rank 0 uses TCP on 127.0.0.1 without a job key" in warnings[0].getMessage()
 
 
-async def test_unix_without_a_key_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unix_transport_without_a_job_key_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     async with started(2, "unix", key=None) as (a, b):
         assert await a.connect(b) is not None
         await settle(b)
@@ -944,7 +946,7 @@ async def test_unix_without_a_key_is_quiet(caplog: pytest.LogCaptureFixture) -> 
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-async def test_listener_on_all_addresses_publishes_one() -> None:
+async def test_listener_on_all_addresses_publishes_one_address() -> None:
     async with started(2, "tcp") as (a, b):
         with pytest.raises(ValueError, match=r"listening on 0\.0\.0\.0 needs advertise="):
             await b.transport.listen_tcp("0.0.0.0")
@@ -954,7 +956,7 @@ async def test_listener_on_all_addresses_publishes_one() -> None:
 
 
 @pytest.mark.parametrize("flavour", PLAIN, indirect=True)
-async def test_close_ends_handshakes_and_dials(flavour: str) -> None:
+async def test_close_of_the_transport_ends_handshakes_and_dials(flavour: str) -> None:
     async with started(3, flavour) as (a, b, c):
         await c.transport.aclose()
         dial = asyncio.create_task(a.connect(c))
@@ -973,7 +975,7 @@ async def test_close_ends_handshakes_and_dials(flavour: str) -> None:
         await a.transport.aclose()
 
 
-async def test_links_outlive_the_transport() -> None:
+async def test_open_links_outlive_their_transport() -> None:
     async with started(2) as (a, b):
         link = await a.connect(b)
         await settle(b)
@@ -985,7 +987,7 @@ async def test_links_outlive_the_transport() -> None:
 
 
 @pytest.mark.parametrize("turns", range(24))
-async def test_cancelled_connect_leaves_nothing_open(flavour: str, turns: int) -> None:
+async def test_cancelled_connect_leaves_no_open_sockets(flavour: str, turns: int) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     async with started(2, flavour) as (a, b):
         dial = asyncio.create_task(a.connect(b))
@@ -995,9 +997,9 @@ async def test_cancelled_connect_leaves_nothing_open(flavour: str, turns: int) -
         await asyncio.wait([dial])
         await settle(b)
         assert await a.connect(b) is not None or not dial.cancelled()
-        # The peer must not have had a link that ended, because it would report a lost rank.
+        # The peer had no link that ended, since it would have reported a lost rank.
         assert b.lost_peers == []
-        del dial  # its traceback refers to the sockets
+        del dial  # the traceback of `dial` references the sockets
     del a, b  # a link keeps its mapped memory until it is deleted
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -1005,7 +1007,7 @@ async def test_cancelled_connect_leaves_nothing_open(flavour: str, turns: int) -
 
 
 async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
-    """Rank 1 missed the end of the link. It accepts a new one, because rank 0 proves that it has no link."""
+    """Let rank 1 miss the end of the link; it accepts a new one, since rank 0 proves that it has no link."""
     async with started(2, flavour) as (zero, one):
         for ended in range(3):
             link = await zero.connect(one)
@@ -1025,7 +1027,7 @@ async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
 
 
 async def test_earlier_dial_does_not_end_a_newer_link(flavour: str) -> None:
-    """The proof that a peer has lost its link ends only links that began before."""
+    """Check that the proof that a peer has lost its link ends only links that began earlier."""
     async with started(2, flavour) as (zero, one):
         kind = DATA if flavour == "shm" else CONTROL
         link = await zero.connect(one)
@@ -1034,7 +1036,7 @@ async def test_earlier_dial_does_not_end_a_newer_link(flavour: str) -> None:
         (other,) = one.links
         one.transport._links.catch_up((0, kind), 0)
         assert not other.closed
-        one.transport._links.catch_up((0, kind), 1 << 15)  # an older count: counts are sent modulo 65536
+        one.transport._links.catch_up((0, kind), 1 << 15)  # an older count of links, sent modulo 65536
         assert not other.closed
         one.transport._links.catch_up((0, kind), 1)
         assert other.closed

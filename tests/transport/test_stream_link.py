@@ -1,4 +1,4 @@
-"""Links over byte streams: frames cut anywhere, invalid frames, resets, and polls of limited time."""
+"""Links over byte streams: frames cut at any byte, invalid frames, resets, and polls of limited time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_frames_sent_in_pieces_of_any_length_arrive_intact(piece: int, rou
         assert sink.frames == [(op, payload(op, nbytes)) for op, nbytes in enumerate(sizes)]
 
 
-async def test_routed_payload_is_received_without_a_copy() -> None:
+async def test_payload_routed_into_an_array_is_received_without_a_copy() -> None:
     room = bytearray(b"." * (BIG + 2))
     routed_headers: list[Header] = []
 
@@ -110,7 +110,7 @@ async def test_routed_payload_is_received_without_a_copy() -> None:
         assert routed_headers[0][7] == BIG
 
 
-async def test_diverted_payload_is_not_written_to_its_place() -> None:
+async def test_diverted_payload_is_not_written_to_its_array() -> None:
     room = bytearray(BIG)
     async with link_with_raw_end() as (raw, link, sink):
         sink.place = lambda header: memoryview(room)[: header[7]] if header[4] == 1 else None
@@ -125,7 +125,7 @@ async def test_diverted_payload_is_not_written_to_its_place() -> None:
         assert room == bytes(BIG)
         assert [op for op, _ in sink.frames] == [1, 2, 1]
         assert sink.frames[1] == (2, b"next")
-        link.divert()  # has no effect between frames
+        link.divert()  # `divert` has no effect between frames
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ async def test_malformed_header_ends_the_link(header: bytes, message: str) -> No
         assert (len(sink.losses), len(sink.frames)) == (1, 1)
 
 
-async def test_end_within_a_frame_is_reported_as_an_end() -> None:
+async def test_end_of_a_stream_within_a_frame_is_reported_as_a_link_end() -> None:
     async with link_with_raw_end() as (raw, link, sink):
         raw.send(frame_bytes(1, b"whole") + frame_bytes(2, b"cut off")[:-3])
         raw.close()
@@ -168,7 +168,7 @@ async def test_end_within_a_frame_is_reported_as_an_end() -> None:
         assert sink.losses == [None]
 
 
-async def test_reset_is_reported_as_an_error() -> None:
+async def test_connection_reset_is_reported_as_an_error() -> None:
     async with link_with_raw_end("tcp") as (raw, link, sink):
         link.start()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -177,7 +177,7 @@ async def test_reset_is_reported_as_an_error() -> None:
         assert isinstance(sink.losses[0], ConnectionResetError)
 
 
-async def test_reset_after_finish_is_reported_as_an_end() -> None:
+async def test_connection_reset_after_finish_is_reported_as_a_link_end() -> None:
     async with link_with_raw_end("tcp") as (raw, link, sink):
         link.start()
         link.finish()
@@ -200,7 +200,7 @@ class ExhaustedClock(Runtime):
         return float(self.readings)
 
 
-async def test_poll_ends_after_its_time_budget() -> None:
+async def test_poll_of_a_link_ends_at_its_time_limit() -> None:
     room = memoryview(bytearray(SEGMENT))
     async with link_with_raw_end("unix", ExhaustedClock(asyncio.get_running_loop())) as (raw, link, sink):
         sink.place = lambda header: room[: header[7]]
@@ -236,7 +236,7 @@ class TickingClock(Runtime):
         return self._now
 
 
-async def test_many_small_frames_are_delivered_over_several_iterations() -> None:
+async def test_many_small_frames_are_delivered_over_several_loop_iterations() -> None:
     count = 500
     async with link_with_raw_end(runtime=TickingClock(asyncio.get_running_loop())) as (raw, link, sink):
         raw.send(b"".join(frame_bytes(op, b"small") for op in range(count)))

@@ -45,7 +45,7 @@ async def striped_ends(ranks: list[Rank], count: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("flavour", ["tcp", "tls"])
 @pytest.mark.parametrize("count", [2, 3, MOST_CONNECTIONS])
-async def test_frames_arrive_in_order_over_all_connections(flavour: str, count: int) -> None:
+async def test_frames_of_a_striped_link_arrive_in_order_over_all_connections(flavour: str, count: int) -> None:
     async with started(2, flavour) as ranks:
         ends = await striped_ends(ranks, count)
         for end, other in (ends, ends[::-1]):
@@ -64,13 +64,13 @@ async def test_frames_arrive_in_order_over_all_connections(flavour: str, count: 
         ("127.0.0.1", 1.0, False),
         ("127.0.0.2", FAR, True),
         ("127.0.0.2", FAR - 1e-6, False),
-        ("127.0.0.2", inf, False),  # the kernel does not know the round-trip time
+        ("127.0.0.2", inf, False),  # the kernel has measured no round-trip time
     ],
 )
 async def test_connections_to_distant_hosts_are_paced(
     count: int, host: str, rtt: float, paced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without pacing, a fast link loses packets of a burst after a pause, and slows down."""
+    """Check pacing, without which a fast link loses packets of a burst after a pause, and slows down."""
     replaced(monkeypatch, round_trip=lambda sock: rtt)
     async with started(2, "tcp") as ranks:
         ranks[1].card = await ranks[1].transport.listen_tcp(host)
@@ -95,7 +95,7 @@ async def test_only_data_links_have_several_connections(kind: ConnKind) -> None:
         assert not ranks[0].transport._background
 
 
-async def test_connection_for_a_closed_link_is_closed() -> None:
+async def test_additional_connection_for_a_closed_link_is_closed() -> None:
     async with started(2, "tcp") as ranks:
         ranks[0].transport.connections = lambda host: MOST_CONNECTIONS
         near = await ranks[0].connect(ranks[1], ConnKind.DATA)
@@ -105,7 +105,7 @@ async def test_connection_for_a_closed_link_is_closed() -> None:
         assert not ranks[0].transport._links.has((1, ConnKind.DATA))
 
 
-async def test_connections_per_link_are_limited() -> None:
+async def test_number_of_connections_per_link_is_limited() -> None:
     async with started(2, "tcp") as ranks:
         ends = await striped_ends(ranks, 2)
         ranks[0].transport._start("more", ranks[0].transport._add_connections, 1, dial_target(ranks), 20)
@@ -156,7 +156,7 @@ class Ends:
         return bytes(self.space[: self.stream.receive_into(self.space)])
 
 
-async def test_blocks_are_delivered_in_order() -> None:
+async def test_blocks_of_a_striped_stream_are_delivered_in_order() -> None:
     with Ends() as ends:
         for connection, block in ((2, 1), (2, 2), (1, 3)):
             ends.send_block(connection, block, b"%d" % block)
@@ -167,7 +167,7 @@ async def test_blocks_are_delivered_in_order() -> None:
 
 
 async def test_block_received_early_can_be_read_in_parts() -> None:
-    """The loop calls the reader again for the rest of the block, which a poller no longer reports."""
+    """Read a part of an early block; the loop calls the reader again for the rest, which a poll no longer reports."""
     with Ends() as ends:
         ends.send_block(1, 1, bytes(range(100)), announced=200)
         with pytest.raises(BlockingIOError):
@@ -192,8 +192,8 @@ async def test_block_received_early_can_be_read_in_parts() -> None:
         assert found == b"x" + bytes(range(200))
 
 
-async def test_early_blocks_are_kept_up_to_a_limit() -> None:
-    """Further blocks wait in the kernel. The block that is due next is received nevertheless."""
+async def test_early_blocks_of_a_striped_stream_are_kept_up_to_a_limit() -> None:
+    """Check that further blocks wait in the kernel, except the block that is due next."""
     with Ends() as ends:
         block = 1
         full = False
@@ -212,7 +212,7 @@ async def test_early_blocks_are_kept_up_to_a_limit() -> None:
 
 
 @pytest.mark.parametrize("length", [0, BLOCK + 1, (1 << 32) - 1])
-async def test_block_of_another_length_is_refused(length: int) -> None:
+async def test_striped_stream_refuses_a_block_of_another_length(length: int) -> None:
     with Ends() as ends:
         ends.send_block(0, 0, b"", announced=length)
         with pytest.raises(ProtocolError, match=f"received a block of {length} bytes"):
@@ -220,8 +220,8 @@ async def test_block_of_another_length_is_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 2])
-async def test_repeated_block_is_refused(block: int) -> None:
-    """The first copy was delivered, or waits for its turn."""
+async def test_striped_stream_refuses_a_repeated_block(block: int) -> None:
+    """Repeat a block whose first copy was delivered, or waits for its turn."""
     with Ends() as ends:
         ends.send_block(0, 0, b"0")
         ends.send_block(1, 2, b"2")
@@ -231,8 +231,8 @@ async def test_repeated_block_is_refused(block: int) -> None:
             ends.receive()
 
 
-async def test_writable_callback_follows_the_connection_in_use() -> None:
-    """The stream may switch connections: here another one has more room and takes the next blocks."""
+async def test_writable_callback_of_a_striped_stream_follows_the_connection_in_use() -> None:
+    """Let another connection with more space take the next blocks."""
     with Ends() as ends:
         calls = 0
 
@@ -259,7 +259,7 @@ async def test_writable_callback_follows_the_connection_in_use() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"\0", struct.pack("!QI", 0, 5), struct.pack("!QI", 7, 5) + b"four"])
-async def test_end_within_a_block_is_a_loss(sent: bytes) -> None:
+async def test_end_of_a_connection_within_a_block_is_reported_as_a_loss(sent: bytes) -> None:
     with Ends() as ends:
         ends.far[0].sendall(sent)
         ends.far[0].close()
@@ -268,7 +268,7 @@ async def test_end_within_a_block_is_a_loss(sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("lost", range(3))
-async def test_reset_connection_is_a_loss_after_all_earlier_data(lost: int) -> None:
+async def test_connection_reset_is_reported_as_a_loss_after_all_earlier_data(lost: int) -> None:
     with Ends("tcp") as ends:
         ends.send_block((lost + 1) % 3, 0, b"before")
         ends.far[lost].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -278,7 +278,7 @@ async def test_reset_connection_is_a_loss_after_all_earlier_data(lost: int) -> N
             ends.receive()
 
 
-async def test_stream_ends_when_all_connections_have_ended() -> None:
+async def test_striped_stream_ends_when_all_its_connections_have_ended() -> None:
     with Ends() as ends:
         for sock in ends.far[:2]:
             sock.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""The verdicts of mypy and pyright on programs that use the library. The programs are not run."""
+"""The verdicts of mypy and pyright on programs that use the library, which are not run."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def pyright() -> Verdict:
 
 
 def without_modules(shown: str) -> str:
-    """Return a type without the modules of its names."""
+    """Return a type's text without the module names in it."""
     return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", shown)
 
 
 def comments_of(path: Path, pattern: str) -> dict[tuple[str, int], str]:
-    """Return the group in the pattern from each line that matches it."""
+    """Return the matched group of the pattern for each line that matches."""
     lines = enumerate(path.read_text().splitlines(), 1)
     return {(path.name, number): found[1] for number, line in lines if (found := re.search(pattern, line))}
 
@@ -89,7 +89,7 @@ both = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @both
-def test_awaited_expression_has_the_result_type(checker: Callable[[], Verdict]) -> None:
+def test_type_checker_infers_the_result_type_of_awaited_calls(checker: Callable[[], Verdict]) -> None:
     expected = comments_of(ACCEPTED, r"^ *reveal_type\(.*\)  # (.*)$")
     assert len(expected) > 100
     revealed = checker().revealed
@@ -100,12 +100,12 @@ def test_awaited_expression_has_the_result_type(checker: Callable[[], Verdict]) 
 
 
 @both
-def test_valid_programs_are_accepted(checker: Callable[[], Verdict]) -> None:
+def test_type_checker_accepts_valid_programs(checker: Callable[[], Verdict]) -> None:
     assert {place: error for place, error in checker().errors.items() if place[0] == ACCEPTED.name} == {}
 
 
 @both
-def test_invalid_programs_are_refused(checker: Callable[[], Verdict]) -> None:
+def test_type_checker_refuses_invalid_programs(checker: Callable[[], Verdict]) -> None:
     expected = comments_of(REFUSED, r"  # (refused)$").keys()
     assert len(expected) > 30
     found = {place for place in checker().errors if place[0] == REFUSED.name}
@@ -113,7 +113,7 @@ def test_invalid_programs_are_refused(checker: Callable[[], Verdict]) -> None:
     assert sorted(found - expected) == [], "valid lines are refused"
 
 
-def test_few_expressions_have_the_type_any() -> None:
+def test_only_listed_expressions_have_the_type_any() -> None:
     """Allow `Any` for objects of other ranks, for arrays of an unnamed library, and for dtypes by name."""
     unknown = {
         line.strip()
@@ -134,5 +134,5 @@ def test_few_expressions_have_the_type_any() -> None:
     assert all(any(call in line for call in calls) for line in unknown)
 
 
-def test_package_declares_its_types() -> None:
+def test_package_declares_type_information() -> None:
     assert (ROOT / "aiocoll" / "py.typed").exists()

@@ -1,4 +1,4 @@
-"""The definitions that pyright finds, as for an editor: they lead from each caller on the drawing to its callee."""
+"""The definitions that pyright finds for an editor, from each caller on the drawing to its callee."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def uses(path: Path, inside: ast.AST, *names: str) -> list[Place]:
 
 
 def definitions_of(server: Server, place: Place) -> set[str]:
-    """Return the functions to which a name leads, also through variables that are bound to them."""
+    """Return the functions to which a name refers, also through variables that are bound to them."""
     found: set[str] = set()
     for target in server.definitions(place):
         named = [name for name, each in functions(target.path).items() if each.lineno - 1 == target.line]
@@ -153,8 +153,8 @@ def calls() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.slow
-def test_definitions_lead_from_allreduce_to_the_link(server: Server) -> None:
-    """Follow each call to the definition; for a class with bases or an interface, the definition may be there."""
+def test_go_to_definition_leads_from_allreduce_to_the_link(server: Server) -> None:
+    """Follow each call to its definition; for a class with bases or an interface, the definition may be there."""
     missing, found = [], set()
     for module, caller, callee in calls():
         path, name = PACKAGE / f"{module.replace('.', '/')}.py", callee.rpartition(".")[2]

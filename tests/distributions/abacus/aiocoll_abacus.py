@@ -1,4 +1,4 @@
-"""A device whose memory the host can access: its arrays, their adapter, and its backend."""
+"""The device plugin "abacus", whose memory the host can access: arrays, adapter and backend."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class BeadsAdapter(ArrayAdapter):
 
 
 class AbacusCalls:
-    """The calls of one group; the host carries them out."""
+    """The calls of one group on abacus arrays, carried out by the host."""
 
     kind = "abacus"
 

@@ -134,7 +134,7 @@ class RailLink:
         except BlockingIOError:
             self._loop.add_writer(self._rail, self._resume)
         except OSError:
-            self._waiting.clear()  # the next read raises the error
+            self._waiting.clear()  # the next read raises the connection's error
         return not self._waiting
 
     def _resume(self) -> None:
@@ -144,7 +144,7 @@ class RailLink:
             self._end_both()
 
     def _complete(self) -> None:
-        """Handle a complete header or payload."""
+        """Handle a completely received header or payload."""
         try:
             if self._header is None:
                 header = HEADER.unpack(self._target)
@@ -176,12 +176,12 @@ class RailLink:
         self._header, self._target, self._filled = header, target.cast("B"), 0
 
     def _end_both(self) -> None:
-        """Close in order once both ends have finished and the peer has received everything."""
+        """Close the connection in order, once both ends have finished and the peer has received everything."""
         if self._peer_has_ended and not self._waiting:
             self._lose(None)
 
     def _stream_ended(self) -> None:
-        """Handle the closed `_stream`: the peer closes it only with the link, so its data is on the rail."""
+        """Handle the end of `_stream`, which the peer closes only with the link; its data is on the rail."""
         self._stream.stop_reading()
         while self.poll():
             pass
@@ -228,7 +228,7 @@ class RailCarrier:
                 rail.setblocking(False)
                 if hmac.compare_digest(await loop.sock_recv(rail, 16), secret):
                     return rail
-                rail.close()  # another process of this host
+                rail.close()  # the connection comes from another process of this host
 
     async def _take(self, stream: ByteStream) -> socket.socket:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A rank of two on one device that call NCCL through aiocoll; it fails if the machine does not support this.
+"""A rank of a pair that calls NCCL through aiocoll on one device; it fails if the machine does not support this.
 
 ``python -m tests.gpu.on_device.two aiocoll_rank HOW KIND FOLDER`` starts both.
 
@@ -43,7 +43,7 @@ ROUNDS = 20
 SOON = 3.0
 #: The timeout of a call in seconds, including the creation of the communicator.
 TIMEOUT = 30.0
-#: The number of queued calls. Each enqueues a wait, a kernel and an event; a stream has room for 1,024 entries.
+#: The number of queued calls. Each call enqueues a wait, a kernel and an event; a stream holds 1,024 entries.
 QUEUED = 500
 #: The largest delay of the event loop in seconds.
 LAG = 0.5
@@ -69,7 +69,7 @@ async def time_allreduce(pg: ProcessGroup, made: World, count: int) -> float:
 
 
 async def make_communicator(pg: ProcessGroup, made: World) -> None:
-    """Make the first call, which creates the communicator, and check that NCCL is used."""
+    """Make the first call, which creates the communicator, and check that the group uses NCCL."""
     start = perf_counter()
     await time_allreduce(pg, made, 1)
     assert dispatcher_of(pg).device_calls is not None
@@ -87,7 +87,7 @@ async def make_sums(pg: ProcessGroup, made: World) -> None:
 
 
 async def start_held_up_call(pg: ProcessGroup, made: World) -> Any:
-    """Make the kernel of rank 0 wait for rank 1; return the work on rank 0, and on rank 1 the gate that holds it up."""
+    """Make the kernel of rank 0 wait for rank 1; return the work on rank 0, and the gate that holds it on rank 1."""
     tensor = made.tensor(np.ones(1000, np.float32))
     if pg.rank() == 0:
         work = pg.allreduce(tensor)
@@ -142,7 +142,7 @@ async def make_mismatch(pg: ProcessGroup, made: World) -> None:
         many,
         few,
         few,
-    ):  # so that later calls of both lengths are launched before they are compared
+    ):  # repeated, so that later calls of both lengths are launched before they are compared
         await time_allreduce(pg, made, count)
     tensor = made.tensor(np.ones(few if rank else many, np.float32))
     clock = runtime()[1]
@@ -181,7 +181,7 @@ async def queue_calls(pg: ProcessGroup, made: World) -> None:
     made.stream(0)
     tensor = made.tensor(np.full(1000, pg.rank() + 1.0))
     await pg.allreduce(tensor)
-    gate = made.gate(0)  # after the first call, which loads its kernel
+    gate = made.gate(0)  # make the gate after the first call, which loads its kernel
     async with late_wakeups() as late:
         start = perf_counter()
         works = [pg.allreduce(tensor) for _ in range(QUEUED)]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from aiocoll import ProcessGroup
 
-#: The environment variable with the file for figures, one JSON object per line.
+#: The environment variable with the path of the file for measurements, one JSON object per line.
 FIGURES = "GPU_FIGURES"
 #: Seconds of each sleep of the task that measures how late it wakes.
 NAP = 0.001
@@ -44,11 +44,11 @@ class World:
     slow: float
 
     def tensor(self, values: Any, device: int = 0) -> Any:
-        """Return a new array with these values."""
+        """Return a new device array with the given values."""
         raise NotImplementedError
 
     def part(self, tensor: Any, start: int, stop: int) -> Any:
-        """Return a view of consecutive elements."""
+        """Return a view of consecutive elements of a device array."""
         raise NotImplementedError
 
     def host(self, tensor: Any) -> NDArray[Any]:
@@ -68,7 +68,7 @@ class World:
         raise NotImplementedError
 
     def add(self, tensor: Any, number: float) -> None:
-        """Add a number to float64 values, in the order of the current stream."""
+        """Add a number to float64 elements, in the order of the current stream."""
         raise NotImplementedError
 
     def delay(self, seconds: float, device: int) -> None:
@@ -84,7 +84,7 @@ class World:
         raise NotImplementedError
 
     def poke(self, device: int) -> None:
-        """Make runtime calls as another thread of a program would."""
+        """Make CUDA runtime calls, as another thread of a program would."""
         raise NotImplementedError
 
     def figure(self, name: str, value: Any) -> None:
@@ -94,7 +94,7 @@ class World:
 
 @asynccontextmanager
 async def late_wakeups() -> AsyncIterator[list[float]]:
-    """Yield a list of the seconds by which a sleeping task wakes late, extended during the block."""
+    """Yield a list to which a sleeping task appends, during the block, the seconds by which it wakes late."""
     late: list[float] = []
 
     async def nap() -> None:
@@ -113,13 +113,13 @@ async def late_wakeups() -> AsyncIterator[list[float]]:
 
 
 def lag_percentiles(late: Sequence[float]) -> list[float]:
-    """Return the median, the 99th percentile and the maximum, in ms."""
+    """Return the median, the 99th percentile and the maximum of the delays, in ms."""
     found: list[float] = (np.percentile(late, (50, 99, 100)) * 1e3).round(3).tolist()
     return found
 
 
 async def reduced_and_gated(pg: ProcessGroup, made: World, value: float = 1.0) -> tuple[int, Any, Gate]:
-    """Return this rank's device, a tensor that was reduced there, and a closed gate on its current stream.
+    """Return this rank's device, an already reduced tensor on it, and a closed gate on its current stream.
 
     The first call of a group creates its communicator or locks memory, for which CUDA may wait for the device. So this
     first call comes before the gate.

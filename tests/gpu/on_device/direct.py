@@ -111,7 +111,7 @@ class Direct:
         self._kernels: dict[tuple[int, str], ctypes.c_void_p] = {}
         self._copying = threading.Lock()
         with self.on(0):
-            self._block = self.cuda.pinned(NBYTES)  # no memory can be locked while NCCL kernels run
+            self._block = self.cuda.pinned(NBYTES)  # allocated now: NCCL kernels would delay page-locking
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
@@ -141,7 +141,7 @@ class Direct:
     def _pieces(
         self, address: int, values: NDArray[Any], device: int
     ) -> Iterator[tuple[NDArray[Any], NDArray[Any], int]]:
-        """Yield an array in pieces: the bytes, page-locked memory for them, and their address on the device."""
+        """Yield the pieces of an array: its bytes, page-locked memory for them, and their address on the device."""
         flat = values.reshape(-1).view(np.uint8)
         with self.on(device), self._copying:
             for start in range(0, flat.size, NBYTES):

@@ -1,4 +1,4 @@
-"""A process that must end by itself: ``python -m tests.gpu.on_device.exits HOW KIND``. It prints results and errors.
+"""A process that must exit by itself: ``python -m tests.gpu.on_device.exits HOW KIND``; it prints results and errors.
 
 aborting    the process ends while a thread aborts its communicator
 lonely      its communicator waits for a rank that does not exist
@@ -25,7 +25,7 @@ from .worlds import PLAYED, World, world
 
 #: Timeouts for a call that hangs, in seconds: on a real device and on a simulated one.
 LIMIT = (5.0, 0.3)
-#: Contexts that stay open at exit, because their end would wait for the aborting thread.
+#: Context managers that stay open at exit, since closing them would wait for the aborting thread.
 _left: list[object] = []
 #: Seconds that an abort takes, longer than the rest of the process.
 SLOW = 1.0
@@ -79,7 +79,7 @@ async def unclosed(made: World) -> None:
 
 def main(how: str, kind: str) -> None:
     if kind in PLAYED:
-        side_module.RELEASE = 0.1  # the simulated communicator hangs for ever, so a short wait is enough
+        side_module.RELEASE = 0.1  # the simulated communicator hangs forever, so a short wait is enough
     with ExitStack() as stack:
         made = stack.enter_context(world(kind, stuck=how == "lonely"))
         asyncio.run({"aborting": aborting, "lonely": lonely, "unclosed": unclosed}[how](made))

@@ -26,7 +26,7 @@ _names = count()
 
 
 class FarNccl:
-    """NCCL in one of two processes, with the interface `aiocoll.gpu.api.Nccl`; rank 0 creates the id.
+    """A simulated NCCL in one of two processes, with the interface `aiocoll.gpu.api.Nccl`; rank 0 creates the id.
 
     Attributes:
         complaints: always empty; `FakeNccl` has such a list.
@@ -69,7 +69,7 @@ class FarNccl:
 
 
 class FarCommunicator:
-    """The communicator of one rank, over a socket to its peer."""
+    """The communicator of one rank, which exchanges data over a socket with its peer."""
 
     def __init__(self, cuda: FakeCuda, end: socket.socket, rank: int) -> None:
         self._cuda, self._end, self._rank = cuda, end, rank

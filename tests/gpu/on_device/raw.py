@@ -1,4 +1,4 @@
-"""A rank of two that call NCCL without aiocoll; the other steps with two ranks depend on this.
+"""A rank of a pair that calls NCCL without aiocoll; the other steps with two ranks depend on this one.
 
 ``python -m tests.gpu.on_device.two raw HOW KIND FOLDER`` starts both.
 
@@ -49,7 +49,7 @@ def exchange_id(rank: int, meeting: Path, unique_id: Callable[[], bytes]) -> byt
 
 
 def by_cupy(rank: int, meeting: Path) -> None:
-    """Make allreduces by CuPy."""
+    """Make allreduces through CuPy's NCCL functions."""
     import cupy
     from cupy.cuda import nccl
 
@@ -81,7 +81,7 @@ class UniqueId(ctypes.Structure):
 
 
 def by_library(rank: int, meeting: Path, kind: str) -> None:
-    """Make allreduces on arrays of a kind by libnccl."""
+    """Make allreduces on arrays of the given kind through libnccl."""
     with world(kind, processes=True) as made:
         nccl = library()
         address, number = ctypes.c_void_p, ctypes.c_int
@@ -121,7 +121,7 @@ def by_library(rank: int, meeting: Path, kind: str) -> None:
 
 
 def by_fake(rank: int, meeting: Path) -> None:
-    """Make allreduces by the fake NCCL."""
+    """Make allreduces through the fake NCCL."""
     with FakeCuda() as cuda:
         nccl = FarNccl(cuda)
         communicator = nccl.init(2, exchange_id(rank, meeting, nccl.unique_id), rank)

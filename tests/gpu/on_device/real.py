@@ -1,4 +1,4 @@
-"""Real devices with arrays of CuPy or torch. The library makes arrays and streams; the driver does the rest."""
+"""Real devices with arrays of CuPy or torch: the library makes arrays and streams, the driver does the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .direct import Direct
 NARROW = frozenset(name for name in DTYPES if not hasattr(np, name) and name != "bool")
 #: Seconds after which a kernel stops waiting for its gate, so that a failed test does not block the device for ever.
 SHUT = 20.0
-#: The number of gates at a time; gate 0 is never opened.
+#: The number of gates that can exist at a time; gate 0 is never opened.
 FLAGS = 64
 
 
@@ -34,7 +34,7 @@ class _Flag(NamedTuple):
 
 
 class RealWorld(World):
-    """Real devices, with a subclass for each array library."""
+    """A base class for real devices, with a subclass for each array library."""
 
     slow = 1.0
 
@@ -124,7 +124,7 @@ class CupyWorld(RealWorld):
     def __init__(self) -> None:
         import cupy
 
-        self._streams: list[Any] = []  # CuPy destroys a stream without references, even the current one
+        self._streams: list[Any] = []  # referenced, since CuPy destroys an unreferenced stream, even the current stream
         super().__init__("cupy", cupy, frozenset(DTYPES) - NARROW)
 
     def empty(self, count: int, dtype: str, device: int) -> Any:

@@ -1,4 +1,4 @@
-"""Every collective, op and dtype on a device, by NCCL and staged, compared with NumPy."""
+"""Every collective, op and dtype on a device, with NCCL and staged, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTS = ("0", "1", "1000")
 
 
 class Around:
-    """A device tensor that includes its margins. Slices of it are copies in host memory."""
+    """A device tensor with margins; slices of it are copies in host memory."""
 
     def __init__(self, made: World, tensor: Any, count: int) -> None:
         self._world, self._tensor, self._count = made, tensor, count
@@ -36,7 +36,7 @@ class Around:
 
 
 class DeviceCall(Call):
-    """A case on one rank, with arrays on its device."""
+    """A test case of collectives on one rank, with arrays on the rank's device."""
 
     def __init__(self, case: Case, rank: int, made: World) -> None:
         super().__init__(case, rank)
@@ -61,7 +61,7 @@ async def check(pg: ProcessGroup, cases: list[Case], made: World) -> None:
 
 
 def pairs() -> Iterator[Case]:
-    """Yield a pairwise cover of the combinations; `test_groups_cover` runs all of them on the fake."""
+    """Yield a pairwise cover of all combinations of arguments; `test_groups_cover` runs all of them on the fake."""
     yield from cover({"kind": REDUCING, "op": OPS, "dtype": WIDE, "count": COUNTS}, valid)
     yield from cover({"kind": MOVING, "dtype": WIDE, "count": COUNTS}, valid)
 
@@ -75,7 +75,7 @@ def everything() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_op_and_dtype_gives_right_results(kind: str, way: str) -> None:
+async def test_every_op_and_dtype_gives_correct_results_on_the_device(kind: str, way: str) -> None:
     with world(kind, way, 2) as made:
         size = possible_ranks(made, way, 2)
         found = pairs() if kind in PLAYED else everything()
@@ -114,7 +114,7 @@ async def test_tensors_that_require_gradients_are_written_in_place(kind: str, wa
         await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
-async def test_group_with_nccl_uses_it(kind: str) -> None:
+async def test_group_uses_nccl_if_nccl_is_available(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> str:
         await pg.allreduce(made.tensor(np.ones(3), pg.rank() % made.devices))
         assert dispatcher_of(pg).device_calls is not None

@@ -81,21 +81,21 @@ def output_of_process(how: str, kind: str) -> str:
     return done.stdout
 
 
-def test_communicator_without_its_peer_is_reported(kind: str) -> None:
+def test_communicator_that_waits_for_a_missing_peer_is_reported(kind: str) -> None:
     assert "NCCL has not created the communicator on device 0: restart the process" in output_of_process("lonely", kind)
 
 
-def test_process_can_end_during_an_abort(kind: str) -> None:
-    """Check that NCCL is not unloaded while that thread uses it."""
+def test_process_can_exit_during_an_abort_of_a_communicator(kind: str) -> None:
+    """Check that NCCL is not unloaded while the aborting thread uses it."""
     assert output_of_process("aborting", kind).splitlines()[-1] == "aborted"
 
 
-def test_process_can_end_with_an_open_group(kind: str) -> None:
-    assert output_of_process("unclosed", kind).splitlines()[-1] == "[1.0, 1.0, 1.0]"  # NCCL prints its version first
+def test_process_can_exit_with_an_open_group(kind: str) -> None:
+    assert output_of_process("unclosed", kind).splitlines()[-1] == "[1.0, 1.0, 1.0]"  # after NCCL version lines
 
 
-def test_new_group_works_after_a_forgotten_one(kind: str) -> None:
-    """Check that no garbage collection ends a communicator, because its end waits for other ranks."""
+def test_new_group_works_after_a_group_that_was_not_closed(kind: str) -> None:
+    """Check that garbage collection does not end a communicator, because its end waits for other ranks."""
 
     async def forget(made: World) -> None:
         pg = await new_group(store=HashStore(), rank=0, world_size=1)

@@ -22,7 +22,7 @@ both = pytest.mark.parametrize("way", WAYS)
 
 
 @both
-async def test_loop_stays_free_during_a_long_kernel(kind: str, way: str) -> None:
+async def test_event_loop_is_not_blocked_during_a_long_kernel(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device = pg.rank() % made.devices
         tensor = made.tensor(np.ones(1000), device)
@@ -35,7 +35,7 @@ async def test_loop_stays_free_during_a_long_kernel(kind: str, way: str) -> None
             await work
             took = perf_counter() - start
         assert took > made.slow * 0.9
-        # A callback that waited for the device would delay the loop for the whole kernel.
+        # A callback that waited for the device would delay the event loop by the length of the kernel.
         assert max(called, *late) < made.slow / 2
         made.figure(f"loop lag under a kernel of {made.slow:g} s, {way}: ms p50, p99, max", lag_percentiles(late))
         made.figure(f"the call itself, {way}: us", round(called * 1e6, 1))
@@ -45,7 +45,7 @@ async def test_loop_stays_free_during_a_long_kernel(kind: str, way: str) -> None
         await run_ranks(1, body, made)
 
 
-async def test_delay_of_an_await_is_measured(kind: str) -> None:
+async def test_delay_between_device_end_and_await_end_is_measured(kind: str) -> None:
     turns = 20 if kind in PLAYED else 200
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -55,7 +55,7 @@ async def test_delay_of_an_await_is_measured(kind: str) -> None:
         mark = cuda.event_create()
 
         async def time_to_notice(poll: bool) -> float:
-            """Return the seconds from the end on the device to the end of an await, or of a loop that polls."""
+            """Return the seconds from the end of device work to the end of an await, or of a loop that polls."""
             gate = made.gate(0)
             work = pg.allreduce(tensor)
             await work.on_stream()
@@ -92,8 +92,8 @@ async def test_delay_of_an_await_is_measured(kind: str) -> None:
 
 
 @both
-async def test_other_threads_may_use_the_device(kind: str, way: str) -> None:
-    """Check for a deadlock between the GIL and CUDA's locks, while other threads call the runtime."""
+async def test_other_threads_can_use_the_device_during_calls(kind: str, way: str) -> None:
+    """Check that the GIL and CUDA's locks cause no deadlock while other threads call the runtime."""
     seconds = 0.2 if kind in PLAYED else 8.0
     stop = threading.Event()
     pokes = [0] * 4

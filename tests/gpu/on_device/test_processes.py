@@ -19,12 +19,12 @@ from ...ranks import run_ranks
 from .two import PosingCuda, rank_settings, way_for_version
 from .worlds import PLAYED, World, world
 
-#: The timeout for all processes of a test in seconds; its step has more time, so that the test can show their stacks.
+#: The timeout of a test's processes in seconds, shorter than the step's, so that the test can show their stacks.
 LIMIT = 45.0
 
 
 async def make_checked_calls(pg: ProcessGroup, made: World) -> str:
-    """Make calls of all kinds, compare them with NumPy, and return the way that they took."""
+    """Make calls of all kinds, compare the results with NumPy, and return whether NCCL or staging was used."""
     rank, size, device = pg.rank(), pg.size(), pg.rank() % made.devices
     for count in (0, 1, 1000, 300_000):
         values = [np.arange(count) * 1.0 + each for each in range(size)]
@@ -77,7 +77,7 @@ async def call_staged(pg: ProcessGroup, kind: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-async def test_processes_on_one_device_are_staged(kind: str, world_size: int) -> None:
+async def test_calls_of_processes_on_one_device_are_staged(kind: str, world_size: int) -> None:
     if kind in PLAYED and world_size > 2:
         pytest.skip("two processes are enough on simulated devices")
     assert await testing.run_processes(world_size, call_staged, kind, timeout=LIMIT) == ["staged"] * world_size
@@ -110,7 +110,7 @@ async def call_on_shared_device(pg: ProcessGroup, kind: str) -> str:
     cuda, nccl = runtime()
     assert nccl is not None
     os.environ.update(rank_settings(pg.rank(), way_for_version(nccl.version())))
-    with world(kind, stuck=True) as made:  # NCCL may refuse two ranks on a device, or hang
+    with world(kind, stuck=True) as made:  # `stuck`, since NCCL may refuse two ranks on a device, or hang
         pg.timeout = 20.0
         with provide(PosingCuda(cuda, pg.rank()), nccl):  # type: ignore[arg-type]
             found = await make_checked_calls(pg, made)
@@ -119,7 +119,7 @@ async def call_on_shared_device(pg: ProcessGroup, kind: str) -> str:
 
 
 @pytest.mark.gpu
-async def test_two_ranks_on_one_device_reduce_by_nccl(kind: str) -> None:
+async def test_two_processes_on_one_device_reduce_by_nccl(kind: str) -> None:
     if kind in PLAYED:
         pytest.skip("the ranks of the simulated NCCL share a process: see the next test")
     assert await testing.run_processes(2, call_on_shared_device, kind, timeout=LIMIT) == ["nccl"] * 2

@@ -1,4 +1,4 @@
-"""Order on streams, before a call and after `on_stream`; and memory that lives until the device is done."""
+"""Order of work on streams before a call and after `on_stream`; and memory that lives until the device is done."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_call_runs_after_a_long_kernel_on_the_callers_stream(kind: str, wa
         await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
-async def test_on_stream_orders_a_stream_without_blocking_the_host(kind: str) -> None:
+async def test_on_stream_makes_the_current_stream_wait_without_blocking_the_host(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         _, tensor, gate = await reduced_and_gated(pg, made, 0.0)
         made.add(tensor, pg.rank() + 1.0)
@@ -56,7 +56,7 @@ async def test_on_stream_orders_a_stream_without_blocking_the_host(kind: str) ->
         await run_ranks(possible_ranks(made, "nccl", 2), body, made)
 
 
-async def test_on_stream_orders_another_stream(kind: str) -> None:
+async def test_on_stream_makes_another_stream_wait(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device, tensor, gate = await reduced_and_gated(pg, made)
         work = pg.allreduce(tensor)
@@ -75,7 +75,7 @@ async def test_on_stream_orders_another_stream(kind: str) -> None:
 
 @both
 @pytest.mark.parametrize("per_thread", [False, True])
-async def test_default_streams_are_ordered_with_calls(kind: str, way: str, per_thread: bool) -> None:
+async def test_work_on_default_streams_is_ordered_with_calls(kind: str, way: str, per_thread: bool) -> None:
     if kind in ("torch", "played") and per_thread:
         pytest.skip("torch does not use the default streams of threads")
 
@@ -88,7 +88,7 @@ async def test_default_streams_are_ordered_with_calls(kind: str, way: str, per_t
         gate.open()
         await work.on_stream()
         made.add(tensor, 10.0)
-        await work  # the next line blocks the loop, which all ranks share
+        await work  # await now, since the next line blocks the loop, which all ranks share
         assert set(made.host(tensor)) == {pg.size() * (pg.size() + 1) / 2 + 10}
 
     with world(kind, way, 2) as made:
@@ -98,7 +98,7 @@ async def test_default_streams_are_ordered_with_calls(kind: str, way: str, per_t
 
 
 @both
-async def test_capture_stays_valid_and_contains_no_call(kind: str, way: str) -> None:
+async def test_stream_capture_stays_valid_and_contains_no_collective_call(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device, tensor, gate = await reduced_and_gated(pg, made)
         work = pg.allreduce(tensor)
@@ -108,7 +108,7 @@ async def test_capture_stays_valid_and_contains_no_call(kind: str, way: str) -> 
             with pytest.raises(RuntimeError, match="being captured into a graph"):
                 pg.allreduce(tensor)
             gate.open()
-            await work  # threads query the end of this work during the capture
+            await work  # device threads query the end of this work during the capture
         await pg.allreduce(tensor)
         assert set(made.host(tensor)) == {pg.size() ** 3}
 
@@ -118,7 +118,7 @@ async def test_capture_stays_valid_and_contains_no_call(kind: str, way: str) -> 
 
 
 @both
-async def test_freed_memory_is_not_reused_while_calls_read_it(kind: str, way: str) -> None:
+async def test_array_memory_is_not_reused_while_calls_read_the_array(kind: str, way: str) -> None:
     turns, together, count = (32 if kind in PLAYED else 2000), 8, 5000
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -127,7 +127,7 @@ async def test_freed_memory_is_not_reused_while_calls_read_it(kind: str, way: st
             outputs = [made.tensor(np.zeros(size * count), device) for _ in range(together)]
             works = []
             for turn, output in enumerate(outputs, start):
-                # Without a reference to the source, a new array could get its memory.
+                # If calls held no reference to the unreferenced source, a new array could get its memory.
                 source = made.tensor(np.full(count, turn * size + rank, float), device)
                 works.append(pg.allgather_into_tensor(output, source))
                 del source
@@ -144,7 +144,7 @@ async def test_freed_memory_is_not_reused_while_calls_read_it(kind: str, way: st
 
 
 @both
-async def test_arrays_may_be_dropped_in_flight(kind: str, way: str) -> None:
+async def test_arrays_can_be_deleted_while_their_calls_are_in_flight(kind: str, way: str) -> None:
     turns = 30 if kind in PLAYED else 500
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -155,7 +155,7 @@ async def test_arrays_may_be_dropped_in_flight(kind: str, way: str) -> None:
             del tensor
             junk = [
                 made.tensor(np.full(5000, -1), device) for _ in range(3)
-            ]  # these arrays could get the memory if it were freed
+            ]  # these arrays could get the memory of the deleted array if it were freed
             await asyncio.sleep(0)
             found = made.host(await work)
             assert set(found) == {pg.size() * turn + pg.size() * (pg.size() - 1) // 2}

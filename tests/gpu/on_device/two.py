@@ -36,7 +36,7 @@ TWO_HOSTS = {
 #: The environment variable that selects one of `WAYS`: another host name for each rank, or a setting of NCCL 2.30.
 TWO_BY = "GPU_TWO_BY"
 WAYS = ("hostid", "multi-rank")
-#: The first NCCL version with that setting.
+#: The first NCCL version with the setting for several ranks per device.
 MULTI_RANK = 23000
 #: The timeout of both ranks in seconds, shorter than the limit of the step, so that the output names the hung rank.
 LIMIT = 45.0
@@ -58,12 +58,12 @@ def rank_settings(rank: int, by: str) -> dict[str, str]:
 
 
 def way_for_version(version: int) -> str:
-    """Return the way that this version of NCCL supports."""
+    """Return the setting for two ranks on one device that this version of NCCL supports."""
     return WAYS[version >= MULTI_RANK]
 
 
 class PosingCuda(Delegate):
-    """A wrapper of CUDA with another bus id on each rank; otherwise calls of ranks on one device are staged.
+    """A wrapper of CUDA with a different bus id on each rank, since aiocoll stages calls of ranks on one device.
 
     Attributes:
         staged: the number of copies to the host.

@@ -1,4 +1,4 @@
-"""The call cache: which arrays find a plan, and which plan."""
+"""The call cache: the arrays for which a cached plan is found, and the plans found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.engine.operations.signature import Signature
 from ...internals import Limits, dispatcher_of, spied
 
 SUM = ReduceOp.SUM
-#: Two dtypes of one width that are equal, but not the same.
+#: Two dtypes of the same width, which NumPy treats as equal but which are distinct objects.
 ONE, OTHER = np.dtype("l"), np.dtype("q")
 
 
@@ -26,7 +26,7 @@ def one(pg: ProcessGroup, tensor: Any, op: ReduceOp | None = SUM, root: int | No
 
 
 @pytest.mark.ranks(1)
-async def test_equal_calls_share_a_plan(pg: ProcessGroup) -> None:
+async def test_equal_calls_share_a_cached_plan(pg: ProcessGroup) -> None:
     plan = one(pg, np.ones((2, 3)))
     assert plan is not None
     assert (plan.signature.op, plan.count) == ("ALLREDUCE", 6)
@@ -37,7 +37,7 @@ async def test_equal_calls_share_a_plan(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_root_has_its_own_plan(pg: ProcessGroup) -> None:
+async def test_calls_with_different_roots_have_separate_plans(pg: ProcessGroup) -> None:
     first, second = (one(pg, np.ones(3), None, root) for root in range(2))
     assert first is not None
     assert second is not None
@@ -82,13 +82,13 @@ class Array(np.ndarray):
         "list",
     ],
 )
-async def test_unusual_arrays_miss_the_cache(pg: ProcessGroup, tensor: Any) -> None:
+async def test_calls_on_unusual_arrays_are_not_cached(pg: ProcessGroup, tensor: Any) -> None:
     assert one(pg, tensor) is None
     assert not dispatcher_of(pg).plans.known
 
 
 @pytest.mark.ranks(1)
-async def test_dtype_alias_misses_the_cache(pg: ProcessGroup) -> None:
+async def test_array_with_an_alias_dtype_misses_the_call_cache(pg: ProcessGroup) -> None:
     aliases = [dtype for dtype in (ONE, OTHER) if np.dtype(np.int64) is not dtype]
     if ONE.itemsize != OTHER.itemsize or not aliases:
         pytest.skip("all dtypes of this width are one")
@@ -108,8 +108,8 @@ async def test_dtype_alias_misses_the_cache(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_plan_keeps_its_op_alive(pg: ProcessGroup) -> None:
-    """Another op could get its id."""
+async def test_cached_plan_keeps_its_op_alive(pg: ProcessGroup) -> None:
+    """Check that a cached plan keeps its op alive, since another op could get the same id."""
     op = ReduceOp.PREMUL_SUM(2.0)
     alive = weakref.ref(op) if hasattr(op, "__weakref__") else None
     plan = one(pg, np.ones(3), op)
@@ -135,7 +135,7 @@ async def test_call_cache_keeps_a_limited_number_of_plans(pg: ProcessGroup, limi
 
 
 @pytest.mark.ranks(1)
-async def test_planner_is_called_once_per_plan(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_planner_function_is_called_once_per_plan(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Any] = []
     spied(monkeypatch, planned=lambda *args, **_: planned.append(args[1]))
     signature = Signature("ALLGATHER_ALLOCATED", "float64", (), None, None)
@@ -157,8 +157,8 @@ async def test_planner_is_called_once_per_plan(pg: ProcessGroup, monkeypatch: py
 
 
 @pytest.mark.ranks(1)
-async def test_inlined_lookup_agrees_with_the_lookup(pg: ProcessGroup) -> None:
-    """`Dispatcher.one` has a copy of `CallCache.one`."""
+async def test_inlined_cache_lookup_agrees_with_the_call_cache(pg: ProcessGroup) -> None:
+    """Check `Dispatcher.one`, into which `CallCache.one` is inlined."""
     plans = dispatcher_of(pg).plans
     for tensor in (np.ones(3), np.ones((2, 2), "f4"), np.ones(4)[::2], np.ones(3, ONE), np.ones(3, OTHER)):
         plans.known.clear()
@@ -169,8 +169,8 @@ async def test_inlined_lookup_agrees_with_the_lookup(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_counts_of_few_ranks_are_no_counts_of_all(pg: ProcessGroup) -> None:
-    """In a gather, only the two ends of a message know its count; in an allgather all do."""
+async def test_plan_of_a_gather_stores_no_counts_of_other_ranks(pg: ProcessGroup) -> None:
+    """Check a gather, where only the two ends of a message know its count, and an allgather, where all ranks know."""
     plans = dispatcher_of(pg).plans
     outputs = [np.ones(3), np.ones(3)]
     found = plans.lists("gather", outputs if pg.rank() == 0 else None, np.ones(3), root=0)

@@ -1,4 +1,4 @@
-"""Devices of another kind: a backend that is registered, without a line in the core."""
+"""Devices of another kind: a backend that a plugin registers, without changes to the core."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LINES: list[str] = []
 
 
 class Beads(aiocoll_abacus.Beads):
-    """An array of the library of that device."""
+    """An array of the plugin's array library."""
 
     __module__ = "beadlib"
 
 
 class AbacusCalls(aiocoll_abacus.AbacusCalls):
-    """Records some calls in `LINES`."""
+    """The device calls of one group, which record their names in `LINES`."""
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
         return all(each is None or each.device == 0 for each in arrays)
@@ -56,7 +56,7 @@ class AbacusBackend(aiocoll_abacus.AbacusBackend):
 
 @pytest.fixture(autouse=True)
 def abacus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register the device, and forget it at the end."""
+    """Register the device, and unregister it at the end."""
     LINES.clear()
     for registry in (adapters, devices):
         for name in ("_targets", "_has_read"):
@@ -71,7 +71,7 @@ def abacus(monkeypatch: pytest.MonkeyPatch) -> None:
     names.serve_device("abacus", "beads")
 
 
-def test_calls_go_to_the_backend_of_the_arrays() -> None:
+def test_calls_are_carried_out_by_the_device_backend_of_their_arrays() -> None:
     async def body(pg: ProcessGroup) -> None:
         beads = Beads(np.full(3, pg.rank() + 1.0))
         assert await pg.allreduce(beads) is beads
@@ -84,7 +84,7 @@ def test_calls_go_to_the_backend_of_the_arrays() -> None:
     assert sorted(LINES) == sorted(2 * ["first call, forced=False", "2 messages together", "closed", "released"])
 
 
-def test_arrays_of_two_kinds_are_refused_in_one_group() -> None:
+def test_arrays_of_two_kinds_of_devices_are_refused_in_one_group() -> None:
     class Pebbles(Beads):
         pass
 
@@ -116,7 +116,7 @@ def test_arrays_of_two_kinds_are_refused_in_one_group() -> None:
     asyncio.run(run_ranks(1, body))
 
 
-def test_library_of_a_device_is_a_backend() -> None:
+def test_library_of_a_device_is_listed_as_a_backend() -> None:
     assert BackendConfig("beads").device_backend_map == {"abacus": "beads"}
     assert BackendConfig().device_backend_map == {"cpu": "aio", "cuda": "aio", "abacus": "aio"}
     assert names.sole_backend({"cpu": "aio", "abacus": "beads"}) == "aio"
@@ -126,7 +126,7 @@ def test_library_of_a_device_is_a_backend() -> None:
         names.sole_backend({"cpu": "fake", "abacus": "beads"})
 
 
-def test_device_is_served_once_whoever_registers_it() -> None:
+def test_device_that_is_registered_twice_is_listed_once() -> None:
     names.serve_device("abacus", "beads")
     assert Backend.backend_list.count("beads") == 1
     assert BackendConfig().device_backend_map == {"cpu": "aio", "cuda": "aio", "abacus": "aio"}
@@ -136,7 +136,7 @@ def test_device_is_served_once_whoever_registers_it() -> None:
     assert Backend.default_device_backend_map["abacus"] == "beads"
 
 
-async def test_library_of_a_device_can_be_required() -> None:
+async def test_library_of_a_device_can_be_required_as_backend() -> None:
     async with new_group("cpu:aio,abacus:beads", store=HashStore(), rank=0, world_size=1) as pg:
         await pg.allreduce(Beads(np.ones(3)))
     assert LINES[0] == "first call, forced=True"
@@ -146,12 +146,12 @@ async def test_library_of_a_device_can_be_required() -> None:
     ("device", "message"),
     [("abacus:2", "device='abacus:2' not found: this process may use 2 Abacus devices"), ("tpu", "has no backend")],
 )
-def test_missing_device_is_refused(device: str, message: str) -> None:
+def test_backend_of_a_missing_device_is_refused(device: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         new_group(device=device, store=HashStore(), rank=0, world_size=1)
 
 
-async def test_backend_that_cannot_be_imported_is_named() -> None:
+async def test_error_names_a_device_backend_that_cannot_be_imported() -> None:
     devices.register("abacus", "no_such_module:BACKEND", version=DEVICE_VERSION)
     async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
         with pytest.raises(BackendUnavailableError, match="device 'abacus' need: No module named 'no_such_module'"):

@@ -40,7 +40,7 @@ def train(rank: int) -> dict[str, Any]:
 
 
 async def error_of(call: Callable[[], Coroutine[Any, Any, Any]]) -> str:
-    """Return class and text of the exception of `call`; "none" without one."""
+    """Return class and text of the exception that `call` raises; "none" without one."""
     try:
         await call()
     except Exception as error:

@@ -80,7 +80,7 @@ def timeout_of_a_wait(rank: int, folder: Path) -> None:
     try:
         work.wait(timedelta(seconds=0.1))
     finally:
-        dist.barrier()  # rank 1 sends after the barrier
+        dist.barrier()  # rank 1 sends only after this barrier
         work.wait()
 
 

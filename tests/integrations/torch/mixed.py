@@ -59,7 +59,7 @@ class Recorder(dist.ProcessGroup):  # type: ignore[misc]
 
 
 def call_all(x: torch.Tensor, other: int) -> None:
-    """Make one call of each kind."""
+    """Make one torch call of each kind."""
     many, flat = [torch.empty_like(x) for _ in range(SIZE)], torch.cat([x] * SIZE)
     root = dist.get_rank() == 0
     dist.all_reduce(x)
@@ -85,7 +85,7 @@ CALLS = ("allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "ga
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """Return class and text of the exception of `call`; "none" without one."""
+    """Return class and text of the exception that `call` raises; "none" without one."""
     try:
         call()
     except Exception as error:

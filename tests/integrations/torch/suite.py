@@ -75,8 +75,8 @@ def replace_gloo() -> None:
     def new_by_aio(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
         return new_group(*args, backend=actual_backend(backend), **kwargs)
 
-    aio_group.AioGroup.getBackendName = lambda _: "aio"  # torch's C++ code calls this
-    aio_group.NAME = "gloo"  # the name in events of the profiler
+    aio_group.AioGroup.getBackendName = lambda _: "aio"  # torch's C++ code calls this method
+    aio_group.NAME = "gloo"  # the profiler's events contain this name
     c10d.get_backend = dist.get_backend = shown_backend
     c10d.init_process_group = dist.init_process_group = init_by_aio
     c10d.new_group = dist.new_group = new_by_aio
@@ -94,9 +94,10 @@ def run_tests(backend: str, out: str, patterns: list[str]) -> None:
     class Tests(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
             super().setUp()
-            # This test compares the name with that in the C++ code.
+            # The test `test_ddp_logging_data_cpu` compares the backend name with the name in the C++ code.
             SHOWN_NAMES["aio"] = "aio" if self._testMethodName == "test_ddp_logging_data_cpu" else "gloo"
-            # The module has read the variable at its import. A rank would wait forever at the file of an earlier test.
+            # Pass the URL to the module, which read the variable at its import: ranks would wait at an earlier test's
+            # file.
             tests.INIT_METHOD = self.init_method
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 

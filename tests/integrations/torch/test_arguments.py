@@ -19,20 +19,20 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
-def test_reduction_has_the_same_name_in_torch(name: str) -> None:
+def test_reduction_has_the_same_name_in_torch_and_aiocoll(name: str) -> None:
     assert reduce_op(getattr(dist.ReduceOp, name)) is getattr(ReduceOp, name)
     options = dist.AllreduceOptions()
     options.reduceOp = getattr(dist.ReduceOp, name)
     assert reduce_op(options.reduceOp) is getattr(ReduceOp, name)
 
 
-def test_reduction_that_is_missing_is_sum_and_an_unknown_one_is_refused() -> None:
+def test_missing_torch_reduction_means_sum_and_an_unknown_reduction_is_refused() -> None:
     assert reduce_op(None) is ReduceOp.SUM
     with pytest.raises(ValueError, match="is not a reduction of backend 'aio': use one of SUM, AVG"):
         reduce_op("median")
 
 
-def test_unset_timeout_is_that_of_the_group() -> None:
+def test_unset_timeout_in_a_torch_call_means_the_timeout_of_the_group() -> None:
     assert seconds(None) is None
     assert seconds(dist.AllreduceOptions()) is None
     assert seconds(timedelta(seconds=0)) == 0.0
@@ -41,7 +41,7 @@ def test_unset_timeout_is_that_of_the_group() -> None:
     assert seconds(options) == 1.5
 
 
-def test_lists_of_torch_have_one_list_per_rank() -> None:
+def test_torch_tensor_lists_with_several_tensors_per_rank_are_refused() -> None:
     x, y = torch.ones(1), torch.ones(2)
     assert sole_tensor([x]) is x
     assert sole_tensor(x) is x
@@ -51,7 +51,7 @@ def test_lists_of_torch_have_one_list_per_rank() -> None:
         sole_tensor([x, y])
 
 
-def test_plain_and_strided_tensors_are_not_copied() -> None:
+def test_plain_and_strided_torch_tensors_are_not_copied() -> None:
     copies = Copies()
     x = torch.ones(3, 4)
     for tensor in (x, x.t(), x[:, ::2], torch.eye(3).to_sparse()):
@@ -59,7 +59,7 @@ def test_plain_and_strided_tensors_are_not_copied() -> None:
     assert not copies
 
 
-def test_expanded_tensor_is_copied_and_written_back() -> None:
+def test_expanded_torch_tensor_is_copied_and_written_back() -> None:
     copies = Copies()
     base = torch.arange(3.0)
     tensor = base[:, None].expand(3, 4)
@@ -72,7 +72,7 @@ def test_expanded_tensor_is_copied_and_written_back() -> None:
     assert base.tolist() == [0.0, 10.0, 20.0]
 
 
-def test_repeated_output_gets_the_last_result() -> None:
+def test_output_tensor_that_is_passed_twice_gets_the_last_result() -> None:
     copies = Copies()
     output, other = torch.zeros(2), torch.zeros(2)
     found = copies.outputs([output, other, output])
@@ -90,7 +90,7 @@ def test_tensor_of_another_device_is_refused() -> None:
         check_device(torch.ones(1, device="meta"))
 
 
-def test_errors_of_aiocoll_become_those_of_torch_with_a_cause() -> None:
+def test_aiocoll_errors_are_converted_to_torch_errors_with_a_cause() -> None:
     for error, words in (
         (CollectiveTimeoutError("late", ranks=[1]), "[Rank 2] Timed out waiting: recv failed: late"),
         (PeerLostError("gone", ranks=[1]), "[Rank 2] Connection closed by peer: recv failed: gone"),

@@ -35,32 +35,32 @@ def test_attached_group_next_to_a_default_group_carries_calls(results: list[dict
     assert [found["total of a second group"] for found in results] == [3.0, 3.0]
 
 
-def test_end_of_the_block_destroys_the_torch_group_alone(results: list[dict[str, Any]]) -> None:
+def test_end_of_the_attach_block_destroys_only_the_torch_group(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["initialized after the block"] is False
         assert found["total after the block"] == 3.0
 
 
-def test_wait_on_the_thread_of_the_loop_is_refused(results: list[dict[str, Any]]) -> None:
+def test_torch_wait_on_the_event_loop_thread_is_refused(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["on the loop"].startswith(
             "RuntimeError: this wait would block the event loop that completes the call"
         )
 
 
-def test_group_of_another_size_is_refused(results: list[dict[str, Any]]) -> None:
+def test_attach_refuses_a_group_of_another_size(results: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(results):
         assert found["other size"].startswith("ValueError: group 'world:0/")
         assert f"has rank 0 of 1 here, but torch's default group has rank {rank} of 2" in found["other size"]
 
 
-def test_closed_and_failed_groups_are_refused(results: list[dict[str, Any]]) -> None:
+def test_attach_refuses_closed_and_failed_groups(results: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(results):
         assert found["closed"] == "GroupClosedError: group 'world:0' was closed by this rank"
         assert found["failed"].startswith(f"GroupRevokedError: group 'world:0' on rank {rank} was revoked")
 
 
-def test_failure_of_the_group_replaces_the_error_of_torch_and_no_other(results: list[dict[str, Any]]) -> None:
+def test_group_failure_replaces_the_torch_error_but_no_other_exception(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["mismatch"].startswith("CollectiveMismatchError: Collectives differ")
         assert found["in the block"] == "RuntimeError: of the program"

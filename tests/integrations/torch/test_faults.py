@@ -30,7 +30,7 @@ def test_rank_killed_during_ddp_training_is_named_within_a_second(tmp_path: Path
     assert left["seconds"] < 1.0
 
 
-def test_different_shapes_are_named_on_both_ranks(tmp_path: Path) -> None:
+def test_error_for_different_tensor_shapes_names_both_shapes_on_both_ranks(tmp_path: Path) -> None:
     for rank, found in enumerate(outcomes("other_shapes", tmp_path)):
         assert found["error"] == "DistBackendError"
         assert found["cause"] == "CollectiveMismatchError"
@@ -41,31 +41,31 @@ def test_different_shapes_are_named_on_both_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["timeout_of_a_call", "timeout_that_is_set"])
-def test_operation_ends_at_the_timeout_of_its_group(case: str, tmp_path: Path) -> None:
+def test_torch_operation_ends_at_the_timeout_of_its_group(case: str, tmp_path: Path) -> None:
     found, _ = outcomes(case, tmp_path)
     assert found["error"] == "DistBackendError"
     assert found["cause"] == "CollectiveTimeoutError"
     assert 0.3 <= found["seconds"] < 2.0
 
 
-def test_wait_ends_at_its_timeout_and_the_receive_goes_on(tmp_path: Path) -> None:
+def test_torch_wait_ends_at_its_timeout_and_the_receive_continues(tmp_path: Path) -> None:
     found, _ = outcomes("timeout_of_a_wait", tmp_path)
     assert found["error"] == "DistBackendError"
     assert "Operation timed out!" in found["text"]
 
 
-def test_tensor_of_another_device_is_refused_by_name(tmp_path: Path) -> None:
+def test_error_names_the_unsupported_device_of_a_tensor(tmp_path: Path) -> None:
     for found in outcomes("other_device", tmp_path):
         assert found["error"] == "ValueError"
         assert "on meta" in found["text"]
 
 
-def test_wait_on_the_loop_thread_is_refused(tmp_path: Path) -> None:
+def test_wait_of_a_torch_work_on_the_loop_thread_is_refused(tmp_path: Path) -> None:
     for found in outcomes("own_thread", tmp_path):
         assert found["error"] == "RuntimeError"
         assert "would block the event loop" in found["text"]
 
 
-def test_interrupt_ends_a_receive_at_once(tmp_path: Path) -> None:
+def test_keyboard_interrupt_ends_a_torch_receive_at_once(tmp_path: Path) -> None:
     interrupted, _ = outcomes("interrupted", tmp_path)
     assert interrupted["seconds"] < 0.1

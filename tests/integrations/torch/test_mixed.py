@@ -29,7 +29,7 @@ def outcomes(backends: str, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_each_backend_carries_the_tensors_of_its_device(tmp_path: Path) -> None:
+def test_each_torch_backend_handles_the_tensors_of_its_device(tmp_path: Path) -> None:
     for rank, found in enumerate(outcomes("cpu:aio,meta:recorder", tmp_path)):
         assert found["devices"] == ["cpu", "meta"]
         assert (found["cpu"], found["total"]) == ("none", [3.0, 3.0])
@@ -39,7 +39,7 @@ def test_each_backend_carries_the_tensors_of_its_device(tmp_path: Path) -> None:
         assert calls == [*CALLS, "recv" if rank else "send", "shutdown"]
 
 
-def test_backend_of_torch_is_made_for_cuda_tensors(tmp_path: Path) -> None:
+def test_torch_backend_is_created_for_cuda_tensors(tmp_path: Path) -> None:
     for found in outcomes("cpu:aio,cuda:gloo", tmp_path):
         assert found["backend of CUDA tensors"] == "ProcessGroupGloo"
         assert found["total"] == [3.0, 3.0]
@@ -47,7 +47,7 @@ def test_backend_of_torch_is_made_for_cuda_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backends", ["cuda:aio", "cpu:gloo,cuda:aio"])
-def test_backend_aio_for_cuda_tensors_is_refused_by_name(backends: str, tmp_path: Path) -> None:
+def test_backend_aio_for_cuda_tensors_is_refused_with_a_named_error(backends: str, tmp_path: Path) -> None:
     for found in outcomes(backends, tmp_path):
         assert found["cpu"] == (
             f"ValueError: the backends of this group are '{backends}', and 'aio' carries CPU tensors only: choose "

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_programs_of_the_page_print_the_shown_text(folder: Path) -> None:
+def test_programs_of_the_pytorch_pages_print_the_shown_text(folder: Path) -> None:
     train, errors, both, attached, _ = commands(PAGE)
     assert "weights: " in shell(train, folder)
     for command, shown in (
@@ -34,7 +34,7 @@ def test_programs_of_the_page_print_the_shown_text(folder: Path) -> None:
         assert is_shown(shown, printed), printed
 
 
-def test_ddp_of_the_page_survives_a_killed_rank_with_the_weights_of_an_undisturbed_run(folder: Path) -> None:
+def test_documented_ddp_program_keeps_correct_weights_after_a_rank_is_killed(folder: Path) -> None:
     """Expect the weight of one process: the gradient of each step is the average of the inputs 1, 2 and 3."""
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.125, momentum=0.5)
@@ -50,7 +50,7 @@ def test_ddp_of_the_page_survives_a_killed_rank_with_the_weights_of_an_undisturb
         assert f"[{rank}] weight {weight.item()}" in printed.splitlines(), printed
 
 
-def test_coroutines_train_with_a_sampler_and_a_loader(tmp_path: Path) -> None:
+def test_documented_coroutines_train_with_a_sampler_and_a_data_loader(tmp_path: Path) -> None:
     write(files(PORTING), tmp_path)
     (epochs,) = commands(PORTING)
     printed = shell(epochs, tmp_path)

@@ -38,7 +38,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         await opened.set("key", b"")
 
 
-async def test_values_are_bytes_of_any_kind(store: TorchStore) -> None:
+async def test_torch_store_values_can_be_any_bytes(store: TorchStore) -> None:
     await store.set("key", b"\x00\xff")
     assert await store.get("key") == b"\x00\xff"
     assert await store.check(["key"])
@@ -50,13 +50,13 @@ async def test_values_are_bytes_of_any_kind(store: TorchStore) -> None:
     assert await store.delete_key("key")
 
 
-async def test_one_client_wins_a_comparison(store: TorchStore) -> None:
+async def test_compare_set_of_a_torch_store_succeeds_for_one_client(store: TorchStore) -> None:
     assert await store.compare_set("key", b"", b"first") == b"first"
     assert await store.compare_set("key", b"", b"second") == b"first"
     assert await store.compare_set("key", b"first", b"second") == b"second"
 
 
-async def test_wait_ends_when_the_key_comes_and_at_its_timeout(store: TorchStore) -> None:
+async def test_wait_on_a_torch_store_ends_when_the_key_is_set_or_at_its_timeout(store: TorchStore) -> None:
     waiting = asyncio.create_task(store.multi_get(["early", "late"], 20))
     await store.set("early", b"1")
     await store.set("late", b"2")
@@ -65,12 +65,12 @@ async def test_wait_ends_when_the_key_comes_and_at_its_timeout(store: TorchStore
         await store.get("missing", 0.01)
 
 
-async def test_queues_are_refused(store: TorchStore) -> None:
+async def test_queue_calls_on_a_torch_store_are_refused(store: TorchStore) -> None:
     with pytest.raises(StoreError, match="a torch store has no queues"):
         await store.queue_pop("queue", 0.01)
 
 
-def test_address_of_the_server_is_found_behind_prefixes() -> None:
+def test_server_address_of_a_torch_store_is_found_behind_prefix_stores() -> None:
     server = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=20))
     assert host_of(dist.PrefixStore("a", dist.PrefixStore("b", server))) == ("localhost", server.port)
     assert TorchStore(server, 20.0).reached in ("127.0.0.1", "::1")

@@ -26,17 +26,17 @@ def interval() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("given", "expected"), [(None, 0.0005), ("0", 0.005), ("0.001", 0.001), ("0.1", 0.005)], ids=str
 )
-def test_switch_interval_is_shortened_to_the_value_of_the_variable(
+def test_python_switch_interval_is_shortened_to_the_value_of_the_environment_variable(
     given: str | None, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AIOCOLL_SWITCH_INTERVAL", raising=False)
     if given is not None:
         monkeypatch.setenv("AIOCOLL_SWITCH_INTERVAL", given)
     set_switch_interval()
-    assert sys.getswitchinterval() == pytest.approx(expected, abs=1e-6)  # Python keeps the interval in microseconds
+    assert sys.getswitchinterval() == pytest.approx(expected, abs=1e-6)  # Python stores the interval in microseconds
 
 
-def test_switch_interval_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_interval_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_SWITCH_INTERVAL", "5 ms")
     with pytest.raises(ValueError, match="AIOCOLL_SWITCH_INTERVAL='5 ms': use a number of seconds"):
         set_switch_interval()

@@ -34,7 +34,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_program_gives_the_same_bits_as_over_gloo(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
+def test_training_program_gives_bitwise_equal_results_over_aio_and_gloo(
+    name: str, results: dict[str, list[dict[str, Any]]]
+) -> None:
     assert results["aio"][0].keys() == set(NAMES)
     for aio, gloo in zip(results["aio"], results["gloo"], strict=True):
         assert not isinstance(gloo[name], str), gloo[name]

@@ -248,7 +248,7 @@ def objects() -> list[Tensor]:
 
 @program
 def edges() -> list[Tensor]:
-    """Return the results of calls with arguments that few backends accept."""
+    """Return the results of calls with unusual arguments that few backends accept."""
     rank = dist.get_rank()
     expanded = torch.full((1,), rank + 1.0).expand(4)
     dist.all_reduce(expanded)

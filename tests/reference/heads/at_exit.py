@@ -1,4 +1,4 @@
-"""A program that had `atexit.register(dist.destroy_process_group)`; the end of a block replaces it."""
+"""A ported program whose `atexit.register(dist.destroy_process_group)` is replaced by the end of a block."""
 
 import asyncio
 import contextlib

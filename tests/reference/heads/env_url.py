@@ -1,4 +1,4 @@
-"""A program that passes init_method="env://"."""
+"""A ported program that passes init_method="env://"."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A program that meets in a file: `python file_url.py PORT`. The name of the file contains the port."""
+"""A ported program that meets in a file: `python file_url.py PORT`; the file name contains the port."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A program that takes --local-rank, which torch.distributed.launch passes, or otherwise LOCAL_RANK."""
+"""A ported program that takes --local-rank, passed by torch.distributed.launch, or otherwise LOCAL_RANK."""
 
 import argparse
 import asyncio

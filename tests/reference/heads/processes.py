@@ -1,4 +1,4 @@
-"""A program that starts its ranks by multiprocessing.Process: `python processes.py PORT`."""
+"""A ported program that starts its ranks by multiprocessing.Process: `python processes.py PORT`."""
 
 import asyncio
 import multiprocessing

@@ -1,4 +1,4 @@
-"""A program that reads RANK, WORLD_SIZE and LOCAL_RANK, and passes the first two as arguments."""
+"""A ported program that reads RANK, WORLD_SIZE and LOCAL_RANK, and passes the first two as arguments."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A program that sets MASTER_ADDR and MASTER_PORT itself: `python sets_address.py PORT`."""
+"""A ported program that sets MASTER_ADDR and MASTER_PORT itself: `python sets_address.py PORT`."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A program that starts its ranks by torch.multiprocessing.spawn: `python spawns.py PORT`."""
+"""A ported program that starts its ranks by torch.multiprocessing.spawn: `python spawns.py PORT`."""
 
 import asyncio
 import os

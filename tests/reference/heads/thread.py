@@ -1,4 +1,4 @@
-"""A program whose thread reads the numbers of the default group directly, and calls it through the event loop."""
+"""A ported program whose thread reads rank and world size directly, and makes calls through the event loop."""
 
 import asyncio
 import threading

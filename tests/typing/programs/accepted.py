@@ -23,7 +23,7 @@ A = TypeVar("A", bound=Array)
 
 
 class Config:
-    """A class of the user."""
+    """A stand-in for a class that a user defines."""
 
 
 async def all_kinds(pg: ProcessGroup, t: torch.Tensor, c: cupy.ndarray, j: jax.Array) -> None:
@@ -175,7 +175,7 @@ async def body(pg: ProcessGroup, factor: float, name: str = "") -> list[str]:
 
 
 async def generic(pg: ProcessGroup, x: A) -> A:
-    """Apply a user's function to any array."""
+    """Apply a function of the user to any array."""
     return await pg.allreduce(await pg.broadcast(x, 0))
 
 
