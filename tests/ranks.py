@@ -27,7 +27,7 @@ def options(transport: str) -> GroupOptions:
     return GroupOptions(transport="auto" if transport == "memory" else transport)  # type: ignore[arg-type]
 
 
-def over(*transports: Any) -> Callable[[Test], Test]:
+def parametrize_transports(*transports: Any) -> Callable[[Test], Test]:
     """Run a test marked with `ranks` over each of these transports, which may be a `pytest.param` with marks."""
 
     def decorate(test: Test) -> Test:
@@ -51,7 +51,7 @@ async def run_ranks(
     )
 
 
-def in_a_fork(call: Callable[[], object]) -> str:
+def run_in_fork(call: Callable[[], object]) -> str:
     """Make a call in a forked child; return the text of its error, or an empty string."""
     out, into = os.pipe()
     child = os.fork()
@@ -69,13 +69,13 @@ def in_a_fork(call: Callable[[], object]) -> str:
     return raised
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def wait_until(condition: Callable[[], object]) -> None:
     """Run the loop until `condition` holds, where no event reports it."""
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
-def hub(pg: ProcessGroup) -> Hub:
+def hub_of(pg: ProcessGroup) -> Hub:
     """Return the in-process network of a group."""
     return comm_of(pg).endpoint.context.transport._hub  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from aiocoll.hooks import OperationInfo
 from aiocoll.testing import run_ranks
 
 from .internals import set_limits
-from .ranks import options, over
+from .ranks import options, parametrize_transports
 
 SIZES = (1, 2, 3, 4, 7)
 
@@ -97,7 +97,7 @@ async def test_hook_gets_one_start_and_end_per_call(size: int, debug: str) -> No
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix", "tcp", "shm")
+@parametrize_transports("memory", "unix", "tcp", "shm")
 async def test_hook_gets_the_operation_info(pg: ProcessGroup, transport: str) -> None:
     recorder = Recorder()
     await pg.allreduce(np.ones(1))  # this call opens the links
@@ -116,7 +116,7 @@ async def test_hook_gets_the_operation_info(pg: ProcessGroup, transport: str) ->
     assert message.op == ("RECV" if pg.rank() else "SEND")
 
 
-@over("memory", "unix", "tcp", "shm")
+@parametrize_transports("memory", "unix", "tcp", "shm")
 async def test_hook_gets_the_transport_of_an_operation_that_outlives_its_links(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from .internals import LIMITS, PARTS, Limits, failing, replaced, spied, wrapped
+from .internals import LIMITS, PARTS, Limits, make_calls_fail, observe_calls, replace_parts, wrap_parts
 
 
 def test_limit_is_the_same_wherever_it_is_read() -> None:
@@ -28,7 +28,7 @@ def test_unknown_limit_is_an_error_that_lists_the_known_ones(limits: Limits) -> 
 def test_internal_parts_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, place in PARTS.items():
         part = resolve_name(place)
-        replaced(monkeypatch, **{name: None})
+        replace_parts(monkeypatch, **{name: None})
         assert resolve_name(place) is None
         monkeypatch.undo()
         assert resolve_name(place) is part
@@ -38,14 +38,14 @@ def test_internal_part_can_be_watched_wrapped_and_made_to_fail(monkeypatch: pyte
     place = PARTS["group_id"]
     arguments: list[str] = []
     original = resolve_name(place)("a")
-    spied(monkeypatch, group_id=arguments.append)
+    observe_calls(monkeypatch, group_id=arguments.append)
     assert resolve_name(place)("a") == original
     assert arguments == ["a"]
-    wrapped(monkeypatch, group_id=lambda before, text: before(text) + 1)
+    wrap_parts(monkeypatch, group_id=lambda before, text: before(text) + 1)
     assert resolve_name(place)("a") == original + 1
     assert arguments == ["a", "a"]
-    failing(monkeypatch, KeyError("planted"), "group_id", "choose")
+    make_calls_fail(monkeypatch, KeyError("planted"), "group_id", "choose_algorithm")
     with pytest.raises(KeyError, match="planted"):
         resolve_name(place)("a")
-    with pytest.raises(ValueError, match=r"unknown: chose; known: .*, choose, "):
-        failing(monkeypatch, KeyError("planted"), "chose")
+    with pytest.raises(ValueError, match=r"unknown: chose; known: .*, choose_algorithm, "):
+        make_calls_fail(monkeypatch, KeyError("planted"), "chose")

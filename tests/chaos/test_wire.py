@@ -55,7 +55,7 @@ def _shorten_deadlines(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
     """Shorten the deadlines, because ranks with stalled links wait for them."""
     shorter = (*StreamOptions.__init__.__defaults__[:5], 1.0, *StreamOptions.__init__.__defaults__[6:])
     monkeypatch.setattr(StreamOptions.__init__, "__defaults__", shorter)
-    limits(store_handshake=1.0, control_parting=0.3, linger=0.3)
+    limits(store_handshake_timeout=1.0, departure_timeout=0.3, linger=0.3)
 
 
 async def run_rank(store: Store, rank: int, flavour: str) -> str:

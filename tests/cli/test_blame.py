@@ -124,7 +124,7 @@ def test_failure_in_consequence_of_another_is_not_blamed(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], reaction: str
 ) -> None:
     """Let rank 1 fail first and end last."""
-    limits(run_release=30)
+    limits(run_release_timeout=30)
     script = SCRIPT.format(fault="raise ValueError('no data')", other=REACTIONS[reaction])
     script = script.replace("asyncio.run(main())", ENDING)
     os.mkfifo(launch.path / "fifo")
@@ -208,7 +208,7 @@ STUCK = """
 def test_stopped_rank_comes_last_if_others_failed_because_of_it(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_release=0.2, run_grace=0.2)
+    limits(run_release_timeout=0.2, run_kill_after=0.2)
     os.mkfifo(launch.path / "fifo")
     assert main.main(["run", "-n", "2", launch.write(STUCK), str(launch.path / "fifo")]) == 1
     *others, error, last = capfd.readouterr().err.splitlines()
@@ -359,7 +359,7 @@ def test_mismatch_is_printed_once_with_both_calls(launch: Launch) -> None:
 def test_same_error_of_all_ranks_is_printed_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_release=30)
+    limits(run_release_timeout=30)
     script = launch.write("raise ValueError('no data')")
     assert main.main(["run", "-n", "3", script]) == 1
     others, *lines = capfd.readouterr().err.splitlines()

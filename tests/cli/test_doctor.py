@@ -28,7 +28,7 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.link import LOOPBACK_BUFFER
 
 from ..certificates import Authority, as_variables
-from ..internals import Limits, replaced
+from ..internals import Limits, replace_parts
 from ..rendezvous.test_launchers import SLURM as OF_SLURM
 
 LIMIT = 120
@@ -235,7 +235,7 @@ def test_missing_call_of_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_unix_sockets_of_another_user_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, peer_uid=lambda sock: os.geteuid() + 1)
+    replace_parts(monkeypatch, peer_uid=lambda sock: os.geteuid() + 1)
     finding = finding_of("unix sockets")
     assert not finding.fine
     assert f"its own unix socket belongs to user {os.geteuid() + 1}, not to this user" in finding.value
@@ -246,7 +246,7 @@ def test_checks_leave_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.listdir("/proc/self/fd")
     list(look(2))
     monkeypatch.setattr(os, "posix_fallocate", failing_call(errno.ENOSPC))
-    replaced(monkeypatch, peer_uid=failing_call(errno.ENOPROTOOPT))
+    replace_parts(monkeypatch, peer_uid=failing_call(errno.ENOPROTOOPT))
     list(look(2))
     assert os.listdir("/proc/self/fd") == before
 
@@ -294,7 +294,7 @@ def test_memory_of_the_cgroup_is_read(
     (tmp_path / "self" / "cgroup").write_text("8:pids:/\n0::/job\n")
     (tmp_path / path).parent.mkdir(exist_ok=True)
     (tmp_path / path).write_text(f"{text}\n")
-    replaced(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path)
+    replace_parts(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path)
     assert finding_of("memory of the cgroup").value == value
 
 
@@ -304,7 +304,7 @@ def test_small_socket_buffers_are_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_pa
     folder.mkdir(parents=True)
     for name in ("rmem_max", "wmem_max"):
         (folder / name).write_text(f"{nbytes}\n")
-    replaced(monkeypatch, proc_folder=tmp_path)
+    replace_parts(monkeypatch, proc_folder=tmp_path)
     for name in ("rmem_max", "wmem_max"):
         finding = finding_of(f"net.core.{name}")
         assert finding.fine, "the default of most systems is reported as a problem"
@@ -312,7 +312,7 @@ def test_small_socket_buffers_are_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_unreadable_files_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    replaced(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path, shm_folder=tmp_path / "none")
+    replace_parts(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path, shm_folder=tmp_path / "none")
     names = {finding.name for finding in look(1)}
     assert "open files" in names
     assert not {"memory of the cgroup", "net.core.rmem_max", str(tmp_path / "none")} & names
@@ -443,7 +443,7 @@ def test_certificate_of_the_users_ca_is_checked(tmp_path: Path, monkeypatch: pyt
 
 
 def test_failed_meeting_is_a_problem(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
-    limits(doctor_patience=1e-3)
+    limits(doctor_max_wait=1e-3)
     assert main(["doctor"]) == 1
     output = capsys.readouterr().out
     assert "failed (TimeoutError)" in output
@@ -480,7 +480,7 @@ def test_single_copy_follows_the_scope_of_yama(
     scope: str, user: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "ptrace_scope").write_text(f"{scope}\n")
-    replaced(monkeypatch, yama_scope_file=str(tmp_path / "ptrace_scope"))
+    replace_parts(monkeypatch, yama_scope_file=str(tmp_path / "ptrace_scope"))
     monkeypatch.setattr(os, "geteuid", lambda: user)
     finding = finding_of("single copy")
     value, remedy = SCOPES["0" if user == 0 else scope]

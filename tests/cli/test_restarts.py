@@ -174,7 +174,7 @@ def test_rank_that_ends_with_success_is_not_replaced(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Let one rank end while the other continues."""
-    limits(run_settle=0)
+    limits(run_replace_after=0)
     script = launch.write("""
         import asyncio, os, select
         import aiocoll

@@ -81,7 +81,7 @@ def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_limit(
 def test_second_signal_kills_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    limits(run_signal_twice=0)
+    limits(run_repeated_signal_time=0)
     assert main.main(["run", "-n", "1", launch.write(SENDS_AGAIN), name]) == 128 + signal.Signals[name]
     assert capfd.readouterr().err.splitlines() == [
         f"aiocoll run: sent SIGKILL to rank 0, after a second {name}",
@@ -92,7 +92,7 @@ def test_second_signal_kills_at_once(
 def test_rank_has_the_whole_limit_when_another_ends_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_release=0.05, run_grace=0.05)
+    limits(run_release_timeout=0.05, run_kill_after=0.05)
     assert main.main(["run", "-n", "2", launch.write(SAVES)]) == 143
     output = capfd.readouterr()
     assert output.out == "[1] saved\n"
@@ -110,7 +110,7 @@ class StoppedElsewhere(TwoHosts):
 def test_rank_has_the_whole_limit_when_another_host_ends_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_release=0.05, run_grace=0.05)
+    limits(run_release_timeout=0.05, run_kill_after=0.05)
 
     def environment(start: RankStart) -> dict[str, str]:
         return {**os.environ, "RANK": str(start.rank)}

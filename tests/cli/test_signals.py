@@ -62,7 +62,7 @@ def test_signal_is_received_by_a_main_thread_that_is_about_to_wait(number: signa
 
 def test_signal_that_is_sent_twice_at_once_is_forwarded_once(limits: Limits) -> None:
     """Send it twice, as `timeout` does: to the launcher and to its process group."""
-    limits(run_signal_twice=LIMIT)
+    limits(run_repeated_signal_time=LIMIT)
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     with (
         signal_handler(signal.SIGTERM, signal.SIG_DFL),

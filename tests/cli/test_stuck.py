@@ -67,7 +67,7 @@ def test_process_with_a_blocked_loop_is_stuck(
 
 
 def test_process_that_does_not_answer_is_stuck(limits: Limits, tmp_path: Path) -> None:
-    limits(run_stuck_patience=0.05)
+    limits(run_stuck_max_wait=0.05)
     tmp_path.chmod(0o700)
     folder = folders.open_folder(str(tmp_path))
     try:

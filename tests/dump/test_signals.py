@@ -18,7 +18,7 @@ from aiocoll.cli import start
 from aiocoll.dump import signals
 from tests.ranks import run_ranks
 
-from ..internals import replaced
+from ..internals import replace_parts
 
 
 async def single_rank_group(name: str | None = None) -> ProcessGroup:
@@ -28,7 +28,7 @@ async def single_rank_group(name: str | None = None) -> ProcessGroup:
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the default action of the signal, and hide listeners that other tests left to the garbage collector."""
-    replaced(monkeypatch, signal_listeners=WeakSet())
+    replace_parts(monkeypatch, signal_listeners=WeakSet())
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     yield
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, "the default action was not restored"

@@ -85,7 +85,7 @@ def test_missing_frame_is_an_unknown_place() -> None:
 
 async def test_blocked_loop_warning_names_the_users_line(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     """The blocking call is three frames deep in the standard library."""
-    limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
+    limits(watchdog_interval=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     watch.start()
     try:
@@ -102,7 +102,7 @@ async def test_blocked_loop_warning_names_the_users_line(limits: Limits, caplog:
 
 
 async def test_repeatedly_blocking_line_is_logged_once(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
+    limits(watchdog_interval=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     never: concurrent.futures.Future[None] = concurrent.futures.Future()
     watch.start()

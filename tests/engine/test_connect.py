@@ -11,7 +11,7 @@ import pytest
 from aiocoll import GroupError, PeerLostError, ProcessGroup
 from aiocoll.transport.stream.transport import StreamTransport
 
-from ..internals import Limits, replaced, wrapped
+from ..internals import Limits, replace_parts, wrap_parts
 from ..ranks import run_ranks
 
 
@@ -19,7 +19,7 @@ from ..ranks import run_ranks
 async def test_silent_rank_is_dialled_again_while_its_process_lives(
     lives: bool, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    limits(connect_again=0.0)
+    limits(reconnect_interval=0.0)
     dials: list[int] = []
 
     async def dial_without_answer(dial: Any, transport: StreamTransport, peer: int, *args: Any) -> Any:
@@ -31,8 +31,8 @@ async def test_silent_rank_is_dialled_again_while_its_process_lives(
 
     async def rank(pg: ProcessGroup) -> Any:
         if pg.rank() == 1:
-            wrapped(monkeypatch, dial=dial_without_answer)
-            replaced(monkeypatch, peer_seen=lambda *_: lives)
+            wrap_parts(monkeypatch, dial=dial_without_answer)
+            replace_parts(monkeypatch, is_peer_alive=lambda *_: lives)
         call = pg.recv(np.zeros(1), 1) if pg.rank() == 0 else pg.send(np.ones(1), 0)
         if lives:
             return float((await call)[0])
@@ -53,7 +53,7 @@ async def test_dial_ends_at_the_shutdown_of_its_rank(monkeypatch: pytest.MonkeyP
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            replaced(monkeypatch, dial=dial_without_answer)
+            replace_parts(monkeypatch, dial=dial_without_answer)
             work = pg.send(np.ones(1), 1)
             await dialling.wait()
             pg.abort("a test")

@@ -30,8 +30,8 @@ from aiocoll.transport.frame import HEADER, SEGMENT
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import ReferenceWriter
 
-from ..internals import comm_of, plans_of, replaced, spied, without_accelerator, wrapped
-from ..ranks import over
+from ..internals import comm_of, observe_calls, plan_without_accelerator, plans_of, replace_parts, wrap_parts
+from ..ranks import parametrize_transports
 
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
 
@@ -102,7 +102,7 @@ def prefer_reading_in_place(pg: ProcessGroup, way: str = "in place") -> None:
     """Make this rank read large arrays in place; for `way="through queues"`, keep the accelerator."""
     comm = comm_of(pg)
     if way != "through queues":
-        without_accelerator(pg)
+        plan_without_accelerator(pg)
     comm.tuning = comm.tuning._replace(single_copy=SingleCopy(0, 0, 0))
 
 
@@ -118,7 +118,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def record_reference(writer: ReferenceWriter, header: bytes, *_: Any) -> None:
         seen.append(HEADER.unpack(header)[7])
 
-    spied(monkeypatch, written_by_reference=record_reference)
+    observe_calls(monkeypatch, write_reference=record_reference)
     return seen
 
 
@@ -199,7 +199,7 @@ async def test_payload_is_sent_in_frames_without_space_for_a_reference(
         for _ in range(3):
             await CALLS[kind](pg, LARGE)
 
-    wrapped(monkeypatch, written_by_reference=write)
+    wrap_parts(monkeypatch, write_reference=write)
     await run_ranks(3, rank, options=SHM)
     assert calls
 
@@ -211,12 +211,12 @@ async def test_memory_that_peers_cannot_read_is_sent_in_frames(kind: str, monkey
         for _ in range(2):
             await CALLS[kind](pg, LARGE)
 
-    replaced(monkeypatch, placed=lambda *_, **__: None)
+    replace_parts(monkeypatch, find_shared_memory=lambda *_, **__: None)
     await run_ranks(3, rank, options=SHM)
 
 
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 async def test_elements_larger_than_the_rest_of_a_piece_stay_whole(pg: ProcessGroup) -> None:
     """A segment is no multiple of 24 or 12 bytes, the sizes of these elements."""
     three = np.dtype([("a", "f8"), ("b", "f8"), ("c", "i8")])
@@ -238,7 +238,7 @@ async def test_elements_larger_than_the_rest_of_a_piece_stay_whole(pg: ProcessGr
     "op", [ReduceOp.AVG, ReduceOp.PREMUL_SUM(0.5), ReduceOp.custom(lambda a, b, out: np.maximum(a, b, out=out))]
 )
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 async def test_reading_in_place_supports_all_ops(pg: ProcessGroup, op: ReduceOp) -> None:
     prefer_reading_in_place(pg)
     tensor = np.full(LARGE, pg.rank() + 1.0)
@@ -287,7 +287,7 @@ def test_reading_in_place_starts_at_the_limit_of_its_kind(kind: str, reduces: bo
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "scatter", "alltoall"])
 async def test_message_below_the_limit_uses_no_reference(kind: str, references: list[int]) -> None:
     async def rank(pg: ProcessGroup, limit: int) -> None:
-        without_accelerator(pg)
+        plan_without_accelerator(pg)
         comm = comm_of(pg)
         comm.tuning = comm.tuning._replace(single_copy=SingleCopy(math.inf, limit, limit))
         await CALLS[kind](pg, 9 * FITS)
@@ -354,7 +354,7 @@ async def test_aborted_call_never_shows_later_contents_of_its_array(kind: str, w
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_timeout_names_the_rank_that_has_not_read(pg: ProcessGroup) -> None:
     prefer_reading_in_place(pg)
     await CALLS["allreduce"](pg, LARGE)

@@ -13,7 +13,7 @@ import pytest
 from aiocoll import CollectiveTimeoutError, GroupOptions, ProcessGroup, Work
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import spied
+from ..internals import observe_calls
 
 LATENCY = (0.0005, 0.002)
 
@@ -101,7 +101,7 @@ def test_stall_reports_take_messages_in_proportion_to_the_ranks(monkeypatch: pyt
         nonlocal messages_sent
         messages_sent += 1
 
-    spied(monkeypatch, stall_told=count)
+    observe_calls(monkeypatch, send_stall_message=count)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 5:

@@ -14,7 +14,7 @@ from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 
 from ..internals import comm_of
-from ..ranks import over
+from ..ranks import parametrize_transports
 from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts
 
 #: Starts a call; returns its work and a check of its results.
@@ -76,7 +76,7 @@ async def test_blocks_of_different_lengths_get_the_closed_form_results(call: Cal
 
 @CALLS
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [0, 513, 2]])
 async def test_frames_are_used_until_a_link_exists(call: Call, counts: list[int], pg: ProcessGroup) -> None:
     calls = [call(pg, counts) for _ in range(20)]

@@ -15,7 +15,7 @@ from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
 from ..internals import comm_of
-from ..ranks import over
+from ..ranks import parametrize_transports
 from ..steady import run_steadily
 from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts, until_revoked
 
@@ -87,7 +87,7 @@ async def test_rank_posts_to_the_ranks_that_need_its_tensor(call: Call, world_si
 
 @CALLS
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize("count", [0, 1, 513])
 async def test_frames_are_used_until_a_link_exists(call: Call, count: int, pg: ProcessGroup) -> None:
     calls = [call(pg, count, root % 3) for root in range(20)]

@@ -25,7 +25,7 @@ from ..fakes.cuda import FakeCuda, Gate
 from ..fakes.nccl import FakeNccl
 from ..internals import dispatcher_of
 from ..lookalikes import Torch
-from ..ranks import until
+from ..ranks import wait_until
 from .adapted import select_adapter
 
 #: The ways of CUDA arrays: by NCCL, or staged through the host.
@@ -127,7 +127,7 @@ def host(tensor: Any) -> NDArray[Any]:
 async def wait_for_idle_launcher(pg: ProcessGroup, gpu: Gpus) -> None:
     """Wait until the launcher thread is idle; until then, calls are launched through that thread."""
     device = gpu.shared_device(pg.rank())
-    await until(lambda: not device.is_launching)
+    await wait_until(lambda: not device.is_launching)
 
 
 async def repeat_allreduce(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -> Any:

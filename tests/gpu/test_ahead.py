@@ -26,7 +26,7 @@ from aiocoll.gpu.waiter import AT_MOST
 
 from ..fakes.streams import ROOM
 from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
-from ..ranks import run_ranks, until
+from ..ranks import run_ranks, wait_until
 from .groups import Gpus, gpus, host, repeat_allreduce, wait_for_idle_launcher
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
@@ -92,7 +92,7 @@ async def test_launch_of_a_repeated_call_needs_no_loop_iteration() -> None:
 async def test_deferred_call_uses_its_own_device_if_another_is_current(
     limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits(device_ask_every=1000)  # so that the launcher stays idle
+    limits(device_check_interval=1000)  # so that the launcher stays idle
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, cuda = pg.rank(), gpu.cuda
@@ -154,7 +154,7 @@ async def test_await_ends_after_the_device_and_the_confirmation_of_all_ranks() -
             work = pg.allreduce(tensor)
             await work.on_stream()
             waiter = waiter_of(gpu.shared_device(rank), dispatcher_of(pg).device_calls.state.communicator.stream)  # type: ignore[union-attr]
-            await until(lambda: confirmed and waiter.is_idle)
+            await wait_until(lambda: confirmed and waiter.is_idle)
             await gpu.shared_device(rank).run(lambda: None)
             assert not work.done()
         program.confirm(confirmed[-1])
@@ -177,7 +177,7 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
         device = gpu.shared_device(0)
         gate = gpu.cuda.gate(stream if behind == "the group's" else gpu.stream(0), 0)
         works = [pg.allreduce(tensor, key=str(number) if key else None) for number in range(count)]
-        await until(lambda: len(waiter_of(device, stream)._held) == count - AT_MOST and not device.is_launching)
+        await wait_until(lambda: len(waiter_of(device, stream)._held) == count - AT_MOST and not device.is_launching)
         gate.open()
         await asyncio.gather(*(work.join() for work in works))
         assert [work.is_success() for work in works] == [True] * count
@@ -402,7 +402,7 @@ async def test_keyed_calls_and_messages_get_a_place_among_ordered_calls(monkeypa
             assert program_of(pg).through is not None
         for _ in range(5):
             await pg.allreduce(tensor)
-        await until(lambda: program_of(pg).through is None)
+        await wait_until(lambda: program_of(pg).through is None)
 
     with gpus(4) as gpu:
         await run_ranks(4, body, gpu)
@@ -454,7 +454,7 @@ async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest
         await pg.barrier()
         if rank:
             other, over = pg.allreduce(keyed, key="other"), asyncio.Event()
-            await until(lambda: program_of(pg).through is not None)
+            await wait_until(lambda: program_of(pg).through is not None)
             comm_of(pg).call_later(pacing.MAX_WAIT, over.set)  # expires after rank 0's timer in the shared loop
             await over.wait()
             work = pg.allreduce(tensor)

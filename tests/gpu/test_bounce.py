@@ -16,7 +16,7 @@ from aiocoll.gpu.device import Device
 
 from ..fakes.arrays import FakeArray
 from ..internals import Limits, dispatcher_of, nccl_end
-from ..ranks import run_ranks, until
+from ..ranks import run_ranks, wait_until
 from .devices import GatedCall, fake_cuda, launch_call
 from .groups import Gpus, gpus, host
 
@@ -32,7 +32,7 @@ async def occupy_device(pg: ProcessGroup, gpu: Gpus) -> Any:
     if pg.rank():
         return None
     work = pg.allreduce(tensor)
-    await until(lambda: nccl_end(pg).in_flight)
+    await wait_until(lambda: nccl_end(pg).in_flight)
     return work
 
 
@@ -100,9 +100,9 @@ async def test_missing_memory_is_locked_when_the_device_is_idle(limits: Limits) 
         else:
             await pg.recv_object(0)
         await release_device(pg, gpu, work)
-        await until(lambda: device.staging.kept > before)
+        await wait_until(lambda: device.staging.kept > before)
         await pg.barrier()
-        limits(staging_kept=0)
+        limits(max_free_staging_bytes=0)
         work = await occupy_device(pg, gpu)
         await pg.allreduce(tensor, ReduceOp.BOR, key="bits")
         assert device.staging.kept == 0
@@ -112,7 +112,7 @@ async def test_missing_memory_is_locked_when_the_device_is_idle(limits: Limits) 
         else:
             await pg.recv_object(0)
         await release_device(pg, gpu, work)
-        await until(lambda: gpu.cuda.live()["pinned"] == 2 * bounce.NBYTES)
+        await wait_until(lambda: gpu.cuda.live()["pinned"] == 2 * bounce.NBYTES)
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -173,7 +173,7 @@ async def test_calls_on_an_abandoned_stream_still_occupy_the_device() -> None:
         assert device.staging.kept == 0
         gated.open()
         await ended
-        await until(lambda: device.staging.kept > 0)
+        await wait_until(lambda: device.staging.kept > 0)
         assert await device.run(lambda: device.page_locked(100)) is not None
 
 

@@ -15,8 +15,8 @@ from aiocoll.gpu.calls.communicator import DeviceCommunicator
 from aiocoll.gpu.launcher import Launched
 from aiocoll.gpu.waiter import AT_MOST
 
-from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, spied, wrapped
-from ..ranks import run_ranks, until
+from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, observe_calls, wrap_parts
+from ..ranks import run_ranks, wait_until
 from .groups import Gpus, check_allreduce, check_failure, gpus, host, ones, start_unless_revoked
 
 
@@ -30,8 +30,8 @@ def communicator_of(pg: ProcessGroup) -> DeviceCommunicator:
 def record_queries(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
     """Make the error query of communicators frequent; return a list that gets an entry at each query."""
     queries: list[int] = []
-    limits(device_ask_every=0.001)
-    spied(monkeypatch, device_ask=lambda _: queries.append(1))
+    limits(device_check_interval=0.001)
+    observe_calls(monkeypatch, check_device_error=lambda _: queries.append(1))
     return queries
 
 
@@ -52,9 +52,9 @@ async def test_async_error_is_queried_once_at_a_time_and_a_late_result_is_ignore
         nccl_end(pg).async_error = slow_query
         gate = gpu.gate(0)
         work = start_unless_revoked(pg, gpu)
-        await until(lambda: questions)
+        await wait_until(lambda: questions)
         so_far = len(queries)
-        await until(lambda: len(queries) > so_far + 3)
+        await wait_until(lambda: len(queries) > so_far + 3)
         assert len(questions) == 1
         pg.abort("enough")
         answer.set()
@@ -80,12 +80,12 @@ async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkey
         device = dispatcher_of(pg).device_calls.state.device  # type: ignore[union-attr]
         waiting = device.run(lambda: free.wait(10))
         work = start_unless_revoked(pg, gpu)
-        await until(lambda: len(yields) >= 4)
+        await wait_until(lambda: len(yields) >= 4)
         free.set()
         await waiting
         await work
         launched = max(checks, key=lambda each: len(checks[each]))
-        await until(lambda: checks[launched][-1][1])
+        await wait_until(lambda: checks[launched][-1][1])
         waits = [waited for waited, _ in checks[launched]]
         assert waits == [min(0.001 * 2**number, 0.016) for number in range(len(waits))]
         found = [enqueued for each in checks.values() for _, enqueued in each]
@@ -93,13 +93,13 @@ async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkey
         assert len(yields) <= found.count(False)
         gate = gpu.gate(0)
         works = [start_unless_revoked(pg, gpu) for _ in range(2 * AT_MOST)]
-        await until(lambda: not device.is_launching)
+        await wait_until(lambda: not device.is_launching)
         checks.clear()
         # The next check may see a call that was launched since.
-        await until(lambda: any(not enqueued for each in checks.values() for _, enqueued in each))
+        await wait_until(lambda: any(not enqueued for each in checks.values() for _, enqueued in each))
         yields.clear()
         checks.clear()
-        await until(lambda: sum(map(len, checks.values())) > 4)
+        await wait_until(lambda: sum(map(len, checks.values())) > 4)
         assert len(checks) == 1, "more than one of the waiting calls was checked"
         assert not yields
         gate.open()
@@ -108,7 +108,7 @@ async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkey
     def record_check(_: DeviceCommunicator, launched: Launched, waited: float) -> None:
         checks[launched].append((waited, launched.enqueued))
 
-    spied(monkeypatch, device_give_way=record_check, device_given_way=lambda _: yields.append(1))
+    observe_calls(monkeypatch, yield_to_launcher=record_check, yield_gil=lambda _: yields.append(1))
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 
@@ -121,7 +121,7 @@ async def test_async_error_is_not_queried_before_the_communicator_exists(
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         work = pg.allreduce(tensor := ones(pg, gpu))
-        await until(lambda: len(queries) > 3)
+        await wait_until(lambda: len(queries) > 3)
         assert not communicator_of(pg).is_begun
         make.set()
         assert await work is tensor
@@ -132,7 +132,7 @@ async def test_async_error_is_not_queried_before_the_communicator_exists(
 
 
 async def test_communicator_created_after_the_end_of_its_group_is_aborted(limits: Limits) -> None:
-    limits(device_release=0.05)
+    limits(device_release_timeout=0.05)
     make = threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -140,7 +140,7 @@ async def test_communicator_created_after_the_end_of_its_group_is_aborted(limits
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
         await pg.shutdown()
         make.set()
-        await until(lambda: calls and calls[-1] == "abort")
+        await wait_until(lambda: calls and calls[-1] == "abort")
 
     with gpus(1) as gpu:
         gpu.nccl.hooks.append(lambda call: call != "init" or make.wait(10))
@@ -158,7 +158,7 @@ async def test_failed_communicator_ends_a_group_without_waiting_calls() -> None:
 
 
 async def test_communicator_is_destroyed_although_a_closing_rank_has_left(limits: Limits) -> None:
-    limits(device_parting=60)
+    limits(device_departure_timeout=60)
     ends: dict[int, Any] = {}
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -169,7 +169,7 @@ async def test_communicator_is_destroyed_although_a_closing_rank_has_left(limits
             comm_of(pg).timeout = 0.05
         elif pg.rank() == 1:
             closing = asyncio.ensure_future(communicator_of(pg).close())
-            await until(lambda: 0 in comm_of(pg).left)
+            await wait_until(lambda: 0 in comm_of(pg).left)
             assert not closing.done()
             await pg.send_object("all ready", 2)
             await closing
@@ -224,7 +224,7 @@ async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
         is_first = group_of(end).rank == int(group_of(end).name.endswith("other"))
         return await parted(end) and (is_first or await asyncio.sleep(0.05, True))
 
-    wrapped(monkeypatch, device_parted=late)
+    wrap_parts(monkeypatch, wait_for_device_peers=late)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         groups = [await pg.split_group([[0, 1]], group_name=name) for name in ("one", "other")]
@@ -239,7 +239,7 @@ async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
 
 async def test_communicator_is_not_aborted_during_a_call(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     """Check that an abort waits for a call that does not return, and blocks neither the loop nor other groups."""
-    limits(device_aborting=0.02)
+    limits(device_abort_timeout=0.02)
     calling, go_on = threading.Event(), threading.Event()
 
     def block_broadcast(call: str) -> None:
@@ -251,13 +251,13 @@ async def test_communicator_is_not_aborted_during_a_call(limits: Limits, caplog:
         await check_allreduce(pg, gpu)
         end: Any = nccl_end(pg)
         work = pg.broadcast(ones(pg, gpu), 0)
-        await until(calling.is_set)
+        await wait_until(calling.is_set)
         pg.abort("enough")
         await check_failure(pg, work, "enough")
-        await until(lambda: "or did not return from a call of it" in caplog.text)
+        await wait_until(lambda: "or did not return from a call of it" in caplog.text)
         assert not end.aborted
         go_on.set()
-        await until(lambda: end.aborted)
+        await wait_until(lambda: end.aborted)
 
     with gpus(1) as gpu:
         gpu.nccl.hooks.append(block_broadcast)
@@ -275,7 +275,7 @@ async def test_group_is_closed_only_after_its_communicator_is_aborted(monkeypatc
         monkeypatch.setattr(end, "abort", lambda: go_on.wait(10) and abort())
         pg.abort("enough")
         shut = asyncio.ensure_future(pg.shutdown())
-        await until(lambda: gpu.cuda.calls["stream_destroy"] == destroyed + 2)
+        await wait_until(lambda: gpu.cuda.calls["stream_destroy"] == destroyed + 2)
         await asyncio.sleep(0)
         assert not shut.done()
         go_on.set()
@@ -289,7 +289,7 @@ async def test_group_is_closed_only_after_its_communicator_is_aborted(monkeypatc
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
 async def test_error_query_ends_before_its_communicator(end: str, limits: Limits) -> None:
     """Check the end of a communicator while its error query runs in the launcher."""
-    limits(device_ask_every=0.001)
+    limits(device_check_interval=0.001)
     querying, go_on = threading.Event(), threading.Event()
 
     def slow_query(call: str) -> None:
@@ -304,7 +304,7 @@ async def test_error_query_ends_before_its_communicator(end: str, limits: Limits
         made: Any = nccl_end(pg)
         gate = gpu.gate(0)
         work = start_unless_revoked(pg, gpu)
-        await until(querying.is_set)
+        await wait_until(querying.is_set)
         gate.open()
         if end == "abort":
             pg.abort("enough")
@@ -317,7 +317,7 @@ async def test_error_query_ends_before_its_communicator(end: str, limits: Limits
         assert not made.destroyed
         go_on.set()
         await shut
-        await until(lambda: made.aborted or made.destroyed)
+        await wait_until(lambda: made.aborted or made.destroyed)
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)

@@ -22,7 +22,7 @@ from aiocoll.gpu.waiter import AT_MOST
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..internals import Limits, waiter_of
-from ..ranks import until
+from ..ranks import wait_until
 from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_nothing, launch_call
 
 
@@ -78,7 +78,7 @@ async def test_earlier_work_on_the_callers_stream_runs_first(cuda: FakeCuda, dev
     cuda.kernel(user, lambda: ran.append("before"))
     launched, ended = launch_call(device, comm, lambda: cuda.kernel(comm, lambda: ran.append("call")), before=user)
     after = cuda.gate(user)
-    await until(lambda: launched.enqueued)
+    await wait_until(lambda: launched.enqueued)
     assert ran == []
     before.open()
     await ended
@@ -126,7 +126,7 @@ async def test_deferred_call_runs_after_its_mark(cuda: FakeCuda, device: Device)
         cuda.kernel(stream, lambda: ran.append("call"))
 
     launched, ended = launch_call(device, stream, call, before=None)
-    await until(lambda: launched.enqueued)
+    await wait_until(lambda: launched.enqueued)
     assert ran == []
     first.open()
     await ended
@@ -220,17 +220,17 @@ async def test_short_call_ends_without_the_completion_thread(cuda: FakeCuda, dev
 
 async def test_launcher_stops_polling_for_a_new_call(cuda: FakeCuda, device: Device, limits: Limits) -> None:
     looks = 1 << 14  # a second or more
-    limits(device_looks=looks)
+    limits(device_poll_count=looks)
     stream = device.stream()
     held = GatedCall(cuda, stream)
     launched, ended = launch_call(device, stream, held)
-    await until(lambda: launched.enqueued and cuda.calls["event_done"])
+    await wait_until(lambda: launched.enqueued and cuda.calls["event_done"])
     assert cuda.calls["event_synchronize"] == 0
     other, done = launch_call(device, device.stream())
     await done
     assert other.enqueued
     assert cuda.calls["event_done"] < looks
-    await until(lambda: cuda.calls["event_synchronize"])
+    await wait_until(lambda: cuda.calls["event_synchronize"])
     held.open()
     await ended
 
@@ -239,7 +239,7 @@ async def test_later_calls_are_left_to_the_waiting_completion_thread(cuda: FakeC
     stream = device.stream()
     held = GatedCall(cuda, stream)
     first, second = launch_call(device, stream, held)[1], launch_call(device, stream)[1]
-    await until(lambda: cuda.calls["event_synchronize"])
+    await wait_until(lambda: cuda.calls["event_synchronize"])
     looks = cuda.calls["event_done"]
     third = launch_call(device, stream)[1]
     await launch_call(device, device.stream())[1]
@@ -249,7 +249,7 @@ async def test_later_calls_are_left_to_the_waiting_completion_thread(cuda: FakeC
     assert first.done()
     assert second.done()
     waiter = waiter_of(device, stream)
-    await until(lambda: not waiter._is_awake)
+    await wait_until(lambda: not waiter._is_awake)
     waits = cuda.calls["event_synchronize"]
     await launch_call(device, stream)[1]
     assert cuda.calls["event_synchronize"] == waits
@@ -300,7 +300,7 @@ async def test_calls_of_an_iteration_wake_the_completion_thread_at_its_end(
     waken = waiter._wake_thread
     monkeypatch.setattr(waiter, "_wake_thread", lambda: (wakes.append(len(calls)), waken()))
     for several in (1, 5, 5, 1):
-        await until(lambda: not waiter._is_awake)
+        await wait_until(lambda: not waiter._is_awake)
         wakes.clear()
         calls: list[int] = []
         await asyncio.gather(*await launch_at_once(device, stream, calls, several))
@@ -354,9 +354,9 @@ async def test_references_live_until_the_device_is_done_without_an_awaiter(cuda:
     del waiting
     gc.collect()
     assert kept.freed_in == []
-    await until(lambda: hasattr(held, "gate"))
+    await wait_until(lambda: hasattr(held, "gate"))
     held.open()
-    await until(lambda: len(kept.freed_in) == 2)
+    await wait_until(lambda: len(kept.freed_in) == 2)
     await launch_call(device, stream)[1]
 
 
@@ -448,7 +448,7 @@ async def test_batch_reported_over_several_iterations_keeps_its_place(cuda: Fake
         device.launch(stream, do_nothing, None, lambda error, number=number: reported.append(number))
     await batch.wait_until_queued(AT_MOST)
     batch.open()
-    await until(lambda: more)
+    await wait_until(lambda: more)
     await more[0]
     assert reported == list(range(AT_MOST + 1))
 

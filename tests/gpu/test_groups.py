@@ -27,7 +27,7 @@ from aiocoll.gpu.calls.agreed import Agreed
 
 from ..fakes.arrays import FakeArray
 from ..internals import Limits, comm_of, dispatcher_of, plans_of, set_nccl_only
-from ..ranks import run_ranks, until
+from ..ranks import run_ranks, wait_until
 from ..reductions import numpy_dtype
 from .groups import WAYS, Gpus, check_allreduce, gpus, host
 from .stub_cupy import unload_cupy_api
@@ -369,7 +369,7 @@ async def test_arrays_are_freed_without_the_garbage_collector(way: str) -> None:
             gone = weakref.ref(tensor)
             await pg.allreduce(tensor)
             del tensor
-            await until(lambda gone=gone: gone() is None)
+            await wait_until(lambda gone=gone: gone() is None)
 
     gc.disable()
     try:
@@ -619,7 +619,7 @@ async def test_allgather_accepts_an_input_across_adjacent_outputs() -> None:
             await pg.allgather(views, own)
             assert [part.tolist() for part in parts] == [[peer + 1.0] * counts[peer] for peer in range(size)]
         await pg.barrier()
-        await until(lambda: not gpu.cuda._scratch)
+        await wait_until(lambda: not gpu.cuda._scratch)
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -661,7 +661,7 @@ async def test_completion_thread_disturbs_no_capture(way: str) -> None:
         gpu.cuda.capture(captured, True)
         gate = gpu.gate(0)
         work = pg.allreduce(gpu.tensor(np.ones(3), 0))
-        await until(lambda: gpu.cuda.calls["event_synchronize"] > waits)
+        await wait_until(lambda: gpu.cuda.calls["event_synchronize"] > waits)
         gate.open()
         await work
         gpu.cuda.capture(captured, False)
@@ -720,7 +720,7 @@ async def test_failed_part_of_a_staged_call_fails_it() -> None:
         await check_allreduce(pg, gpu)
         gate = gpu.gate(0)
         work = pg.scan(gpu.tensor(np.ones(3), 0))
-        await until(lambda: comm_of(pg).in_flight.pending)
+        await wait_until(lambda: comm_of(pg).in_flight.pending)
         (operation,) = comm_of(pg).in_flight.pending
         operation._copy_outputs(None, ZeroDivisionError("a bug"))  # type: ignore[attr-defined]
         with pytest.raises(ZeroDivisionError, match="a bug"):
@@ -733,7 +733,7 @@ async def test_failed_part_of_a_staged_call_fails_it() -> None:
 
 
 async def test_group_works_with_few_kept_plans(limits: Limits) -> None:
-    limits(kept_plans=1)
+    limits(max_kept_plans=1)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         for shape in ((1,), (2,), (1,), (2, 1), (1, 2), (2, 1)):

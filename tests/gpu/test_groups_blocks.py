@@ -20,8 +20,8 @@ from aiocoll import (
     testing,
 )
 
-from ..internals import nccl_end, set_nccl_only, spied
-from ..ranks import run_ranks, until
+from ..internals import nccl_end, observe_calls, set_nccl_only
+from ..ranks import run_ranks, wait_until
 from .groups import WAYS, Gpus, check_allreduce, check_block_of_every_kind, check_failure, gpus, host, start_list
 
 both = pytest.mark.parametrize("way", WAYS)
@@ -38,7 +38,7 @@ class Counts:
         self.launches = 0
         self.agreements = 0
         gpu.nccl.hooks.append(lambda call: self.nccl.update([call]))
-        spied(monkeypatch, device_launch=self._launched, device_judge=self._judged)
+        observe_calls(monkeypatch, launch_on_device=self._launched, compare_device_calls=self._judged)
 
     def _launched(self, *_: Any, **__: Any) -> None:
         self.launches += 1
@@ -337,12 +337,12 @@ async def test_abort_waits_for_the_launcher() -> None:
 
         gpu.nccl.hooks.append(slow)
         work = start_list(pg, gpu)
-        await until(calling.is_set)
+        await wait_until(calling.is_set)
         pg.abort("enough")
         await check_failure(pg, work, "enough")
         assert not end.aborted
         go_on.set()
-        await until(lambda: end.aborted)
+        await wait_until(lambda: end.aborted)
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)

@@ -12,7 +12,7 @@ import pytest
 from aiocoll import ProcessGroup
 
 from ..group.test_collectives import MARGIN, MOVING, REDUCING, Call, everything, label, valid
-from ..internals import spied
+from ..internals import observe_calls
 from ..pairwise import Case, cover
 from ..ranks import run_ranks
 from ..reductions import OPS, WIDE, equal, numpy_dtype
@@ -106,7 +106,7 @@ async def test_only_reductions_that_nccl_lacks_are_staged(world_size: int, monke
                 await check(pg, [case], gpu)
                 assert staged[pg.rank()] - before == (not is_native(kind, op, dtype)), label(case)
 
-    spied(monkeypatch, device_stage=count_staged)
+    observe_calls(monkeypatch, stage_inputs=count_staged)
     with gpus(world_size) as gpu:
         await run_ranks(world_size, body, gpu)
 

@@ -17,8 +17,8 @@ from aiocoll.gpu.calls.cards import Decision
 from aiocoll.gpu.calls.device_state import DeviceState
 from aiocoll.gpu.turns import Turn, Turns
 
-from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrapped
-from ..ranks import run_ranks, until
+from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrap_parts
+from ..ranks import run_ranks, wait_until
 from .groups import Gpus, gpus, host, uses_nccl
 
 LARGE = EAGER_WINDOW + 1
@@ -39,7 +39,7 @@ async def test_group_agrees_on_nccl_after_messages_alone(late: int) -> None:
         await pg.barrier()
         if rank == late:
             work = pg.send(gpu.tensor(np.zeros(1), rank), others[0])
-        await until(lambda: uses_nccl(pg))
+        await wait_until(lambda: uses_nccl(pg))
         if rank == late:
             await work
             await pg.send(tensor, others[1])
@@ -78,7 +78,7 @@ async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest
         assert host(one).tolist() == [rank + (rank + 1) % 3] * 3
         assert host(two).tolist() == [rank + (rank - 1) % 3] * 3
 
-    wrapped(monkeypatch, device_decided=decide_late)
+    wrap_parts(monkeypatch, on_backend_decision=decide_late)
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
 
@@ -94,7 +94,7 @@ async def test_jobs_with_devices_in_opposite_orders_do_not_wait_for_each_other(
 
         return take(turns, later)
 
-    wrapped(monkeypatch, take_turn=take_delayed)
+    wrap_parts(monkeypatch, take_turn=take_delayed)
 
     async def body(pg: ProcessGroup, gpu: Gpus, devices: list[int]) -> None:
         tensor = gpu.tensor(np.ones(3), devices[pg.rank()])
@@ -123,7 +123,7 @@ async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) 
         assert other is not None
         lost = stuck.allreduce(gpu.tensor(np.ones(1), rank), timeout=0.1)
         if rank == 0:
-            await until(lambda: bool(suppressed))
+            await wait_until(lambda: bool(suppressed))
         work = other.allreduce(tensor := gpu.tensor(np.ones(1), rank))
         with pytest.raises(CollectiveTimeoutError):
             await lost
@@ -131,7 +131,7 @@ async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) 
         assert uses_nccl(other)
         assert host(tensor).tolist() == [2]
 
-    wrapped(monkeypatch, take_turn=take_and_suppress)
+    wrap_parts(monkeypatch, take_turn=take_and_suppress)
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
 
@@ -141,7 +141,7 @@ async def test_rank_may_create_its_group_after_calls_of_others(late: int) -> Non
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if rank == late:
-            await until(lambda: unmade_groups(pg)) if rank == 0 else await pg.recv_object(0)
+            await wait_until(lambda: unmade_groups(pg)) if rank == 0 else await pg.recv_object(0)
         elif rank == 0:
             pg.send_object(None, late)
         part = await pg.split_group([[0, 1], [2]])
@@ -164,7 +164,7 @@ async def test_messages_for_closed_or_foreign_groups_are_not_kept() -> None:
         await part.shutdown()
         for identity in (comm_of(part).id, 7):
             endpoint.control.send(1 - pg.rank(), {"t": "device", "g": identity, "ready": True, "shares": False})
-        await until(lambda: unmade_groups(pg))
+        await wait_until(lambda: unmade_groups(pg))
         assert list(unmade_groups(pg)) == [7]
         endpoint.registry.early.refuse_group(7, 1 - pg.rank(), None, (1 - pg.rank(),), pg.rank())
         assert not unmade_groups(pg)
@@ -190,7 +190,7 @@ class SuppressedTurn:
                 return take(turns, lambda: None)
             return take(turns, call)
 
-        wrapped(monkeypatch, take_turn=take_and_suppress)
+        wrap_parts(monkeypatch, take_turn=take_and_suppress)
 
     def select_device(self, gpu: Gpus, device: int) -> None:
         self.turns = gpu.shared_device(device).turns
@@ -214,7 +214,7 @@ async def test_leaving_rank_does_not_block_other_groups(
 ) -> None:
     """Check a rank that leaves while a turn is pending: the devices stay usable for other groups."""
     turns = SuppressedTurn(monkeypatch)
-    limits(agreement_parting=0.05)
+    limits(backend_decision_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -222,12 +222,12 @@ async def test_leaving_rank_does_not_block_other_groups(
         assert part is not None
         assert other is not None
         await send_around(part, gpu)
-        await until(lambda: turns.calls)
+        await wait_until(lambda: turns.calls)
         await pg.barrier()
         if rank == leaver:
             await part.shutdown()
         else:
-            await until(lambda: leaver in comm_of(part).left)
+            await wait_until(lambda: leaver in comm_of(part).left)
         await other.allreduce(gpu.tensor(np.ones(2), rank))
         assert uses_nccl(other)
         if rank != leaver:
@@ -246,14 +246,14 @@ async def test_leaving_rank_still_creates_the_awaited_communicator(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     turns = SuppressedTurn(monkeypatch)
-    limits(device_parting=0.05)
+    limits(device_departure_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         part = await pg.split_group([[0, 1, 2]])
         assert part is not None
         await send_around(part, gpu)
-        await until(lambda: turns.calls)
+        await wait_until(lambda: turns.calls)
         if rank == 1:
             ending = asyncio.ensure_future(part.shutdown())
             await asyncio.sleep(0)
@@ -263,7 +263,7 @@ async def test_leaving_rank_still_creates_the_awaited_communicator(
         if rank == 1:
             await ending
         else:
-            await until(lambda: uses_nccl(part))
+            await wait_until(lambda: uses_nccl(part))
 
     with gpus(3) as gpu:
         turns.select_device(gpu, 2)
@@ -281,14 +281,14 @@ async def test_rank_that_left_before_the_agreement_makes_the_group_stage() -> No
             await part.shutdown()
         elif rank == 0:
             await part.recv(short, 1)
-            await until(lambda: 1 in comm_of(part).left)
+            await wait_until(lambda: 1 in comm_of(part).left)
             await pg.send_object(None, 2)
             await part.recv(short, 2)
         else:
             await pg.recv_object(0)
             await part.send(short, 0)
         if rank != 1:
-            await until(
+            await wait_until(
                 lambda: (
                     dispatcher_of(part).device_calls is not None
                     and dispatcher_of(part).device_calls.state.decision is not None
@@ -308,7 +308,7 @@ async def test_late_turn_messages_are_ignored() -> None:
         rank, member = pg.rank(), comm_of(pg)
         tensor = gpu.tensor(np.ones(1), rank)
         await pg.allreduce(tensor)
-        await until(lambda: uses_nccl(pg))
+        await wait_until(lambda: uses_nccl(pg))
         member.endpoint.control.send(
             1 - rank, {"t": "device", "g": member.id, **({"ready": True, "shares": False} if rank else {"turn": True})}
         )
@@ -371,7 +371,7 @@ async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str,
         if rank == sender:
             member.endpoint.control.send(1 - rank, {"t": "device", "g": member.id, **note})
         elif when == "before":
-            await until(lambda: member.devices._kept or member.cause)
+            await wait_until(lambda: member.devices._kept or member.cause)
             with pytest.raises(GroupRevokedError):
                 pg.send(gpu.tensor(np.ones(1), rank), sender)
         error = await pg.wait_revoked()
@@ -394,7 +394,7 @@ async def test_rank_that_fails_during_the_agreement_blocks_no_other_rank() -> No
         work = first.allreduce(gpu.tensor(np.ones(1), rank))
         if rank == 2:
             deciding = dispatcher_of(first).device_calls.state._agreement  # type: ignore[union-attr]
-            await until(lambda: deciding._settled is not None)
+            await wait_until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")
             # A decision for staging needs no communicator, so the rank ignores it.
@@ -420,7 +420,7 @@ async def test_message_of_a_nonmember_is_kept_for_another_group_with_the_id() ->
         identity = Split(comm_of(pg).id, 0, None, (0, 1)).identity()
         note = {"t": "device", "g": identity, "ready": True, "shares": False}
         if rank == 0:
-            await until(lambda: len(made) == 2)
+            await wait_until(lambda: len(made) == 2)
             early.keep_message(identity, 2, note, direct=False)
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None

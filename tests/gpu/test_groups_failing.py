@@ -21,7 +21,7 @@ from aiocoll import (
 from aiocoll.gpu.api import DeviceError
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end
-from ..ranks import hub, run_ranks, until
+from ..ranks import hub_of, run_ranks, wait_until
 from .groups import (
     WAYS,
     Gpus,
@@ -88,7 +88,7 @@ async def test_lost_rank_is_named(way: str, call: Any) -> None:
             gate = gpu.gate(0)
             work = call(pg, gpu)
             await asyncio.sleep(0)
-            hub(pg).cut(0, 1)
+            hub_of(pg).cut(0, 1)
             await check_failure(pg, work, "rank . .* is lost", PeerLostError)
             gate.open()
         else:
@@ -177,16 +177,16 @@ async def test_staging_memory_is_reused_only_when_the_device_is_done(call: str) 
             await pg.wait_revoked()
             return
         staging = gpu.shared_device(0).staging
-        await until(lambda: staging.kept > 0)
+        await wait_until(lambda: staging.kept > 0)
         kept, gate = staging.kept, gpu.gate(0)
         work = start_call(pg, gpu)
-        await until(lambda: staging.kept < kept)
+        await wait_until(lambda: staging.kept < kept)
         pg.abort("enough")
         with pytest.raises(GroupError, match="enough"):
             await work
         assert staging.kept < kept
         gate.open()
-        await until(lambda: staging.kept == kept)
+        await wait_until(lambda: staging.kept == kept)
 
     with gpus(2, "staged") as gpu:
         await run_ranks(2, body, gpu)
@@ -265,7 +265,7 @@ async def test_failed_device_is_named(way: str) -> None:
     ],
 )
 async def test_refused_nccl_call_fails_the_group(failing: str, call: Any, limits: Limits) -> None:
-    limits(device_release=0.05)  # the time for which other ranks wait for a rank that failed to start
+    limits(device_release_timeout=0.05)  # the time for which other ranks wait for a rank that failed to start
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
@@ -326,7 +326,7 @@ async def test_asynchronous_nccl_error_is_found() -> None:
 async def test_communicator_that_is_never_created_is_reported(
     hosts: tuple[int, ...], chosen: str | None, match: str, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    limits(device_release=0.05)
+    limits(device_release_timeout=0.05)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     if chosen is not None:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
@@ -344,7 +344,7 @@ async def test_communicator_that_is_never_created_is_reported(
 
 
 async def test_hanging_abort_is_logged(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    limits(device_release=0.1, device_aborting=0.05)
+    limits(device_release_timeout=0.1, device_abort_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
@@ -393,7 +393,7 @@ async def test_shutdown_destroys_the_communicator() -> None:
 
 
 async def test_rank_that_closes_alone_aborts_the_communicator(limits: Limits) -> None:
-    limits(device_parting=0.05)
+    limits(device_departure_timeout=0.05)
     ends: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -426,7 +426,7 @@ async def test_bit_ops_are_staged_in_groups_with_nccl() -> None:
 
 
 async def test_late_rank_finds_that_the_others_have_left(limits: Limits) -> None:
-    limits(device_parting=60)
+    limits(device_departure_timeout=60)
     ends: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -437,7 +437,7 @@ async def test_late_rank_finds_that_the_others_have_left(limits: Limits) -> None
         if pg.rank() == 0:
             communicator.abort()  # type: ignore[union-attr]
         else:
-            await until(lambda: 0 in comm_of(pg).left)
+            await wait_until(lambda: 0 in comm_of(pg).left)
         await pg.shutdown()
         assert comm_of(pg).cause is None
 
@@ -500,7 +500,7 @@ async def test_failed_stream_creation_fails_the_group() -> None:
 
 
 async def test_too_long_call_description_fails_the_group(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits(compared_size=8)
+    limits(max_compared_bytes=8)
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

@@ -24,8 +24,8 @@ from aiocoll import (
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.gpu.calls import matching
 
-from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replaced
-from ..ranks import LINKS, run_ranks, until
+from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replace_parts
+from ..ranks import LINKS, run_ranks, wait_until
 from ..reductions import WIDE
 from .groups import Gpus, check_allreduce, gpus, host, uses_nccl
 
@@ -259,7 +259,7 @@ async def test_message_requested_by_incoming_is_staged() -> None:
             counted.clear()
             await pg.send(filled(gpu, 0, 5), 1, tag=3)
         else:
-            await until(lambda: comm_of(pg).matching._waiting)
+            await wait_until(lambda: comm_of(pg).matching._waiting)
             step = asyncio.ensure_future(anext(pg.incoming(3)))
             await asyncio.sleep(0)
             step.cancel()
@@ -380,7 +380,7 @@ async def test_short_message_names_its_busy_device() -> None:
 
 
 async def test_rank_0_is_named_if_it_does_not_start_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, device_matched=lambda *_: None)
+    replace_parts(monkeypatch, record_device_match=lambda *_: None)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -475,18 +475,18 @@ async def test_on_stream_orders_later_work(count: int) -> None:
 
 @pytest.mark.parametrize("when", ["before", "matched"])
 async def test_messages_continue_without_rank_0(when: str, limits: Limits) -> None:
-    limits(device_patience=1e6, device_parting=0.05)
+    limits(device_batch_wait=1e6, device_departure_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
         if rank == 0:
             if when == "matched":
-                await until(lambda: dispatcher_of(pg).device_calls is not None and bool(matched_units(pg)))
+                await wait_until(lambda: dispatcher_of(pg).device_calls is not None and bool(matched_units(pg)))
             await pg.shutdown()
             return
         if when == "before":
-            await until(lambda: 0 in comm_of(pg).left)
+            await wait_until(lambda: 0 in comm_of(pg).left)
         other = 3 - rank
         # The batch of rank 1 stays incomplete until rank 0 has left.
         tensors = [filled(gpu, rank, 2 * rank + index) for index in range(2)]
@@ -496,7 +496,7 @@ async def test_messages_continue_without_rank_0(when: str, limits: Limits) -> No
         else:
             first = pg.recv(into[0], other)
             if when == "matched":
-                await until(lambda: 0 in comm_of(pg).left)
+                await wait_until(lambda: 0 in comm_of(pg).left)
             await first
             work = pg.recv(into[1], other, tag=1)
         await work
@@ -516,7 +516,7 @@ async def test_rank_that_leaves_during_a_message_ends_the_group() -> None:
         tensor = filled(gpu, rank, 0)
         work = pg.recv(tensor, 0) if rank else pg.send(tensor, 1)
         if gate is not None:
-            await until(lambda: any(each.is_waiting_for_device() for each in comm_of(pg).in_flight.pending))
+            await wait_until(lambda: any(each.is_waiting_for_device() for each in comm_of(pg).in_flight.pending))
             pg.timeout = 0.01
             asyncio.get_running_loop().call_later(0.1, gate.open)
             await pg.shutdown()
@@ -533,17 +533,17 @@ async def test_rank_that_leaves_during_a_message_ends_the_group() -> None:
 
 async def test_messages_are_staged_after_a_rank_has_left(limits: Limits) -> None:
     """Check that matched messages are staged too if they have not started: NCCL needs all ranks."""
-    limits(device_patience=1e6, device_parting=0.05)
+    limits(device_batch_wait=1e6, device_departure_timeout=0.05)
     held = asyncio.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
         if rank == 0:
-            await until(lambda: len(matched_units(pg)) == 2)
+            await wait_until(lambda: len(matched_units(pg)) == 2)
             counted.clear()
             held.set()
-            await until(lambda: 3 in comm_of(pg).left)
+            await wait_until(lambda: 3 in comm_of(pg).left)
             for unit in list(matched_units(pg).values()):
                 matching_of(pg)._stop_waiting(unit)
             assert has_value(await pg.recv(filled(gpu, 0, -1), 1), 5)
@@ -573,7 +573,7 @@ async def test_messages_are_staged_after_a_rank_has_left(limits: Limits) -> None
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
 async def test_message_of_a_failed_batch_does_not_start(end: str, limits: Limits) -> None:
-    limits(device_patience=1e6, device_parting=0.05)
+    limits(device_batch_wait=1e6, device_departure_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -592,7 +592,7 @@ async def test_message_of_a_failed_batch_does_not_start(end: str, limits: Limits
             await asyncio.gather(batch, return_exceptions=True)
         else:
             work = pg.recv(tensors[0], 1)
-            await until(lambda: matched_units(pg))
+            await wait_until(lambda: matched_units(pg))
             await pg.send_object(None, 1)
             if end == "abort":
                 pg.abort("enough")
@@ -613,7 +613,7 @@ async def test_message_of_a_failed_batch_does_not_start(end: str, limits: Limits
 
 @pytest.mark.parametrize("captured", ["send", "recv"])
 async def test_block_does_not_wait_for_a_refused_message(captured: str, limits: Limits) -> None:
-    limits(device_patience=1e6)
+    limits(device_batch_wait=1e6)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -723,7 +723,7 @@ async def test_ranks_without_a_link_to_rank_0_exchange_messages(transport: str) 
             await pg.recv(short, rank - 1)
         if rank < 2:
             await pg.send(short, rank + 1)
-        await until(lambda: uses_nccl(pg))
+        await wait_until(lambda: uses_nccl(pg))
         long = filled(gpu, rank, rank)
         if rank:
             await (pg.send(long, 2) if rank == 1 else pg.recv(long, 1))

@@ -19,7 +19,7 @@ from aiocoll.gpu.end_word import EndWord
 
 from ..fakes.cuda import FakeCuda
 from ..internals import Limits, comm_of, dispatcher_of, waiter_of
-from ..ranks import run_ranks, until
+from ..ranks import run_ranks, wait_until
 from .devices import GatedCall, block_until_launched, do_nothing
 from .groups import Gpus, gpus, host, repeat_allreduce, wait_for_idle_launcher
 
@@ -80,7 +80,7 @@ async def test_unfinished_call_is_left_to_the_completion_thread(cuda: FakeCuda, 
     held = GatedCall(cuda, stream)
     launch(device, stream, ended.set_result, held)
     assert device.look(stream, loop) is False
-    await until(lambda: waiter_of(device, stream)._is_awake)
+    await wait_until(lambda: waiter_of(device, stream)._is_awake)
     assert device.look(stream, loop) is None
     held.open()
     await ended
@@ -96,11 +96,11 @@ async def test_device_writes_only_after_the_first_call_of_a_row(cuda: FakeCuda, 
     assert device.look(stream, loop) is True
     assert reported == [0]
     assert device.look(stream, loop) is None
-    await until(lambda: reported == list(range(5)))
+    await wait_until(lambda: reported == list(range(5)))
     other, held = loop.create_future(), GatedCall(cuda, stream)
     wait_until_seen(device, stream)
     device.launch(stream, held, None, other.set_result)  # launched by the launcher thread, which polls itself
-    await until(lambda: waiter_of(device, stream)._is_awake)
+    await wait_until(lambda: waiter_of(device, stream)._is_awake)
     held.open()
     await other
     assert cuda.calls["stream_write"] == 1
@@ -114,7 +114,7 @@ async def test_ends_found_by_the_thread_are_reported_first(cuda: FakeCuda, devic
     finish(cuda, stream)
     assert device.look(stream, loop) is None
     assert reported == []
-    await until(lambda: reported == [1, 2])
+    await wait_until(lambda: reported == [1, 2])
 
 
 async def test_closed_stream_is_not_polled(device: Device) -> None:
@@ -241,7 +241,7 @@ def slow_clock(pg: ProcessGroup) -> None:
 @pytest.fixture
 def no_error_queries(limits: Limits) -> None:
     """Turn the error queries off, so that the launcher only launches calls."""
-    limits(device_ask_every=1000)
+    limits(device_check_interval=1000)
 
 
 async def wait_until_idle(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -249,7 +249,7 @@ async def wait_until_idle(pg: ProcessGroup, gpu: Gpus) -> None:
     await wait_for_idle_launcher(pg, gpu)
     communicator = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
     waiter = waiter_of(gpu.shared_device(pg.rank()), communicator.stream)  # type: ignore[union-attr]
-    await until(lambda: not waiter._is_awake)
+    await wait_until(lambda: not waiter._is_awake)
 
 
 @pytest.mark.usefixtures("no_error_queries")

@@ -16,7 +16,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.gpu.calls import slots as slots_module
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end, set_nccl_only
-from ..ranks import run_ranks, until
+from ..ranks import run_ranks, wait_until
 from .groups import Gpus, gpus, host, uses_nccl, wait_for_idle_launcher
 
 LARGE = EAGER_WINDOW // 8 + 1
@@ -50,7 +50,7 @@ async def test_rows_and_columns_may_be_called_in_opposite_orders(
     rows: int, columns: int, verify: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check orders that would deadlock without a common launch order: the devices would wait in a cycle."""
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
     monkeypatch.setenv("AIOCOLL_VERIFY", verify)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -78,7 +78,7 @@ async def test_rows_and_columns_may_be_called_in_opposite_orders(
 @pytest.mark.parametrize("seed", range(6))
 async def test_groups_may_be_called_in_random_orders(seed: int, limits: Limits) -> None:
     """Check random orders, with one group called more often, so that the groups' times differ."""
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -102,7 +102,7 @@ async def test_groups_may_be_called_in_random_orders(seed: int, limits: Limits) 
 
 async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> None:
     """Check collectives, batches and blocks in the world and two subgroups at the same time."""
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -131,7 +131,7 @@ async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> No
 
 
 async def test_first_group_on_a_device_launches_ahead_until_a_second_exists(limits: Limits) -> None:
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
         rank = pg.rank()
@@ -149,7 +149,7 @@ async def test_first_group_on_a_device_launches_ahead_until_a_second_exists(limi
         if other is not None:
             await other.allreduce(gpu.tensor(np.ones(3), rank))
             assert uses_nccl(other)
-        await until(lambda: state_of(pg).slots.is_shared)
+        await wait_until(lambda: state_of(pg).slots.is_shared)
         assert host(tensor).tolist() == [3.0**4] * 3
         await pg.allreduce(tensor)
         assert host(tensor).tolist() == [3.0**5] * 3
@@ -174,7 +174,7 @@ async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> Non
         await pg.barrier()
         if rank == 0:
             work = pg.allreduce(tensor)
-            await until(lambda: nccl_end(pg).in_flight)
+            await wait_until(lambda: nccl_end(pg).in_flight)
         if forced:
             set_nccl_only(other, True)
         waits = other.allreduce(another)
@@ -194,7 +194,7 @@ async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> Non
         await waits
         assert host(another).tolist() == [2.0] * 3
         assert host(tensor).tolist() == [2.0**4] * 3
-        await until(lambda: uses_nccl(other))
+        await wait_until(lambda: uses_nccl(other))
         with no_staging(gpu):
             await other.allreduce(another)
         assert host(another).tolist() == [4.0] * 3
@@ -205,7 +205,7 @@ async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> Non
 
 async def test_calls_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
     """Check messages and calls, with and without keys, if the wait for a slot has no patience."""
-    limits(slot_patience=0.0)
+    limits(device_slot_wait=0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -232,7 +232,7 @@ async def test_calls_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
 
 @pytest.mark.parametrize("failing", ["row", "column"])
 async def test_group_that_fails_blocks_no_other(failing: str, limits: Limits) -> None:
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -261,7 +261,7 @@ async def test_group_that_fails_blocks_no_other(failing: str, limits: Limits) ->
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 async def test_group_that_a_rank_has_left_blocks_no_other(leaver: int, limits: Limits) -> None:
     """Check a group that has launched calls ahead and cannot agree on a common place any more."""
-    limits(device_parting=0.02)
+    limits(device_departure_timeout=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -275,12 +275,12 @@ async def test_group_that_a_rank_has_left_blocks_no_other(leaver: int, limits: L
         if rank == leaver:
             await first.shutdown()
         else:
-            await until(lambda: comm_of(first).left)
+            await wait_until(lambda: comm_of(first).left)
         await pg.barrier()
         for _ in range(3):
             await other.allreduce(tensor := gpu.tensor(np.ones(3), rank))
             assert host(tensor).tolist() == [3.0] * 3
-        await until(lambda: uses_nccl(other))
+        await wait_until(lambda: uses_nccl(other))
         if rank != leaver:
             ends = [each for each in range(3) if each != leaver]
             large = gpu.tensor(np.full(LARGE, rank), rank)
@@ -293,7 +293,7 @@ async def test_group_that_a_rank_has_left_blocks_no_other(leaver: int, limits: L
 
 async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Limits) -> None:
     """Check messages that rank 0 has numbered before it leaves, without proposals from both ends."""
-    limits(slot_patience=60.0, device_parting=0.02)
+    limits(device_slot_wait=60.0, device_departure_timeout=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -304,14 +304,14 @@ async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Lim
         for group in (first, held):
             for _ in range(3):
                 await group.allreduce(gpu.tensor(np.ones(1), rank))
-        await until(lambda: state_of(first).slots.is_shared)
+        await wait_until(lambda: state_of(first).slots.is_shared)
         await pg.barrier()
         state_of(first).slots._lane.is_shared = rank == 0  # so that no time is proposed
         await pg.barrier()
         large = gpu.tensor(np.full(LARGE, rank), rank)
         work = None if rank == 0 else held.send(large, 2) if rank == 1 else held.recv(large, 1)
         if rank == 0:
-            await until(lambda: state_of(held).slots._row)
+            await wait_until(lambda: state_of(held).slots._row)
             await held.shutdown()
         else:
             assert work is not None
@@ -361,7 +361,7 @@ async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str,
 
 async def test_late_proposals_are_ignored(limits: Limits) -> None:
     """Check a proposal that arrives after its call was staged."""
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()

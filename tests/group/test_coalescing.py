@@ -29,9 +29,9 @@ from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import FrameKind
 from aiocoll.work import finished_work
 
-from ..internals import comm_of, dispatcher_of, spied
+from ..internals import comm_of, dispatcher_of, observe_calls
 from ..pairwise import Case
-from ..ranks import LINKS, over, run_ranks, until
+from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
 from ..reductions import DTYPES, OPS, equal
 from .test_collectives import COUNTS, MOVING, REDUCING, ROOTED, SIZES, Call, label, valid
 
@@ -43,7 +43,7 @@ class Frames:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        spied(monkeypatch, frame_delivered=self._counted)
+        observe_calls(monkeypatch, deliver_frame=self._counted)
 
     def _counted(self, _: Any, __: Any, header: Any, ___: Any) -> None:
         self.count += header[0] == FrameKind.DATA and header[7] > 0
@@ -99,7 +99,7 @@ async def test_block_may_have_every_kind_dtype_and_op(world_size: int, transport
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_block_may_mix_small_large_staged_and_scalar_calls(pg: ProcessGroup) -> None:
     size, mine = pg.size(), pg.rank() + 1.0
     total = size * (size + 1) / 2
@@ -295,7 +295,7 @@ async def test_done_callback_does_not_send_the_block(pg: ProcessGroup) -> None:
         for _ in range(5):
             await asyncio.sleep(0)
         assert batch.seq is None
-    await until(lambda: notified)
+    await wait_until(lambda: notified)
     assert notified == [work]
 
 
@@ -344,7 +344,7 @@ async def test_wrong_key_is_refused_at_the_call(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_messages_of_a_block_are_sent_with_it(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     incoming, other, third = ones(3, 0), ones(3, 0), ones(2, 0)
@@ -382,7 +382,7 @@ async def test_recorded_receive_without_awaiters_is_withdrawn(pg: ProcessGroup) 
             waiter.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiter
-            await until(work.done)
+            await wait_until(work.done)
             assert pg.pending() == []
     if pg.rank() == 0:
         await pg.send(ones(), 1)
@@ -510,7 +510,7 @@ async def test_calls_that_share_memory_are_refused_before_anything_is_sent(frame
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_exception_inside_a_block_sends_no_more_calls(pg: ProcessGroup, frames: Frames) -> None:
     await pg.barrier()
     await pg.barrier()
@@ -584,12 +584,12 @@ async def test_cancelled_block_leaves_nothing_pending(pg: ProcessGroup) -> None:
 
     for body in (record_calls, record_receives):
         task = asyncio.create_task(body())
-        await until(lambda: works)
+        await wait_until(lambda: works)
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(lambda: all(work.done() for work in works))
+        await wait_until(lambda: all(work.done() for work in works))
         assert pg.pending() == []
         works.clear()
     assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
@@ -686,7 +686,7 @@ async def test_incomplete_flush_is_not_reported_as_completed(pg: ProcessGroup) -
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_block_of_list_calls_gives_their_results(pg: ProcessGroup, frames: Frames) -> None:
     size, rank = pg.size(), pg.rank()
     total = size * (size + 1) // 2
@@ -808,7 +808,7 @@ async def test_message_that_fails_the_group_fails_the_whole_block(pg: ProcessGro
         pg.send(np.zeros(3, np.int32), 0)
         await pg.wait_revoked()
         return
-    await until(lambda: comm_of(pg).matching._waiting)
+    await wait_until(lambda: comm_of(pg).matching._waiting)
     works: list[Work[Any]] = []
 
     async def block() -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 
-from ..ranks import LINKS, over
+from ..ranks import LINKS, parametrize_transports
 
 # -- parts of different lengths
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [0, 100_000, 1], [1, 2, 300_000]])
 async def test_parts_may_have_any_length(pg: ProcessGroup, counts: list[int]) -> None:
     rank, world = pg.rank(), range(3)
@@ -66,7 +66,7 @@ async def test_outputs_are_allocated_on_request(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize("count", [1, 1000, 300_000])
 async def test_base_collectives_use_one_whole_tensor(pg: ProcessGroup, count: int) -> None:
     size, rank = pg.size(), pg.rank()
@@ -300,7 +300,7 @@ async def test_overlapping_memory_is_refused(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_second_call_of_the_same_shape_gives_its_own_result(pg: ProcessGroup) -> None:
     rank, world = pg.rank(), pg.size()
     total = sum(range(1, world + 1))

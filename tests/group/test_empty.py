@@ -22,9 +22,9 @@ from aiocoll.testing import run_processes
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter, Chunks
 
-from ..internals import comm_of, failing, replaced, wrapped
+from ..internals import comm_of, make_calls_fail, replace_parts, wrap_parts
 from ..pairwise import Case, cover
-from ..ranks import LINKS, over, run_ranks, until
+from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
 from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
 from ..shared_memory import QUEUE
 
@@ -68,7 +68,7 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
         counts.lanes.add(id(lane))
         return done
 
-    wrapped(monkeypatch, chunk_put=counted_put, chunk_pointed=counted_point)
+    wrap_parts(monkeypatch, write_chunk=counted_put, write_chunk_reference=counted_point)
     return counts
 
 
@@ -119,7 +119,7 @@ FULL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [COVER, pytest.param(FULL, marks=pytest.mark.matrix)], ids=["cover", "all"])
 @pytest.mark.ranks(*SIZES, timeout=240.0)
-@over("shm")
+@parametrize_transports("shm")
 async def test_registered_arrays_give_the_results_of_plain_ones(pg: ProcessGroup, cases: list[Case]) -> None:
     """Compare the bits with those of plain arrays, and the values with the closed form."""
     world_size = pg.size()
@@ -136,7 +136,7 @@ async def test_registered_arrays_give_the_results_of_plain_ones(pg: ProcessGroup
 
 
 @pytest.mark.slow
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_registered_arrays_work_with_counts_around_pieces(pg: ProcessGroup) -> None:
     for pieces in (0, 1, 2, 2 * QUEUE.chunks_count + 1):
@@ -151,7 +151,7 @@ async def test_registered_arrays_work_with_counts_around_pieces(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2, 3, 4)
-@over("shm")
+@parametrize_transports("shm")
 async def test_registered_arrays_work_with_plain_arrays_of_other_ranks(pg: ProcessGroup) -> None:
     mine = await pg.empty(LARGE, np.int32)
     plain = np.empty(LARGE, np.int32)
@@ -164,7 +164,7 @@ async def test_registered_arrays_work_with_plain_arrays_of_other_ranks(pg: Proce
 
 
 @pytest.mark.ranks(3)
-@over("shm", "memory")
+@parametrize_transports("shm", "memory")
 async def test_registered_arrays_are_accepted_by_all_other_calls(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     array = await registered_array(pg, np.full((size, 50_000), rank))
@@ -186,7 +186,7 @@ async def test_registered_arrays_are_accepted_by_all_other_calls(pg: ProcessGrou
 
 
 @pytest.mark.ranks(2, 3, 4)
-@over("shm")
+@parametrize_transports("shm")
 async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) -> None:
     """Check an array that the neighbours have mapped, and its slices and other views."""
     array = await registered_array(pg, np.zeros((100, 10_000), np.float32))
@@ -202,7 +202,7 @@ async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) ->
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_array_outside_of_registered_memory_is_staged(pg: ProcessGroup, puts: Puts) -> None:
     array = await registered_array(pg, np.ones(LARGE))
     await make_mapped(pg, array)
@@ -268,7 +268,7 @@ async def test_keyed_calls_on_registered_arrays_match_in_any_order(puts: Puts) -
 
 
 @pytest.mark.ranks(4)
-@over("shm")
+@parametrize_transports("shm")
 async def test_work_is_done_after_all_reads_of_its_array(pg: ProcessGroup) -> None:
     """Overwrite the result as soon as the work is done."""
     array = await pg.empty(LARGE, np.int64)
@@ -343,7 +343,7 @@ async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
 
 
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 async def test_survivors_continue_after_an_abort(pg: ProcessGroup) -> None:
     array = await registered_array(pg, np.zeros(LARGE))
     await make_mapped(pg, array)
@@ -401,10 +401,10 @@ async def test_dropped_registered_arrays_leave_no_memory() -> None:
             await pg.allreduce(array)
             await pg.allreduce(array[1:])
         del array
-        await until(lambda: segment_count(pg) == 1)
+        await wait_until(lambda: segment_count(pg) == 1)
         await pg.barrier()
         # A message over the socket may arrive later than data in shared memory.
-        await until(lambda: (len(os.listdir("/proc/self/fd")), mappings()) == before)
+        await wait_until(lambda: (len(os.listdir("/proc/self/fd")), mappings()) == before)
         await pg.barrier()
         await pg.allreduce(kept)
 
@@ -430,17 +430,17 @@ async def test_registered_array_outlives_its_group() -> None:
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_last_view_of_a_registered_array_may_be_dropped_in_any_thread(pg: ProcessGroup) -> None:
     for _ in range(5):
         holder = [await registered_array(pg, np.ones(LARGE))]
         await pg.allreduce(holder[0])
         await asyncio.get_running_loop().run_in_executor(None, holder.clear)
-    await until(lambda: segment_count(pg) == 0)
+    await wait_until(lambda: segment_count(pg) == 0)
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_address_of_a_dropped_array_is_no_longer_registered(pg: ProcessGroup) -> None:
     """Check that other memory at this address would not be taken for registered memory."""
     array = await registered_array(pg, np.ones(LARGE))
@@ -458,7 +458,7 @@ async def test_address_of_a_dropped_array_is_no_longer_registered(pg: ProcessGro
 
 
 @pytest.mark.ranks(2)
-@over("shm", "memory")
+@parametrize_transports("shm", "memory")
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -482,7 +482,7 @@ async def test_empty_returns_an_array_of_the_given_shape_and_dtype(pg: ProcessGr
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize(
     ("shape", "dtype", "error", "message"),
     [
@@ -506,7 +506,7 @@ async def test_empty_refuses_invalid_shapes_and_dtypes(
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_empty_method_raises_in_a_closed_group(pg: ProcessGroup) -> None:
     pg.abort("over")
     with pytest.raises(GroupRevokedError):
@@ -530,7 +530,7 @@ async def test_empty_completes_when_the_group_ends_meanwhile() -> None:
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_loop_runs_during_the_reservation_of_empty(pg: ProcessGroup) -> None:
     making = asyncio.ensure_future(pg.empty(4 * LARGE, np.float64))
     turns = 0
@@ -545,7 +545,7 @@ async def test_empty_returns_an_ordinary_array_without_shared_memory(
     code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        failing(monkeypatch, OSError(code, os.strerror(code)), "create_mapped")
+        make_calls_fail(monkeypatch, OSError(code, os.strerror(code)), "create_mapped")
         for _ in range(3):
             array = await registered_array(pg, np.ones(LARGE))
             await pg.allreduce(array)
@@ -561,7 +561,7 @@ async def test_empty_returns_an_ordinary_array_without_shared_memory(
 
 async def test_empty_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the size first: the kernel would not refuse it, but kill a process."""
-    replaced(monkeypatch, memory_available=lambda: LARGE)
+    replace_parts(monkeypatch, available_memory=lambda: LARGE)
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.empty(LARGE, np.float64)
@@ -573,7 +573,7 @@ async def test_empty_larger_than_the_memory_is_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize("turns", range(1, 8))
 async def test_cancelled_empty_leaves_no_memory(pg: ProcessGroup, turns: int) -> None:
     making = asyncio.ensure_future(pg.empty(LARGE, np.float64))

@@ -11,8 +11,8 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.work import Work
 
-from ..internals import spied
-from ..ranks import over
+from ..internals import observe_calls
+from ..ranks import parametrize_transports
 
 #: Shapes of a part. The first axis of the whole array is longer by the number of ranks.
 SHAPES = [(1,), (3,), (1000,), (2, 5)]
@@ -40,7 +40,7 @@ def record_views(patch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that gets an entry for each array that calls examine without a cached plan."""
     viewed: list[Any] = []
     spy = lambda *args, **_: viewed.append(args)  # noqa: E731
-    spied(patch, collective_view=spy, whole_view=spy)
+    observe_calls(patch, collective_view=spy, argument_view=spy)
     return viewed
 
 
@@ -66,7 +66,7 @@ def check(call: Call, pg: ProcessGroup, whole: Any, other: Any, first: int) -> N
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-@over("shm", "memory")
+@parametrize_transports("shm", "memory")
 async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGroup) -> None:
     for shape in SHAPES:
         for dtype in DTYPES:
@@ -78,7 +78,7 @@ async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGrou
 
 
 @pytest.mark.ranks(1)
-@over("memory")
+@parametrize_transports("memory")
 async def test_arrays_without_axes_are_divided(pg: ProcessGroup) -> None:
     for value in (1.0, 2.0):
         for shapes in (((), ()), ((), (1,)), ((1,), ())):
@@ -89,7 +89,7 @@ async def test_arrays_without_axes_are_divided(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1)
-@over("memory")
+@parametrize_transports("memory")
 async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0))
     viewed = record_views(monkeypatch)
@@ -103,7 +103,7 @@ async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkey
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
-@over("memory")
+@parametrize_transports("memory")
 async def test_keyed_coalesced_and_empty_calls_are_right(call: Call, pg: ProcessGroup) -> None:
     for first in range(2):
         whole, other = arrays(call, pg, (4,), "f4", first)
@@ -120,7 +120,7 @@ async def test_keyed_coalesced_and_empty_calls_are_right(call: Call, pg: Process
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
-@over("memory")
+@parametrize_transports("memory")
 async def test_call_on_an_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessGroup) -> None:
     """Use strided and read-only arrays with the shape and dtype of an earlier call."""
     whole, other = arrays(call, pg, (4,), "i4", 0)
@@ -138,7 +138,7 @@ async def test_call_on_an_unusual_array_is_right_after_a_plain_one(call: Call, p
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(2)
-@over("memory")
+@parametrize_transports("memory")
 async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessGroup) -> None:
     whole, other = arrays(call, pg, (4,), "f4", 0)
     await call(pg, whole, other)
@@ -164,7 +164,7 @@ async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessG
 
 
 @pytest.mark.ranks(3)
-@over("memory")
+@parametrize_transports("memory")
 async def test_allowed_overlaps_are_accepted(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     for first in range(2):
@@ -180,7 +180,7 @@ async def test_allowed_overlaps_are_accepted(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over("memory")
+@parametrize_transports("memory")
 async def test_plan_is_cached_per_op(pg: ProcessGroup) -> None:
     for op, expected in ((ReduceOp.SUM, 10.0), (ReduceOp.MAX, 10.0), (ReduceOp.AVG, 5.0), (ReduceOp.MIN, 0.0)) * 2:
         whole, other = arrays(reduce_scatter, pg, (4,), "f4", 0)

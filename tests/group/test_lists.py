@@ -11,7 +11,7 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.work import Work
 
-from ..ranks import over
+from ..ranks import parametrize_transports
 from .test_in_parts import DTYPES, SHAPES, record_views
 
 #: The arrays that a rank sends and receives. Each is one array, or a list with one array per rank.
@@ -88,7 +88,7 @@ def check(call: Call, pg: ProcessGroup, got: Any, first: int, root: int) -> None
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-@over("shm", "memory")
+@parametrize_transports("shm", "memory")
 async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGroup) -> None:
     for shape in SHAPES:
         for dtype in DTYPES:
@@ -106,7 +106,7 @@ async def test_repeated_call_gives_the_right_results(call: Call, pg: ProcessGrou
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(2, 3, 4)
-@over("shm", "memory")
+@parametrize_transports("shm", "memory")
 async def test_ranks_may_have_longer_arrays(call: Call, pg: ProcessGroup) -> None:
     for grow in (1, 2, 40_000):
         for first in range(2):
@@ -118,7 +118,7 @@ async def test_ranks_may_have_longer_arrays(call: Call, pg: ProcessGroup) -> Non
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1)
-@over("memory")
+@parametrize_transports("memory")
 async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0, 0, 0), 0)
     viewed = record_views(monkeypatch)
@@ -136,7 +136,7 @@ async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup, monkey
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
-@over("memory")
+@parametrize_transports("memory")
 async def test_keyed_coalesced_tuple_and_empty_calls_are_right(call: Call, pg: ProcessGroup) -> None:
     for first in range(2):
         given, got = arrays(call, pg, (4,), "f4", first, 1, 0)
@@ -160,7 +160,7 @@ async def test_keyed_coalesced_tuple_and_empty_calls_are_right(call: Call, pg: P
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
-@over("memory")
+@parametrize_transports("memory")
 async def test_call_on_an_unusual_array_is_right_after_a_plain_one(call: Call, pg: ProcessGroup) -> None:
     """Use strided and read-only arrays with the shape and dtype of an earlier call."""
 
@@ -190,7 +190,7 @@ async def test_call_on_an_unusual_array_is_right_after_a_plain_one(call: Call, p
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(2, 4)
-@over("memory")
+@parametrize_transports("memory")
 async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     other = (rank + 1) % size
@@ -238,7 +238,7 @@ async def test_wrong_array_is_refused_after_a_right_one(call: Call, pg: ProcessG
 
 @pytest.mark.parametrize("call", [gather, scatter])
 @pytest.mark.ranks(2)
-@over("memory")
+@parametrize_transports("memory")
 async def test_list_is_given_by_the_root_only(call: Call, pg: ProcessGroup) -> None:
     root = 1 - pg.rank()
     mine, lists = np.zeros(4, "f4"), [np.zeros(4, "f4") for _ in range(2)]
@@ -256,7 +256,7 @@ async def test_list_is_given_by_the_root_only(call: Call, pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(3)
-@over("memory")
+@parametrize_transports("memory")
 async def test_allowed_overlaps_are_accepted(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     for first in range(2):
@@ -281,7 +281,7 @@ async def test_allowed_overlaps_are_accepted(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over("memory")
+@parametrize_transports("memory")
 async def test_plan_is_cached_per_op(pg: ProcessGroup) -> None:
     rank = pg.rank()
     for op, expected in ((ReduceOp.SUM, 10.0), (ReduceOp.MAX, 10.0), (ReduceOp.AVG, 5.0), (ReduceOp.MIN, 0.0)) * 2:

@@ -29,8 +29,8 @@ from aiocoll import (
 from aiocoll.group.plans import PLANNED
 from aiocoll.work import completion_of
 
-from ..internals import Limits, comm_of, spied
-from ..ranks import LINKS, over
+from ..internals import Limits, comm_of, observe_calls
+from ..ranks import LINKS, parametrize_transports
 
 
 def is_quick(plan: CallPlan[Any]) -> bool:
@@ -121,7 +121,7 @@ def fill_arrays(args: Any, value: float) -> None:
             fill_arrays(each, value)
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3)
 async def test_plan_start_equals_a_new_call(pg: ProcessGroup) -> None:
     """Start plans on some ranks and make plain calls on others, which must match."""
@@ -322,7 +322,7 @@ async def test_plan_start_makes_no_views(pg: ProcessGroup, monkeypatch: pytest.M
     def spy(*args: Any, **kwargs: Any) -> None:
         viewed.append(args)
 
-    spied(monkeypatch, collective_view=spy, whole_view=spy, message_view=spy)
+    observe_calls(monkeypatch, collective_view=spy, argument_view=spy, message_view=spy)
     await pg.allgather_into_tensor(np.zeros(8)[::2], np.ones(4))
     await pg.send(np.ones(1), 0)
     assert len(viewed) > 1

@@ -22,14 +22,14 @@ from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind
 from aiocoll.work import completion_of
 
-from ..internals import Limits, comm_of, replaced, spied
-from ..ranks import TRANSPORTS, over, run_ranks, until
+from ..internals import Limits, comm_of, observe_calls, replace_parts
+from ..ranks import TRANSPORTS, parametrize_transports, run_ranks, wait_until
 
 MIB = 1024 * 1024
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@parametrize_transports(*TRANSPORTS)
 async def test_messages_of_a_source_and_tag_keep_their_order(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for number in range(300):
@@ -42,7 +42,7 @@ async def test_messages_of_a_source_and_tag_keep_their_order(pg: ProcessGroup) -
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@parametrize_transports(*TRANSPORTS)
 @pytest.mark.parametrize("posted", [True, False], ids=["posted", "unposted"])
 @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 300_000, 8 * MIB + 5])
 async def test_messages_may_have_any_length(pg: ProcessGroup, nbytes: int, posted: bool) -> None:
@@ -72,7 +72,7 @@ async def test_messages_may_have_any_length(pg: ProcessGroup, nbytes: int, poste
 
 
 @pytest.mark.ranks(4)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_receive_from_any_source_reports_the_sender(pg: ProcessGroup) -> None:
     if pg.rank():
         for number in range(5):
@@ -97,7 +97,7 @@ async def test_source_rank_is_known_only_after_the_receive(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(3)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_batch_starts_all_members_and_returns_the_tensors(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -208,7 +208,7 @@ async def test_batch_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(2)
-@over("unix")
+@parametrize_transports("unix")
 async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
     """Cancel the await while the message is arriving."""
     if pg.rank() == 0:
@@ -216,7 +216,7 @@ async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
     else:
         work = pg.recv(np.zeros(4 * MIB), 0)
         waiting = asyncio.ensure_future(work.join())
-        await until(lambda: completion_of(work).withdraw is None)
+        await wait_until(lambda: completion_of(work).withdraw is None)
         assert not work.done()
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -261,7 +261,7 @@ async def test_strided_memory_is_staged(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_incoming_yields_arrays_and_objects(pg: ProcessGroup) -> None:
     if pg.rank():
         await pg.send(np.arange(3, dtype="int16"), 0, tag=1)
@@ -291,14 +291,14 @@ async def test_incoming_ends_with_the_group(pg: ProcessGroup) -> None:
 
     serving = asyncio.ensure_future(serve())
     await pg.send_object(pg.rank(), 1 - pg.rank())
-    await until(lambda: comm_of(pg).matching._listeners)
+    await wait_until(lambda: comm_of(pg).matching._listeners)
     await pg.barrier()
     await pg.shutdown()
     assert await serving == [(1 - pg.rank(), 1 - pg.rank())]
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_cancelled_incoming_loses_nothing(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for number in range(200):
@@ -326,7 +326,7 @@ async def test_pending_incoming_raises_the_cause(pg: ProcessGroup) -> None:
     """Compare with a pending receive; a step after the failure is a later call, whose error has the cause behind it."""
     incoming = pg.incoming()
     waiting = [asyncio.ensure_future(anext(each)) for each in (incoming, pg.incoming(tag=1))]
-    await until(lambda: len(comm_of(pg).matching._listeners) == 2)
+    await wait_until(lambda: len(comm_of(pg).matching._listeners) == 2)
     receiving = pg.recv_object()
     await pg.barrier()
     if pg.rank() == 0:
@@ -345,7 +345,7 @@ async def test_pending_incoming_raises_the_cause(pg: ProcessGroup) -> None:
 
 
 async def test_object_above_the_limit_is_refused_and_its_bytes_are_freed(limits: Limits) -> None:
-    limits(received_size=1000)
+    limits(max_received_bytes=1000)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -354,7 +354,7 @@ async def test_object_above_the_limit_is_refused_and_its_bytes_are_freed(limits:
             await pg.send_object("small", 1)
         else:
             # The first object has arrived completely before its receive starts; the second arrives later.
-            await until(lambda: [each for each in comm_of(pg).matching._active.values() if each.complete])
+            await wait_until(lambda: [each for each in comm_of(pg).matching._active.values() if each.complete])
             for _ in range(2):
                 with pytest.raises(SerializationError, match=r"rank 0 sent an object of .* bytes; the limit is 1000"):
                     await pg.recv_object(0)
@@ -366,7 +366,7 @@ async def test_object_above_the_limit_is_refused_and_its_bytes_are_freed(limits:
 
 async def test_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
-    spied(monkeypatch, call_finished=lambda completion, *_: ended.append(completion))
+    observe_calls(monkeypatch, finish_call=lambda completion, *_: ended.append(completion))
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -393,7 +393,7 @@ async def test_incoming_requests_a_message_that_its_sender_holds_back(
     member, op = comm_of(pg), P2P | 5 << 32
     channel = member.channels[1]
     requests: list[tuple[Any, ...]] = []
-    replaced(monkeypatch, frame_asked=lambda channel, *args: requests.append(args))
+    replace_parts(monkeypatch, send_control_frame=lambda channel, *args: requests.append(args))
     listening = asyncio.ensure_future(anext(aiter(pg.incoming(tag=5))))
     await asyncio.sleep(0)
     member.deliver(channel, (FrameKind.DATA, EAGER, 0, member.id, op, 6, 0, 2, 4), memoryview(b"ab"))

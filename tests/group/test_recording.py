@@ -23,9 +23,9 @@ from aiocoll import GroupError, GroupOptions, HashStore, ProcessGroup, new_group
 from aiocoll.dump.files import file_name
 from aiocoll.dump.timeline import chrome_trace, lanes
 from aiocoll.testing.virtual import run_virtual
-from tests.ranks import LINKS, options, over, run_ranks
+from tests.ranks import LINKS, options, parametrize_transports, run_ranks
 
-from ..internals import replaced
+from ..internals import replace_parts
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -42,7 +42,7 @@ async def single_rank_group(name: str | None = None, **given: Any) -> ProcessGro
 
 
 @pytest.mark.ranks(2, 3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_dump_has_the_calls(pg: ProcessGroup) -> None:
     me, ranks = pg.rank(), pg.size()
     await pg.allreduce(np.zeros((2, 3), np.float32))
@@ -269,7 +269,7 @@ async def test_log_names_the_dump_option_without_a_directory(caplog: pytest.LogC
 @pytest.fixture
 def earlier_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Install a handler before any group, hide the listeners of other tests, and yield the received signals."""
-    replaced(monkeypatch, signal_listeners=WeakSet())
+    replace_parts(monkeypatch, signal_listeners=WeakSet())
     had: list[int] = []
 
     def handler(number: int, _: object) -> None:

@@ -31,8 +31,8 @@ from aiocoll import (
 from aiocoll.engine.consensus.completed import Completed, combine
 from aiocoll.transport.frame import HEADER, FrameKind
 
-from ..internals import comm_of, unmade_groups, waits_of
-from ..ranks import LINKS, options, over, run_ranks, until
+from ..internals import comm_of, pending_waits, unmade_groups
+from ..ranks import LINKS, options, parametrize_transports, run_ranks, wait_until
 
 
 async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ async def test_older_groups_frames_do_not_reach_a_newer_group_of_the_same_name(t
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_aborted_group_shrinks_to_all_ranks(pg: ProcessGroup) -> None:
     await wait_for_all_ranks(pg)
     pg.abort(f"by rank {pg.rank()}")
@@ -103,7 +103,7 @@ async def test_aborted_group_shrinks_to_all_ranks(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_healthy_group_shrinks_without_the_excluded_ranks(pg: ProcessGroup) -> None:
     await pg.allreduce(1)
     if pg.rank() == 1:
@@ -131,7 +131,7 @@ async def test_shrink_after_a_mismatch_keeps_all_ranks(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(3)
-@over("unix")
+@parametrize_transports("unix")
 async def test_shrink_after_a_timeout_keeps_all_ranks(pg: ProcessGroup) -> None:
     if pg.rank():
         with pytest.raises(CollectiveTimeoutError):
@@ -325,7 +325,7 @@ async def test_newcomer_that_gives_up_gets_no_rank() -> None:
         with pytest.raises(RendezvousError, match=r"no group has grown within 0\.05 s"):
             await new_group(join=True, timeout=0.05, **where)
         joining = asyncio.ensure_future(new_group(join=True, **where)._make())
-        await until(lambda: waits_of(store))
+        await wait_until(lambda: pending_waits(store))
         joining.cancel()
         with pytest.raises(asyncio.CancelledError):
             await joining
@@ -393,7 +393,7 @@ async def test_grow_on_other_ranks_fails_if_rank_0_cancels_it(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_old_and_new_groups_can_close_in_any_order(pg: ProcessGroup) -> None:
     """Let each rank close them in a different order, some before others have made the new group."""
     await wait_for_all_ranks(pg)

@@ -22,8 +22,8 @@ from aiocoll.group.prepared_call import PreparedCall
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.work import Work, completion_of
 
-from ..internals import Limits, comm_of, dispatcher_of, failing, replaced
-from ..ranks import LINKS, over, run_ranks, until
+from ..internals import Limits, comm_of, dispatcher_of, make_calls_fail, replace_parts
+from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
 DTYPES = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -60,8 +60,8 @@ OTHERS = ["gather-thread", "dense-loop"]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force the algorithm of the reduction, and whether the loop or a thread calculates."""
     how, place = request.param.split("-")
-    replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
-    limits(sparse_inline=-1 if place == "thread" else 1 << 30)
+    replace_parts(monkeypatch, is_dense_faster=lambda *_: how == "dense")
+    limits(max_sparse_inline=-1 if place == "thread" else 1 << 30)
     return str(request.param)
 
 
@@ -106,7 +106,7 @@ async def test_sparse_allreduce_supports_every_dtype(pg: ProcessGroup, dtype: st
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_sparse_allreduce_works_over_every_transport(pg: ProcessGroup, way: str) -> None:
     await reduce_one(pg, "csc_array", "int64")
 
@@ -205,7 +205,7 @@ async def mismatch_text(pg: ProcessGroup, *arrays: Any) -> str:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
@@ -261,7 +261,7 @@ async def test_unsupported_sparse_array_is_refused_at_the_call(pg: ProcessGroup)
 
 
 async def test_wrong_indices_of_a_large_array_fail_on_all_ranks(limits: Limits) -> None:
-    limits(sparse_inline=-1)
+    limits(max_sparse_inline=-1)
 
     async def run_rank(pg: ProcessGroup) -> None:
         array = scipy.sparse.csr_array(np.eye(3))
@@ -278,8 +278,8 @@ async def test_wrong_indices_of_a_large_array_fail_on_all_ranks(limits: Limits) 
 
 @pytest.mark.parametrize("step", ["first", "last"])
 async def test_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {"first": ("sparse_unpack", "sparse_scattered"), "last": ("sparse_merged", "sparse_gathered")}[step]
-    failing(monkeypatch, MemoryError("no room"), *parts)
+    parts = {"first": ("unpack_entries", "scatter_entries"), "last": ("merge_entries", "gather_entries")}[step]
+    make_calls_fail(monkeypatch, MemoryError("no room"), *parts)
 
     async def run_rank(pg: ProcessGroup) -> None:
         with pytest.raises(GroupError, match=r"failed on rank \d: MemoryError: no room"):
@@ -290,7 +290,7 @@ async def test_step_that_fails_on_one_rank_fails_on_all(step: str, way: str, mon
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_keyed_sparse_calls_match_in_opposite_orders(pg: ProcessGroup, way: str) -> None:
     arrays = [rank_array(pg.rank()) for _ in range(4)]
     order = range(4) if pg.rank() % 2 else reversed(range(4))
@@ -335,7 +335,7 @@ async def test_cancelled_await_does_not_stop_the_sparse_call(pg: ProcessGroup, w
 
 
 async def test_abort_ends_a_sparse_call_during_its_calculation(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
-    limits(sparse_inline=-1)
+    limits(max_sparse_inline=-1)
     held = threading.Event()
     started: list[int] = []
 
@@ -344,12 +344,12 @@ async def test_abort_ends_a_sparse_call_during_its_calculation(monkeypatch: pyte
         assert held.wait(20)
         return merge_entries(parts, dtype, divide)
 
-    replaced(monkeypatch, sparse_merged=wait_and_merge, sparse_is_dense_faster=lambda *_: False)
+    replace_parts(monkeypatch, merge_entries=wait_and_merge, is_dense_faster=lambda *_: False)
 
     async def run_rank(pg: ProcessGroup) -> None:
         array = rank_array(pg.rank())
         work = pg.allreduce(array)
-        await until(lambda: len(started) == 2)
+        await wait_until(lambda: len(started) == 2)
         assert pg.pending() == [work]
         if pg.rank() == 0:
             work.abort()
@@ -370,7 +370,7 @@ async def test_sparse_call_that_fails_in_a_later_step_is_incomplete(
     await pg.allreduce(rank_array(pg.rank()))
     await pg.allreduce(rank_array(pg.rank()), key="k")
     await pg.barrier()
-    failing(monkeypatch, MemoryError("no room"), "sparse_merged", "sparse_gathered")
+    make_calls_fail(monkeypatch, MemoryError("no room"), "merge_entries", "gather_entries")
     works = [pg.allreduce(rank_array(pg.rank()), key="k"), pg.allreduce(rank_array(pg.rank()))]
     for work in works:
         with pytest.raises(GroupError):

@@ -10,8 +10,8 @@ import scipy.sparse
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
 
-from ..internals import Limits, replaced
-from ..ranks import LINKS, over
+from ..internals import Limits, replace_parts
+from ..ranks import LINKS, parametrize_transports
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
 SHAPE = (12, 7)
@@ -33,8 +33,8 @@ def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64") -> An
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force the algorithm of reductions, and whether the loop or a thread calculates."""
     how, place = request.param.split("-")
-    replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
-    limits(sparse_inline=-1 if place == "thread" else 1 << 30)
+    replace_parts(monkeypatch, is_dense_faster=lambda *_: how == "dense")
+    limits(max_sparse_inline=-1 if place == "thread" else 1 << 30)
     return str(request.param)
 
 
@@ -75,7 +75,7 @@ async def test_sparse_arrays_work_in_every_moving_call(pg: ProcessGroup, way: st
             check(array, form, dense(each, "int64"))
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(2, 4)
 async def test_sparse_arrays_may_differ_in_rows_and_be_empty(pg: ProcessGroup) -> None:
     """Gather blocks with different numbers of rows, and join them into one array."""

@@ -12,7 +12,7 @@ import scipy.sparse
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.errors import CollectiveMismatchError
 
-from ..internals import Limits, replaced
+from ..internals import Limits, replace_parts
 
 torch = pytest.importorskip("torch", reason="torch is not installed: sparse tensors of torch are not tested")
 
@@ -37,8 +37,8 @@ OTHERS = ["gather-thread", "dense-loop"]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force the algorithm of the reduction, and whether the loop or a thread calculates."""
     how, place = request.param.split("-")
-    replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
-    limits(sparse_inline=-1 if place == "thread" else 1 << 30)
+    replace_parts(monkeypatch, is_dense_faster=lambda *_: how == "dense")
+    limits(max_sparse_inline=-1 if place == "thread" else 1 << 30)
     return str(request.param)
 
 

@@ -13,7 +13,7 @@ from aiocoll.engine.split_history import Splits
 from aiocoll.group.parts import parts_of
 
 from ..internals import comm_of
-from ..ranks import LINKS, over, run_ranks, until
+from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
 
 
 async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
     return pg.global_ranks
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_split_groups_by_colour_and_orders_by_key(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
@@ -78,7 +78,7 @@ async def test_rank_without_a_colour_gets_no_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-@over("memory", "unix")
+@parametrize_transports("memory", "unix")
 async def test_split_works_next_to_other_calls(pg: ProcessGroup) -> None:
     """Let the splits end in different orders on different ranks: each keeps the number of its call."""
     rank = pg.rank()
@@ -135,7 +135,7 @@ async def test_cancelled_split_leaves_the_group_to_the_others(pg: ProcessGroup) 
         splitting.cancel()
         await asyncio.wait([splitting])
         assert parts_of(pg).reconfigurer.open_groups() == [pg]
-        await until(lambda: len(parts_of(pg).reconfigurer.open_groups()) == 2)
+        await wait_until(lambda: len(parts_of(pg).reconfigurer.open_groups()) == 2)
         group = parts_of(pg).reconfigurer.open_groups()[1]
     else:
         await asyncio.sleep(0)
@@ -154,7 +154,7 @@ async def test_rank_without_the_colours_is_waited_for() -> None:
             assert group is not None
             work = group.barrier()
             operation, missing = comm_of(group).in_flight._operations[1], comm_of(group).stalls.missing
-            await until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
+            await wait_until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
             called.set()
             await work
         else:

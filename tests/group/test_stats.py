@@ -29,7 +29,7 @@ from aiocoll.testing import run_ranks, run_virtual
 
 from ..gpu.groups import WAYS, gpus
 from ..internals import comm_of, set_limits
-from ..ranks import over
+from ..ranks import parametrize_transports
 
 SIZES = (1, 2, 3, 4, 7)
 #: Seconds by which a rank is late. One iteration of all loops takes less.
@@ -100,7 +100,7 @@ async def test_stats_count_every_call_once(size: int, debug: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix", "tcp", "shm")
+@parametrize_transports("memory", "unix", "tcp", "shm")
 async def test_stats_have_messages_algorithms_and_transports(pg: ProcessGroup, transport: str) -> None:
     other = 1 - pg.rank()
     await pg.allreduce(np.ones(1))  # opens the link
@@ -293,7 +293,7 @@ async def test_rank_whose_data_unpacks_in_several_iterations_was_waited_for(
 
 
 @pytest.mark.ranks(2)
-@over("memory", "shm", "tcp")
+@parametrize_transports("memory", "shm", "tcp")
 async def test_root_of_a_broadcast_has_waited_for_no_rank(pg: ProcessGroup) -> None:
     if pg.rank():
         await pg.send(np.ones(2), 0)

@@ -23,8 +23,8 @@ from aiocoll import (
     new_group,
 )
 
-from ..internals import channels_of, comm_of, links_of, replaced
-from ..ranks import LINKS, options, over, run_ranks, until
+from ..internals import channels_of, comm_of, links_of, replace_parts
+from ..ranks import LINKS, options, parametrize_transports, run_ranks, wait_until
 
 
 async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ async def own_subgroup(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGro
     return group
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_subgroups_of_even_and_odd_ranks_work(pg: ProcessGroup) -> None:
     halves = [half for half in (range(0, pg.size(), 2), range(1, pg.size(), 2)) if half]
@@ -64,7 +64,7 @@ async def test_subgroups_of_even_and_odd_ranks_work(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_subgroups_can_be_split(pg: ProcessGroup) -> None:
     found = []
     group: ProcessGroup | None = pg
@@ -76,7 +76,7 @@ async def test_subgroups_can_be_split(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_messages_use_the_ranks_of_their_subgroup(pg: ProcessGroup) -> None:
     group = await pg.split_group([3, 1])
     if pg.rank() % 2:
@@ -173,7 +173,7 @@ async def check_split_mismatch(pg: ProcessGroup, group: ProcessGroup | None, wor
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_different_rank_lists_are_a_mismatch(pg: ProcessGroup) -> None:
     group = await pg.split_group([0, 1] if pg.rank() == 0 else [0, 1, 2])
     words = "following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank "
@@ -220,7 +220,7 @@ async def test_rank_that_has_not_split_yet_is_waited_for() -> None:
             group = await own_subgroup(pg, [0, 1])
             work = group.barrier()
             operation, missing = comm_of(group).in_flight._operations[1], comm_of(group).stalls.missing
-            await until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
+            await wait_until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
             called.set()
             await work
         else:
@@ -289,7 +289,7 @@ async def test_rank_that_left_before_the_split_is_reported(ends: bool) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_failure_stays_in_its_subgroup(pg: ProcessGroup) -> None:
     pair, trio = await pg.split_group([0, 1]), await pg.split_group([1, 2, 3])
     if pair is not None:
@@ -338,7 +338,7 @@ async def test_failed_rank_fails_all_its_groups(transport: str) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_parent_group_closes_its_subgroups(pg: ProcessGroup) -> None:
     group = await own_subgroup(pg, range(3))
     inner = await own_subgroup(group, [[0], [1, 2]])
@@ -369,7 +369,7 @@ async def test_closing_group_cannot_split(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_subgroups_can_shrink_and_be_split(pg: ProcessGroup) -> None:
     trio = await pg.split_group([1, 2, 3])
     if trio is not None and trio.rank():
@@ -443,7 +443,7 @@ async def test_subgroups_can_grow_at_once_and_outlive_the_parent(transport: str)
 
 
 @pytest.mark.ranks(4)
-@over("memory", "unix")
+@parametrize_transports("memory", "unix")
 async def test_subgroups_share_links_and_threads(pg: ProcessGroup) -> None:
     size = pg.size()
     await pg.alltoall_object([None] * size)  # opens all links
@@ -476,7 +476,7 @@ async def test_split_group_sends_nothing(pg: ProcessGroup) -> None:
 
 
 async def test_taken_group_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, group_id=lambda text: 7)
+    replace_parts(monkeypatch, group_id=lambda text: 7)
 
     async def rank(pg: ProcessGroup) -> None:
         group = await own_subgroup(pg, [0, 1])
@@ -486,7 +486,7 @@ async def test_taken_group_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
                 await pg.split_group([0, 1])
             await pg.barrier()
         await group.shutdown()
-        await until(lambda: not len(comm_of(pg).endpoint.registry.closed))
+        await wait_until(lambda: not len(comm_of(pg).endpoint.registry.closed))
         await pg.barrier()
         assert await check_group(await own_subgroup(pg, [0, 1])) == (0, 1)
 

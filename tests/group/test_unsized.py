@@ -13,8 +13,8 @@ import pytest
 
 from aiocoll import CollectiveMismatchError, GroupOptions, PeerLostError, ProcessGroup, errors, testing
 
-from ..internals import Limits, comm_of, wrapped
-from ..ranks import LINKS, over, until
+from ..internals import Limits, comm_of, wrap_parts
+from ..ranks import LINKS, parametrize_transports, wait_until
 
 WORLDS = (1, 2, 3, 4, 7)
 #: The number of elements of a rank, of p: none on some, one, about as many as ranks, or enough for many frames.
@@ -44,7 +44,7 @@ def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
 
 
 @pytest.mark.ranks(*WORLDS)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_unsized_gathers_accept_any_lengths(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
@@ -98,7 +98,7 @@ async def test_unsized_outputs_take_the_row_shape_of_the_own_tensor(pg: ProcessG
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_unsized_keyed_gathers_match_in_any_order(pg: ProcessGroup) -> None:
     r = pg.rank()
     keys = ["a", "b", "c"][:: 1 if r % 2 else -1]
@@ -189,17 +189,17 @@ async def test_slow_step_is_not_a_mismatch(debug: Any, monkeypatch: pytest.Monke
         """Let only rank 1 report, so that it queries the other ranks first."""
         return original(stalls, operation) if operation.comm.rank == 1 else inf
 
-    wrapped(monkeypatch, unsized_counted=hold_step, stall_reported=report_on_rank_1)
+    wrap_parts(monkeypatch, complete_stepped_operation=hold_step, report_stall=report_on_rank_1)
 
     async def rank(pg: ProcessGroup) -> None:
         comm = comm_of(pg)
         work = pg.allgather(None, rank_values(pg.rank(), 3))
         if pg.rank() == 1:
-            await until(lambda: len(steps) == 3)
+            await wait_until(lambda: len(steps) == 3)
             steps[0]()
             steps[1]()
             step = list(comm.in_flight._operations)[-1]
-            await until(lambda: work.done() or comm.stalls.finding(step) is not None)
+            await wait_until(lambda: work.done() or comm.stalls.finding(step) is not None)
             steps[2]()
         check(await work, [3] * 3)
 
@@ -272,7 +272,7 @@ async def test_gathers_with_outputs_take_no_additional_step(pg: ProcessGroup) ->
 
 
 @pytest.mark.ranks(3)
-@over("unix")
+@parametrize_transports("unix")
 async def test_unsized_gather_of_an_ended_group_leaves_nothing(pg: ProcessGroup) -> None:
     """Abort the group during the transfers."""
     mine = rank_values(pg.rank(), 300_000 + pg.rank())

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.mending import MENDS, enough, states
 from tests.hosts.network import Network, Process
-from tests.ranks import until
+from tests.ranks import wait_until
 
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
@@ -72,9 +72,9 @@ async def test_self_repairing_group_gets_a_newcomer(
 ) -> None:
     net = network(3)
     started = await start_launchers(ranks, net, "2,2,2", MENDS, tmp_path)
-    await until(lambda: len(members(tmp_path)) == 6)
+    await wait_until(lambda: len(members(tmp_path)) == 6)
     os.kill(members(tmp_path)[victim], signal.SIGKILL)
-    await until(lambda: "new" in members(tmp_path))
+    await wait_until(lambda: "new" in members(tmp_path))
     enough(tmp_path).touch()
     ends = [await process.wait_output() for process in started]
     assert [code for code, _, _ in ends] == [0, 0, 0], ends
@@ -96,7 +96,7 @@ async def test_host_that_is_cut_off_is_lost(network: Callable[[int], Network], r
         signal.pause()
     """
     started = await start_launchers(ranks, net, "1,1,1", script, tmp_path)
-    await until(lambda: len(members(tmp_path)) == 3)
+    await wait_until(lambda: len(members(tmp_path)) == 3)
     net.unplug(2)
     ends = [await process.wait_output() for process in started]
     assert [code for code, _, _ in ends] == [1, 1, 1], ends

@@ -14,7 +14,7 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.testing import run_processes
-from tests.ranks import over
+from tests.ranks import parametrize_transports
 from tests.testing.every import every_call
 
 #: A program that forms a group and prints the sum of all rank numbers, counted from 1.
@@ -61,7 +61,9 @@ def test_hundred_and_twenty_eight_processes_form_a_group(start: int, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.ranks(64, timeout=600.0)
-@over("unix", pytest.param("memory", marks=pytest.mark.soak), pytest.param("shm", marks=pytest.mark.soak))
+@parametrize_transports(
+    "unix", pytest.param("memory", marks=pytest.mark.soak), pytest.param("shm", marks=pytest.mark.soak)
+)
 async def test_sixty_four_ranks_run_every_collective(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     total = size * (size - 1) // 2

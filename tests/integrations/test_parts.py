@@ -13,7 +13,7 @@ from aiocoll import GroupError, Meeting, PeerLostError, Ticket
 from aiocoll.errors import RendezvousError, StoreError
 from aiocoll.integrations.parts import Part, Parts, State
 
-from ..ranks import until
+from ..ranks import wait_until
 
 LIMIT = 20.0
 
@@ -102,8 +102,8 @@ async def test_remaining_parts_repair_the_group_between_calls() -> None:
         failed = old.group.wait_revoked()
         engine_.parts.report(1, "the engine has lost it")
         assert isinstance(await failed, PeerLostError)
-        await until(lambda: old.state() == State(True, "world:0~1", 2))
-        await until(lambda: engine_.states()[1] is None)
+        await wait_until(lambda: old.state() == State(True, "world:0~1", 2))
+        await wait_until(lambda: engine_.states()[1] is None)
 
 
 async def test_parts_meet_again_if_none_is_left() -> None:
@@ -174,7 +174,7 @@ async def test_failed_group_is_not_current() -> None:
         assert first is not None
         assert first.group is not None
         first.group.abort("one of its ranks does not like it")
-        await until(lambda: first.group is None)
+        await wait_until(lambda: first.group is None)
         assert first.state() == State(True, "", 0)
         await engine_.complete_group()
         assert first.state() == State(True, "world:0~1", 2)

@@ -183,7 +183,7 @@ def test_missing_prometheus_client_error_names_the_package(
 
 async def test_consecutive_groups_share_a_name(limits: Limits) -> None:
     """Check also that a new name for every group is refused, because the number of names is limited."""
-    limits(metrics_names=3)
+    limits(max_metrics_names=3)
     collector = GroupCollector(prometheus_client.CollectorRegistry())
 
     async def rank(pg: ProcessGroup) -> None:

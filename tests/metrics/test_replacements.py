@@ -29,7 +29,7 @@ from aiocoll.metrics.prometheus import GroupCollector
 from aiocoll.testing import run_ranks
 
 from ..internals import Limits
-from ..ranks import in_a_fork, until
+from ..ranks import run_in_fork, wait_until
 
 
 def separate_collector() -> GroupCollector:
@@ -200,7 +200,7 @@ async def test_elastic_groups_are_one_series() -> None:
 
 
 async def test_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    limits(metrics_names=2)
+    limits(max_metrics_names=2)
     collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -243,7 +243,7 @@ async def test_forked_child_does_not_export_its_parents_groups(pg: ProcessGroup)
 
     await pg.allreduce(1)
     assert calls(collector) == {("world:0", 0): 1}
-    assert in_a_fork(check) == ""
+    assert run_in_fork(check) == ""
     collector.close()
 
 
@@ -256,6 +256,6 @@ async def test_collector_keeps_no_group_alive() -> None:
     del pg
     with pytest.warns(ResourceWarning, match="was not shut down"):
         gc.collect()
-    await until(lambda: group() is None)
+    await wait_until(lambda: group() is None)
     assert calls(collector) == {}
     collector.close()

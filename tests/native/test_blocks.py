@@ -18,8 +18,8 @@ from aiocoll.hooks import OperationInfo
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 
 from ..engine.test_flush_mismatch import CASES
-from ..internals import comm_of, is_native, native_of
-from ..ranks import until
+from ..internals import comm_of, is_native, native_calls_of
+from ..ranks import wait_until
 from .cases import DTYPES, Case, cases, counts
 from .groups import await_work, group_of_ranks, pending_in_python
 
@@ -263,7 +263,7 @@ async def test_works_of_a_block_can_be_inspected_before_it_is_sent() -> None:
             assert [work.result()[0] for work in works] == [2 * number for number in range(5)]
             assert pg.pending() == []
             assert repr(works[4]) == "<Work ALLREDUCE done>"
-            await until(lambda: called)
+            await wait_until(lambda: called)
             assert called == [works[2]]
 
         await run_on_all(pgs, rank)
@@ -279,12 +279,12 @@ async def test_inspected_calls_in_flight_are_handed_over_to_python() -> None:
 
         works: list[Work[Any]] = []
         task = asyncio.create_task(block(zero, works))
-        await until(lambda: native_of(zero).count == 3)
+        await wait_until(lambda: native_calls_of(zero).count == 3)
         assert pending_in_python(zero) == 1, "more than the flush is pending in Python"
         assert repr(works[1]) == "<Work ALLREDUCE pending>"
-        assert native_of(zero).count == 2
+        assert native_calls_of(zero).count == 2
         assert zero.pending() == works
-        assert native_of(zero).count == 0
+        assert native_calls_of(zero).count == 0
         waiter = asyncio.create_task(await_work(works[2]))
         await block(one, [])
         await task
@@ -301,7 +301,7 @@ async def test_await_of_a_call_in_flight_keeps_it_native() -> None:
                 works.append(zero.allreduce(ones()))
 
         task = asyncio.create_task(block())
-        await until(lambda: native_of(zero).count == 1)
+        await wait_until(lambda: native_calls_of(zero).count == 1)
         waiter = asyncio.create_task(await_work(works[0]))
         await asyncio.sleep(0)
         async with one.coalescing():
@@ -376,7 +376,7 @@ async def test_exception_inside_a_block_sends_nothing() -> None:
                 ):
                     await work
             assert comm_of(pg).entered == before
-            assert native_of(pg).count == 0
+            assert native_calls_of(pg).count == 0
             assert pg.pending() == []
             assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
 
@@ -393,7 +393,7 @@ async def test_cancelled_end_of_a_block_leaves_its_calls_in_flight(job: str) -> 
                 works.extend(zero.allreduce(ones()) for _ in range(3))
 
         task = asyncio.create_task(block())
-        await until(lambda: native_of(zero).count == 3)
+        await wait_until(lambda: native_calls_of(zero).count == 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -414,7 +414,7 @@ async def test_cancelled_recording_block_leaves_nothing_pending() -> None:
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(block())
-        await until(lambda: works)
+        await wait_until(lambda: works)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -438,12 +438,12 @@ async def test_revocation_fails_the_calls_of_a_block(when: str) -> None:
 
         task = asyncio.create_task(block())
         if when == "in flight":
-            await until(lambda: native_of(zero).count == 3)
+            await wait_until(lambda: native_calls_of(zero).count == 3)
             one.abort("enough")
         with pytest.raises(GroupError, match="aborted by rank 1: enough"):
             await task
         assert {type(work.exception()) for work in works} == {GroupError}
-        assert native_of(zero) is None or native_of(zero).count == 0
+        assert native_calls_of(zero) is None or native_calls_of(zero).count == 0
 
 
 async def test_block_times_out_after_its_shortest_timeout() -> None:
@@ -611,8 +611,8 @@ async def test_long_block_continues_when_its_late_peer_calls(job: str) -> None:
             assert [tensor[0] for tensor in tensors] == [2 * number for number in range(400)]
 
         async def check_few_in_flight() -> None:
-            native = native_of(pgs[0])
-            await until(lambda: native.count)
+            native = native_calls_of(pgs[0])
+            await wait_until(lambda: native.count)
             assert native.count <= SMALL_SLOTS // 2
             assert not native.waiting
 
@@ -629,7 +629,7 @@ async def test_long_block_fails_with_its_group() -> None:
                 works.extend(zero.allreduce(ones()) for _ in range(400))
 
         task = asyncio.create_task(block())
-        await until(lambda: native_of(zero).count)
+        await wait_until(lambda: native_calls_of(zero).count)
         waiter = asyncio.create_task(await_work(works[-1]))  # this call has not started
         await asyncio.sleep(0)
         one.abort("enough")
@@ -651,7 +651,7 @@ async def test_call_of_a_long_block_that_has_not_started_can_be_awaited() -> Non
                     works.extend(pg.allreduce(ones()) for _ in range(400))
 
             task = asyncio.create_task(block())
-            await until(lambda: works)
+            await wait_until(lambda: works)
             if pg.rank() == 1:
                 await asyncio.sleep(0.01)
             assert (await works[-1]).tolist() == [2.0] * 4

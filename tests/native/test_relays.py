@@ -14,7 +14,7 @@ from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup, ReduceOp
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing
 from aiocoll.work import Work
 
-from ..internals import Limits, comm_of, is_native, native_of
+from ..internals import Limits, comm_of, is_native, native_calls_of
 from ..reductions import DTYPES, OPS, allowed, numpy_dtype, reduce_op
 from .cases import bits
 from .groups import group_of_ranks, open_links, pending_in_python
@@ -31,7 +31,7 @@ UFUNCS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 @pytest.fixture(autouse=True)
 def _no_age_checks(limits: Limits) -> None:
     """Turn off the handover of slow calls to Python; on a loaded machine any call is slow."""
-    limits(report_after=1000.0, stray_after=1000.0)
+    limits(report_after=1000.0, report_strays_after=1000.0)
 
 
 def native_ranks(job: str) -> list[bool]:
@@ -213,7 +213,7 @@ async def test_collectives_between_two_ranks_can_be_handed_over(kind: str, turns
                 for _ in range(turns):
                     await asyncio.sleep(0)
                     if group is pgs:
-                        native_of(pg).hand_over()
+                        native_calls_of(pg).hand_over()
             for work, _ in started:
                 async with asyncio.timeout(20):
                     await work
@@ -353,7 +353,7 @@ async def test_gather_can_be_handed_over_at_any_chunk(sized: bool, turns: int) -
                 works[rank] = start_gather(pgs[rank], root, lengths, sized)
                 for _ in range(turns):
                     await asyncio.sleep(0)
-                native_of(pgs[rank]).hand_over()
+                native_calls_of(pgs[rank]).hand_over()
             await check_gather([works[0], works[1]], root, lengths)
 
 
@@ -394,7 +394,7 @@ async def test_mismatched_gathers_are_named(job: str) -> None:
 @pytest.mark.parametrize("kind", ["gather", "broadcast"])
 async def test_mismatch_of_finished_calls_is_reported(job: str, kind: str, limits: Limits) -> None:
     """Check calls that both finish although no rank reads the chunks of its peer."""
-    limits(stray_after=0.01)
+    limits(report_strays_after=0.01)
     async with group_of_ranks(native_ranks(job)) as pgs:
         zero, one = pgs
         array = np.ones(CHUNK)
@@ -467,7 +467,7 @@ async def test_call_can_be_handed_over_at_any_chunk(size: int, turns: int) -> No
             await asyncio.sleep(0)
         calls.append(start_allreduce(pgs[0], 40 * CHUNK))
         for pg in pgs:
-            native_of(pg).hand_over()
+            native_calls_of(pg).hand_over()
         (operation,) = comm_of(pgs[1]).in_flight.pending
         assert isinstance(operation, ShmRing)
         assert operation._put >= LAG
@@ -482,8 +482,8 @@ async def test_call_can_be_handed_over_at_any_chunk(size: int, turns: int) -> No
 async def test_waiting_call_is_handed_over_without_the_chunk_queue() -> None:
     async with group_of_ranks([True, True]) as pgs:
         calls = [start_allreduce(pgs[0], 4 * CHUNK), start_allreduce(pgs[0], 4 * CHUNK)]
-        assert native_of(pgs[0]).count == 2
-        native_of(pgs[0]).hand_over()
+        assert native_calls_of(pgs[0]).count == 2
+        native_calls_of(pgs[0]).hand_over()
         held = [operation._holds for operation in comm_of(pgs[0]).in_flight.pending]
         assert held == [True, False]
         await check_sums([*calls, start_allreduce(pgs[1], 4 * CHUNK), start_allreduce(pgs[1], 4 * CHUNK)], 2)

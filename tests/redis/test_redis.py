@@ -21,7 +21,7 @@ from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
 
 from ..certificates import Authority
 from ..internals import Limits
-from ..ranks import until
+from ..ranks import wait_until
 from ..redis_server import RedisServer, need_redis, redis_server, request
 
 #: Seconds within which a wait must end that only a notification can end. Polling is off.
@@ -58,11 +58,11 @@ def own_server(tmp_path: Path) -> Iterator[RedisServer]:
 async def test_wait_is_notified_when_its_key_appears(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    limits(redis_look_every=math.inf)
+    limits(redis_read_interval=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     waits = [asyncio.create_task(each.get(f"k{number}")) for number in range(3) for each in (store, other)]
     pop = asyncio.create_task(store.queue_pop("q"))
-    await until(lambda: own_server.listeners() == 2)
+    await wait_until(lambda: own_server.listeners() == 2)
     async with asyncio.timeout(SOON):
         await store.set("k0", b"0")
         await store.multi_set(["k1", "k2"], [b"1", b"2"])
@@ -74,10 +74,10 @@ async def test_wait_is_notified_when_its_key_appears(
 async def test_key_set_while_a_wait_starts_is_found(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    limits(redis_look_every=math.inf)
+    limits(redis_read_interval=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     subscribing = asyncio.create_task(store.get("last"))
-    await until(lambda: own_server.listeners() == 1)
+    await wait_until(lambda: own_server.listeners() == 1)
     async with asyncio.timeout(SOON):
         for number in range(200):
             assert (await asyncio.gather(store.get(f"k{number}"), other.set(f"k{number}", b"v")))[0] == b"v"
@@ -86,10 +86,10 @@ async def test_key_set_while_a_wait_starts_is_found(
 
 
 async def test_aclose_ends_waits_at_once(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
-    limits(redis_look_every=math.inf)
+    limits(redis_read_interval=math.inf)
     store = open_store(own_server.url)
     waits = [asyncio.create_task(store.get("never")), asyncio.create_task(store.queue_pop("never"))]
-    await until(lambda: own_server.listeners() == 1)
+    await wait_until(lambda: own_server.listeners() == 1)
     for _ in range(5):  # the waits receive the notice of their subscription, and read again
         await store.check([])
     async with asyncio.timeout(SOON):
@@ -120,10 +120,10 @@ async def test_wait_continues_after_a_notification_without_item(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
     """The wait must not poll the server."""
-    limits(redis_look_every=math.inf)
+    limits(redis_read_interval=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     pops = [asyncio.create_task(store.queue_pop("q")) for _ in range(2)]
-    await until(lambda: own_server.listeners() == 1)
+    await wait_until(lambda: own_server.listeners() == 1)
     async with asyncio.timeout(SOON):
         await other.queue_push("q", b"1")
         _, (waiting,) = await asyncio.wait(pops, return_when=asyncio.FIRST_COMPLETED)
@@ -154,17 +154,17 @@ async def test_waits_of_a_store_share_one_connection(own_server: RedisServer, op
     store = open_store(own_server.url)
     waits = [asyncio.create_task(store.get(str(number))) for number in range(100)]
     await store.set("here", b"")
-    await until(lambda: own_server.clients() == 2)
+    await wait_until(lambda: own_server.clients() == 2)
     await store.multi_set([str(number) for number in range(100)], [b"1"] * 100)
     await asyncio.gather(*waits)
     assert own_server.clients() == 2
     # A change ends a subscription without waiting calls.
     await store.set("here", b"")
-    await until(lambda: own_server.clients() == 1)
+    await wait_until(lambda: own_server.clients() == 1)
     assert await store.get("0") == b"1"
     async with asyncio.timeout(SOON):
         again = asyncio.create_task(store.get("again"))
-        await until(lambda: own_server.clients() == 2)
+        await wait_until(lambda: own_server.clients() == 2)
         await store.set("again", b"2")
         assert await again == b"2"
 
@@ -221,11 +221,11 @@ async def test_calls_and_waits_survive_a_server_restart(own_server: RedisServer,
     store, other = open_store(own_server.url), open_store(own_server.url)
     await store.set("before", b"1")
     waiting = asyncio.create_task(store.get("after"))
-    await until(lambda: own_server.clients() == 2)
+    await wait_until(lambda: own_server.clients() == 2)
     own_server.tell("SAVE")
     own_server.kill()
     calling = asyncio.create_task(other.set("after", b"2"))
-    await until(lambda: other.trouble)
+    await wait_until(lambda: other.trouble)
     why = "nothing listens there (connection refused); check that the server runs and the url is correct"
     assert other.trouble == f"no store at {own_server.url}: {why}"
     other.timeout = 0.1
@@ -241,7 +241,7 @@ async def test_calls_and_waits_survive_a_server_restart(own_server: RedisServer,
 
 
 async def test_wait_times_out_without_a_server(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
-    limits(redis_patience=0.1)
+    limits(redis_max_wait=0.1)
     store = open_store(own_server.url)
     await store.set("k", b"")
     own_server.kill()
@@ -253,11 +253,11 @@ async def test_wait_times_out_without_a_server(own_server: RedisServer, open_sto
 
 
 async def test_broken_connections_are_replaced(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
-    limits(redis_look_every=math.inf)
+    limits(redis_read_interval=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     for number in range(5):
         waiting = asyncio.create_task(store.get(f"k{number}"))
-        await until(lambda: own_server.clients() >= 2)
+        await wait_until(lambda: own_server.clients() >= 2)
         own_server.tell("CLIENT", "KILL", "TYPE", "normal")
         own_server.tell("CLIENT", "KILL", "TYPE", "pubsub")
         async with asyncio.timeout(SOON):
@@ -333,7 +333,7 @@ async def test_requests_to_a_stalled_server_are_carried_out_once(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
     """The server receives a request several times, and carries it out once."""
-    limits(redis_patience=0.05)
+    limits(redis_max_wait=0.05)
     store = open_store(own_server.url)
     await store.set("k", b"v")
     own_server.freeze()
@@ -359,7 +359,7 @@ async def test_lost_data_raises_in_every_client(own_server: RedisServer, open_st
     await other.set("k", b"v")
     await third.check(["k"])
     waits = [asyncio.create_task(wait) for wait in (store.get("never"), store.queue_pop("never"), other.wait(["no"]))]
-    await until(lambda: own_server.listeners() == 2)
+    await wait_until(lambda: own_server.listeners() == 2)
     if how == "restart":
         own_server.kill()
         own_server.start()
@@ -399,7 +399,7 @@ async def test_older_copy_of_the_data_counts_as_lost(own_server: RedisServer, op
 
 
 async def test_entries_expire_without_a_client(own_server: RedisServer, open_store: OpenStore, limits: Limits) -> None:
-    limits(redis_renew_every=0.02)
+    limits(redis_renew_interval=0.02)
     day = 86_400_000
     store = open_store(own_server.url, job="j")
     await store.set("k", b"v")
@@ -410,7 +410,7 @@ async def test_entries_expire_without_a_client(own_server: RedisServer, open_sto
         while int(own_server.tell("PTTL", "aiocoll:j")) <= 30_000:  # noqa: ASYNC110
             await asyncio.sleep(0)
     await store.aclose()
-    limits(redis_renew_every=3600.0)
+    limits(redis_renew_interval=3600.0)
     other = open_store(own_server.url, job="j")
     for call in (lambda: other.get("k"), lambda: other.set("k", b"w")):
         own_server.tell("PEXPIRE", "aiocoll:j", "30000")
@@ -461,7 +461,7 @@ async def test_password_is_used_and_never_shown(
     tmp_path: Path, open_store: OpenStore, limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    limits(redis_patience=0.1)
+    limits(redis_max_wait=0.1)
     with redis_server(tmp_path, None, "--requirepass", "hunter/2@x") as server:
         url = f"redis://:hunter%2F2%40x@127.0.0.1:{server.port}/3"
         store = open_store(url, timeout=5.0)
@@ -654,7 +654,7 @@ async def test_connection_to_a_silent_server_closes_at_once(
     stores = [open_store(redis.url), open_store(redis.tls_url, tls_ca=redis.ca)]
     for store in stores:
         await store.set("k", b"v")
-    limits(redis_patience=0.05)  # set after connecting, which may take longer
+    limits(redis_max_wait=0.05)  # set after connecting, which may take longer
     for store in stores:
         used = store._client._connection._transport.get_extra_info("socket")
         redis.freeze()
@@ -663,7 +663,7 @@ async def test_connection_to_a_silent_server_closes_at_once(
             with pytest.raises(StoreUnavailableError, match="no answer"):
                 await store.set("k", b"v")
             async with asyncio.timeout(SOON):
-                await until(lambda used=used: used.fileno() == -1)
+                await wait_until(lambda used=used: used.fileno() == -1)
         finally:
             redis.thaw()
 
@@ -671,7 +671,7 @@ async def test_connection_to_a_silent_server_closes_at_once(
 async def test_plain_text_and_tls_mismatch_is_explained(
     redis: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    limits(redis_patience=0.1)
+    limits(redis_max_wait=0.1)
     plain = redis.tls_url.replace("rediss://localhost", "redis://127.0.0.1")
     with pytest.raises(StoreUnavailableError, match=r"tried for 0\.2 s"):
         await open_store(plain, timeout=0.2).set("k", b"v")

@@ -47,7 +47,7 @@ def test_returned_item_goes_to_longest_waiting_pop() -> None:
 @pytest.fixture
 def small(limits: Limits) -> StoreCore:
     """Return a store with limits of 4 keys and queued items and 20 bytes."""
-    limits(store_entries=4, store_size=20)
+    limits(max_store_entries=4, max_store_bytes=20)
     return StoreCore()
 
 
@@ -169,7 +169,7 @@ def test_change_counter_counts_only_changes(command: str, arguments: tuple[Any, 
 
 @pytest.mark.parametrize("kept", [None, "a/"])
 def test_forgotten_entries_free_their_space(limits: Limits, kept: str | None) -> None:
-    limits(store_entries=6, store_size=32)
+    limits(max_store_entries=6, max_store_bytes=32)
     core = StoreCore()
     for name in ("a/1", "b/1"):
         core.apply("set", (name, b"value"))

@@ -12,7 +12,7 @@ from aiocoll.store import TCPStore
 from aiocoll.store.address import StoreEndpoint
 from aiocoll.store.listening import find_address, local_address
 
-from ..internals import replaced
+from ..internals import replace_parts
 
 KEY = b"of this test and no other"
 #: An address reserved for documentation, which no machine has.
@@ -51,13 +51,13 @@ class NameServer:
 async def found_address(
     monkeypatch: pytest.MonkeyPatch, host: str, names: NameServer, bind: str | None = None, key: bytes | None = KEY
 ) -> tuple[str, str | None]:
-    replaced(monkeypatch, store_resolve=names.resolve)
+    replace_parts(monkeypatch, resolve_listening_host=names.resolve)
     clock: Any = SleepingClock()
     return await find_address(host, bind, key=key, runtime=clock, timeout=3.0, trouble=lambda _: None)
 
 
 async def test_name_that_resolves_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, store_resolve=NameServer("127.0.0.1", unknown=3).resolve)
+    replace_parts(monkeypatch, resolve_listening_host=NameServer("127.0.0.1", unknown=3).resolve)
     clock: Any = SleepingClock()
     troubles: list[str] = []
     where = await find_address("localhost", None, key=None, runtime=clock, timeout=3.0, trouble=troubles.append)
@@ -125,7 +125,7 @@ async def test_master_connects_to_its_own_store_at_any_address(monkeypatch: pyte
 
 
 async def test_loopback_only_listener_is_explained_in_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, store_resolve=NameServer("127.0.0.1").resolve)
+    replace_parts(monkeypatch, resolve_listening_host=NameServer("127.0.0.1").resolve)
     async with TCPStore("myhost", 0, is_master=True) as store:
         assert store.trouble is not None
         assert "the store listens on 127.0.0.1 only, since 'myhost' resolves to it here" in store.trouble

@@ -31,9 +31,9 @@ from aiocoll.store.address import StoreEndpoint
 from aiocoll.store.frames import pack
 from aiocoll.store.session import Session
 
-from ..internals import replaced, spied
+from ..internals import observe_calls, replace_parts
 from ..ports import free_port
-from ..ranks import until
+from ..ranks import wait_until
 
 try:
     import uvloop
@@ -353,7 +353,7 @@ async def test_name_that_resolves_to_the_loopback_is_explained(monkeypatch, name
     async def resolve(host, port):
         return [StoreEndpoint(socket.AF_INET, ("127.0.1.1", port))]
 
-    replaced(monkeypatch, store_sought=resolve)
+    replace_parts(monkeypatch, resolve_store_host=resolve)
     with pytest.raises(StoreUnavailableError) as caught:
         await TCPStore(name, port, timeout=0.02).get("k")
     explanation = (
@@ -421,7 +421,7 @@ async def test_silent_clients_use_no_memory_for_tls():
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(MIN_PLACES):
             await stack.enter_async_context(raw_connection(server))
-        await until(lambda: len(server._unencrypted) == MIN_PLACES)
+        await wait_until(lambda: len(server._unencrypted) == MIN_PLACES)
         async with client(server, encryption="tls") as store:  # accepted last, after all silent clients
             await store.set("k", b"1")
         assert resident_bytes() - before < MIN_PLACES * (64 << 10)
@@ -450,7 +450,7 @@ async def test_client_without_tls_is_disconnected_at_once():
 
 @pytest.mark.parametrize("encryption", ["none", "tls"])
 async def test_silent_client_is_disconnected_at_the_deadline(limits, encryption):
-    limits(store_handshake=0.01)
+    limits(store_handshake_timeout=0.01)
     server = StoreServer(LOCAL, 0, key=KEY, encryption=encryption)
     server.start()
     async with raw_connection(server) as (reader, _):
@@ -461,7 +461,7 @@ async def test_silent_client_is_disconnected_at_the_deadline(limits, encryption)
 
 async def test_client_that_has_proven_the_key_has_no_deadline(limits):
     """The client confirms after a later client was disconnected at its deadline."""
-    limits(store_handshake=0.05)
+    limits(store_handshake_timeout=0.05)
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
     async with raw_connection(server) as (reader, writer):
@@ -491,7 +491,7 @@ async def test_deadline_does_not_end_a_session_with_unread_data():
 
     async with raw_connection(server) as (reader, writer):
         handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
-        await until(lambda: server._sessions)
+        await wait_until(lambda: server._sessions)
         blocked, resume = threading.Event(), threading.Event()
         server._loop.call_soon_threadsafe(lambda: (blocked.set(), resume.wait(), fire_timers()))
         await asyncio.to_thread(blocked.wait)
@@ -524,7 +524,7 @@ def test_timeout_does_not_discard_an_unread_reply(server, name, waits):
 
 
 async def test_silent_encrypted_client_is_disconnected(limits):
-    limits(store_handshake=0.5)
+    limits(store_handshake_timeout=0.5)
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
     began = time.monotonic()
@@ -543,7 +543,7 @@ async def test_server_closes_during_the_tls_handshake_of_a_client(begun):
     async with raw_connection(server) as (reader, writer):
         if begun:
             writer.write(b"\x16\x03\x01\x02\x00\x01")
-        await until(lambda: server._unencrypted)
+        await wait_until(lambda: server._unencrypted)
         await server.aclose()
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
@@ -650,7 +650,9 @@ async def test_invalid_reply_closes_the_connection_with_a_reason(server, command
             await other.multi_set(["k", "l"], [b"", b""])
             await other.queue_push("q", b"")
             with monkeypatch.context() as patch:
-                replaced(patch, store_reply=lambda session, number, *_, reply=answer: send(session, [number, *reply]))
+                replace_parts(
+                    patch, send_store_reply=lambda session, number, *_, reply=answer: send(session, [number, *reply])
+                )
                 with pytest.raises(StoreUnavailableError, match=r"store 127.0.0.1:\d+: .* reply to " + command):
                     await call(store)
             await other.num_keys()
@@ -789,7 +791,7 @@ async def test_exception_in_a_request_closes_only_its_connection(server, monkeyp
             if command == "append":
                 raise MemoryError("no memory")
 
-        spied(monkeypatch, store_applied=fail)
+        observe_calls(monkeypatch, apply_store_command=fail)
         async with client(server) as other:
             with pytest.raises(StoreUnavailableError, match="closed the connection"):
                 await other.append("k", b"1")
@@ -807,7 +809,7 @@ async def test_exception_in_a_wait_reply_closes_only_the_waiting_client(server, 
             if payload == b"wanted":
                 raise MemoryError("no memory")
 
-        spied(monkeypatch, store_reply=fail)
+        observe_calls(monkeypatch, send_store_reply=fail)
         await store.set("k", b"wanted")
         with pytest.raises(StoreUnavailableError, match="closed the connection"):
             await waiting
@@ -830,7 +832,7 @@ async def test_opening_cancelled_after_encryption_does_not_affect_the_next(monke
         return TCPStore(LOCAL, server.port, key=KEY, encryption="tls")
 
     with monkeypatch.context() as patch:
-        spied(patch, client_connected=lambda *_: opening.cancel())
+        observe_calls(patch, start_client_handshake=lambda *_: opening.cancel())
         opening = asyncio.create_task(new_store().open())
         await asyncio.wait([opening])
     assert opening.cancelled()

@@ -82,7 +82,7 @@ def test_test_has_its_own_processes() -> None:
 
 @pytest.mark.slow
 def test_continuous_ranks_survive_a_test(limits: Limits) -> None:
-    limits(testing_release=0.5)
+    limits(testing_release_timeout=0.5)
     result = run_all(samples.Continuous)
     assert result.testsRun == 7
     assert not result.failures

@@ -19,7 +19,7 @@ from aiocoll.transport.frame import Header
 from aiocoll.transport.memory import MemoryLink
 from tests.testing.every import every_call
 
-from ..internals import spied
+from ..internals import observe_calls
 
 
 def now() -> float:
@@ -106,7 +106,7 @@ def deliveries(seed: int, monkeypatch: pytest.MonkeyPatch) -> Deliveries:
         found.append((asyncio.get_running_loop().time(), link.peer, sum(link.ends) - link.peer, header))
 
     with monkeypatch.context() as patch:
-        spied(patch, memory_arrived=record_delivery)
+        observe_calls(patch, receive_memory_frame=record_delivery)
         run_virtual(4, every_call, (2, 20_000), seed=seed, latency=(0.001, 0.2))
     return found
 

@@ -13,7 +13,7 @@ from aiocoll.errors import RendezvousError
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 
-from ..internals import replaced
+from ..internals import replace_parts
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 
@@ -132,7 +132,7 @@ FOREIGN = ("192.0.2.7", "192.0.2.8")
 @pytest.fixture
 def no_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the default route; only loopback is reachable."""
-    replaced(monkeypatch, far_addresses=())
+    replace_parts(monkeypatch, probe_addresses=())
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return a table of the interfaces and addresses of this host, which the test may change."""
     table = {"lo": "127.0.0.1"}
     monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(table)))
-    replaced(monkeypatch, interface_address=table.__getitem__)
+    replace_parts(monkeypatch, interface_address=table.__getitem__)
     return table
 
 
@@ -170,7 +170,7 @@ def test_bind_any_listens_on_all_addresses_and_publishes_one() -> None:
 
 def test_store_host_uses_the_address_that_others_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the one address of this host among those by which the other ranks reached the store."""
-    replaced(
+    replace_parts(
         monkeypatch,
         is_own_address=lambda host: host == FOREIGN[1],
         routable_address=lambda master, *_: master,
@@ -180,7 +180,7 @@ def test_store_host_uses_the_address_that_others_reached(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("no_default_route")
 def test_only_address_of_the_host_is_used(interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, routable_address=lambda master, *_: master)
+    replace_parts(monkeypatch, routable_address=lambda master, *_: master)
     interfaces["eth0"] = FOREIGN[0]
     assert find_route(["", ""]) == (FOREIGN[0], FOREIGN[0])
     assert find_route(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # a service address belongs to no host

@@ -26,7 +26,7 @@ from aiocoll.transport.shm.process_memory import (
     permit_reading,
 )
 
-from ..internals import wrapped
+from ..internals import wrap_parts
 
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"cannot read memory of processes: {can_read()}")
 
@@ -236,7 +236,7 @@ def test_yama_permission_is_set_for_the_given_process(monkeypatch: pytest.Monkey
 
 def test_system_without_process_vm_readv_reads_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno=False: object())
-    wrapped(monkeypatch, process_vm_readv=lambda kept: kept.__wrapped__())  # without its cached result
+    wrap_parts(monkeypatch, process_vm_readv=lambda kept: kept.__wrapped__())  # without its cached result
     permit_reading(1234)
     assert "no process_vm_readv" in str(can_read())
     near, far = socket.socketpair()

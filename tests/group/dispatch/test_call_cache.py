@@ -14,7 +14,7 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
 
-from ...internals import Limits, dispatcher_of, spied
+from ...internals import Limits, dispatcher_of, observe_calls
 
 SUM = ReduceOp.SUM
 #: Two dtypes of one width that are equal, but not the same.
@@ -125,7 +125,7 @@ async def test_plan_keeps_its_op_alive(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 async def test_call_cache_keeps_a_limited_number_of_plans(pg: ProcessGroup, limits: Limits) -> None:
-    limits(kept_plans=4)
+    limits(max_kept_plans=4)
     known = dispatcher_of(pg).plans.known
     for length in (1, 2, 3, 4, 5, 1, 2, 3, 4, 5):
         assert (await pg.allreduce(np.ones(length))).tolist() == [2] * length
@@ -137,7 +137,7 @@ async def test_call_cache_keeps_a_limited_number_of_plans(pg: ProcessGroup, limi
 @pytest.mark.ranks(1)
 async def test_planner_is_called_once_per_plan(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Any] = []
-    spied(monkeypatch, planned=lambda *args, **_: planned.append(args[1]))
+    observe_calls(monkeypatch, make_plan=lambda *args, **_: planned.append(args[1]))
     signature = Signature("ALLGATHER_ALLOCATED", "float64", (), None, None)
     calls: dict[str, Callable[[], Any]] = {
         "array": lambda: pg.allreduce(np.ones(3)),
