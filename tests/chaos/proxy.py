@@ -28,7 +28,7 @@ kinds: dict[bytes, ConnKind] = {}
 
 
 @pytest.fixture
-def overheard(monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded_connection_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record the kind of each connection that this process dials, for the proxies."""
 
     def record_kind(hello: Any, handshake: ClientHandshake) -> bytes:

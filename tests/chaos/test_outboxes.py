@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.forked import LIMIT, run_scenarios
+from tests.chaos.forked_ranks import LIMIT, run_scenarios
 from tests.chaos.outboxes import CALLS, WHAT, WORLD_SIZES, members, scenarios
 
 #: Seconds within which a killed rank must be known, and a stopped rank.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .mending import ELASTIC, MENDS, Ranks, enough, states
+from .repairing_programs import ELASTIC, REPAIRING, Ranks, enough, states
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Job, Launch
@@ -192,7 +192,7 @@ def test_elastic_group_gets_newcomers_on_each_host(start: Start, tmp_path: Path,
 
 def test_loss_of_all_ranks_on_all_hosts_starts_all_again(start: Start, tmp_path: Path) -> None:
     args = (enough(tmp_path),)
-    jobs = [start(host, "-n", 1, "--max-restarts", 4, script=MENDS, args=args) for host in range(2)]
+    jobs = [start(host, "-n", 1, "--max-restarts", 4, script=REPAIRING, args=args) for host in range(2)]
     hosts = [Ranks(job) for job in jobs]
     for ranks in hosts:
         ranks.read("(member) of 2", 1)

@@ -12,7 +12,7 @@ from aiocoll import ReduceOp
 from aiocoll.elements import buffers
 from aiocoll.elements.buffers import view
 
-from ..lookalikes import JaxArray
+from ..fake_libraries import JaxArray
 from ..ranks import parametrize_transports
 
 ml_dtypes = pytest.importorskip("ml_dtypes")

@@ -17,7 +17,7 @@ from aiocoll.engine.operations.signature import Signature, description
 
 from ..internals import comm_of
 from ..ranks import LINKS, parametrize_transports, run_ranks
-from ..steady import run_steadily
+from ..steady_loop import run_steadily
 
 Record = Callable[[ProcessGroup], object]
 

@@ -195,16 +195,16 @@ TABLE = [
 ]
 
 
-class Told(NamedTuple):
+class CaseReport(NamedTuple):
     """The report of one rank: text and ranks of the error, and the times of the call and of the error."""
 
     text: str
     ranks: tuple[int, ...]
     called: float
-    heard: float
+    failed: float
 
 
-async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, float]) -> Told:
+async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, float]) -> CaseReport:
     """Make this rank's calls of `case` after its delay; check their outcome and return the report."""
     is_odd = pg.rank() == odd
     memory = Memory(pg.rank(), is_odd)
@@ -219,7 +219,7 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
     called = clock()
     done = [work.done() for work in works]
     cause = await pg.wait_revoked()
-    heard = clock()
+    failed = clock()
     assert isinstance(cause, CollectiveMismatchError)
     for work, early in zip(works, done, strict=True):
         assert work.done()
@@ -233,10 +233,10 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
     # Frames that are still on their way must not write to the arrays.
     await asyncio.sleep(0)
     memory.check(alone=pg.size() == 2)
-    return Told(str(cause), cause.ranks, called, heard)
+    return CaseReport(str(cause), cause.ranks, called, failed)
 
 
-def check(case: Case, odd: int, world_size: int, reports: list[Told]) -> None:
+def check(case: Case, odd: int, world_size: int, reports: list[CaseReport]) -> None:
     """Check that all ranks have the same report, in time."""
     assert {each.text for each in reports} == {reports[0].text}
     text, ranks, *_ = reports[0]
@@ -247,7 +247,7 @@ def check(case: Case, odd: int, world_size: int, reports: list[Told]) -> None:
     arguments = r"(shape=\[[\d, ]*\], dtype=\w+, device=\w+, |shape=\[\], device=cpu, )"
     call = rf"[A-Z_]+\({arguments}[^;]*SequenceNumber=\d+(, key=k)?\)"
     assert re.search(rf": rank {one} called {call}; rank {two} called {call}$", text), text
-    assert max(each.heard for each in reports) <= max(each.called for each in reports) + SOON
+    assert max(each.failed for each in reports) <= max(each.called for each in reports) + SOON
     assert world_size > max(ranks)
 
 

@@ -16,7 +16,7 @@ from aiocoll.work import Work
 
 from ..internals import comm_of
 from ..ranks import parametrize_transports
-from ..steady import run_steadily
+from ..steady_loop import run_steadily
 from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts, until_revoked
 
 #: Starts a call with a number of elements and a root, which scans ignore; returns its work and a check of its results.

@@ -21,10 +21,10 @@ from aiocoll.gpu.device import Device, close_devices
 from aiocoll.gpu.events import Events
 from aiocoll.gpu.provider import provide, runtime
 
+from ..fake_libraries import Torch
 from ..fakes.cuda import FakeCuda, Gate
 from ..fakes.nccl import FakeNccl
 from ..internals import dispatcher_of
-from ..lookalikes import Torch
 from ..ranks import wait_until
 from .adapted import select_adapter
 

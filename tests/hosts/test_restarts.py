@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.mending import MENDS, enough, states
+from tests.cli.repairing_programs import REPAIRING, enough, states
 from tests.hosts.network import Network, Process
 from tests.ranks import wait_until
 
@@ -71,7 +71,7 @@ async def test_self_repairing_group_gets_a_newcomer(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path, victim: str
 ) -> None:
     net = network(3)
-    started = await start_launchers(ranks, net, "2,2,2", MENDS, tmp_path)
+    started = await start_launchers(ranks, net, "2,2,2", REPAIRING, tmp_path)
     await wait_until(lambda: len(members(tmp_path)) == 6)
     os.kill(members(tmp_path)[victim], signal.SIGKILL)
     await wait_until(lambda: "new" in members(tmp_path))

@@ -15,7 +15,7 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.testing import run_processes
 from tests.ranks import parametrize_transports
-from tests.testing.every import every_call
+from tests.testing.all_calls import make_all_calls
 
 #: A program that forms a group and prints the sum of all rank numbers, counted from 1.
 SUM = """
@@ -37,7 +37,7 @@ LIMIT = 1800
 def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    assert asyncio.run(run_processes(16, every_call, (1, 1000, 20_000))) == [3] * 16
+    assert asyncio.run(run_processes(16, make_all_calls, (1, 1000, 20_000))) == [3] * 16
     assert not list(tmp_path.iterdir())
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)

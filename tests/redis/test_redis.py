@@ -222,7 +222,7 @@ async def test_calls_and_waits_survive_a_server_restart(own_server: RedisServer,
     await store.set("before", b"1")
     waiting = asyncio.create_task(store.get("after"))
     await wait_until(lambda: own_server.clients() == 2)
-    own_server.tell("SAVE")
+    own_server.execute("SAVE")
     own_server.kill()
     calling = asyncio.create_task(other.set("after", b"2"))
     await wait_until(lambda: other.trouble)
@@ -258,8 +258,8 @@ async def test_broken_connections_are_replaced(own_server: RedisServer, open_sto
     for number in range(5):
         waiting = asyncio.create_task(store.get(f"k{number}"))
         await wait_until(lambda: own_server.clients() >= 2)
-        own_server.tell("CLIENT", "KILL", "TYPE", "normal")
-        own_server.tell("CLIENT", "KILL", "TYPE", "pubsub")
+        own_server.execute("CLIENT", "KILL", "TYPE", "normal")
+        own_server.execute("CLIENT", "KILL", "TYPE", "pubsub")
         async with asyncio.timeout(SOON):
             await other.set(f"k{number}", b"v")
             assert await waiting == b"v"
@@ -364,7 +364,7 @@ async def test_lost_data_raises_in_every_client(own_server: RedisServer, open_st
         own_server.kill()
         own_server.start()
     else:
-        own_server.tell(*how.split())
+        own_server.execute(*how.split())
     async with asyncio.timeout(SOON):
         for wait in waits:
             with pytest.raises(StoreUnavailableError, match=rf"{LOST}.*FLUSHALL.*start all ranks again"):
@@ -385,7 +385,7 @@ async def test_older_copy_of_the_data_counts_as_lost(own_server: RedisServer, op
     store, other = open_store(own_server.url), open_store(own_server.url)
     await store.set("k", b"old")
     await other.set("l", b"old")
-    own_server.tell("SAVE")
+    own_server.execute("SAVE")
     await store.set("k", b"new")
     own_server.kill()
     own_server.start()
@@ -403,19 +403,19 @@ async def test_entries_expire_without_a_client(own_server: RedisServer, open_sto
     day = 86_400_000
     store = open_store(own_server.url, job="j")
     await store.set("k", b"v")
-    assert own_server.tell("DBSIZE") == "1"
-    assert day - 60_000 < int(own_server.tell("PTTL", "aiocoll:j")) <= day
-    own_server.tell("PEXPIRE", "aiocoll:j", "30000")
+    assert own_server.execute("DBSIZE") == "1"
+    assert day - 60_000 < int(own_server.execute("PTTL", "aiocoll:j")) <= day
+    own_server.execute("PEXPIRE", "aiocoll:j", "30000")
     async with asyncio.timeout(SOON):
-        while int(own_server.tell("PTTL", "aiocoll:j")) <= 30_000:  # noqa: ASYNC110
+        while int(own_server.execute("PTTL", "aiocoll:j")) <= 30_000:  # noqa: ASYNC110
             await asyncio.sleep(0)
     await store.aclose()
     limits(redis_renew_interval=3600.0)
     other = open_store(own_server.url, job="j")
     for call in (lambda: other.get("k"), lambda: other.set("k", b"w")):
-        own_server.tell("PEXPIRE", "aiocoll:j", "30000")
+        own_server.execute("PEXPIRE", "aiocoll:j", "30000")
         await call()
-        assert day - 60_000 < int(own_server.tell("PTTL", "aiocoll:j")) <= day
+        assert day - 60_000 < int(own_server.execute("PTTL", "aiocoll:j")) <= day
 
 
 async def test_server_receives_neither_job_keys_nor_arrays(own_server: RedisServer) -> None:
@@ -434,7 +434,7 @@ async def test_server_receives_neither_job_keys_nor_arrays(own_server: RedisServ
             assert await pg.allgather_object("an object") == ["an object"] * 3
 
     await asyncio.gather(*map(rank, range(3)))
-    own_server.tell("ECHO", "that was all")
+    own_server.execute("ECHO", "that was all")
     monitored = await reader.readuntil(b"that was all")
     writer.close()
     await writer.wait_closed()
@@ -540,7 +540,7 @@ async def test_documented_permissions_suffice(own_server: RedisServer, open_stor
     assert listed is not None
     commands = re.findall("[A-Z]{3,}", listed[1])
     rights = ["reset", "on", ">hunter2", "~aiocoll:*", *(f"+{command}" for command in commands)]
-    own_server.tell("ACL", "SETUSER", "ranks", *rights, "&aiocoll:*")
+    own_server.execute("ACL", "SETUSER", "ranks", *rights, "&aiocoll:*")
     url = own_server.url.replace("//", "//ranks:hunter2@").removesuffix("0") + "1"
     store, other = open_store(url), open_store(url)
     waiting = asyncio.create_task(store.get("late"))
@@ -553,7 +553,7 @@ async def test_documented_permissions_suffice(own_server: RedisServer, open_stor
     assert await store.queue_pop("q") == b"item"
     await other.set("late", b"here")
     assert await waiting == b"here"
-    own_server.tell("ACL", "SETUSER", "ranks", "resetchannels")
+    own_server.execute("ACL", "SETUSER", "ranks", "resetchannels")
     strange = open_store(url)
     with pytest.raises(
         StoreUnavailableError, match=r"denies a permission that the store needs .*channels aiocoll:\*"
@@ -565,13 +565,13 @@ async def test_documented_permissions_suffice(own_server: RedisServer, open_stor
 async def test_request_refused_by_the_server_is_explained(own_server: RedisServer, open_store: OpenStore) -> None:
     store = open_store(own_server.url, job="j")
     await store.set("k", b"v")
-    own_server.tell("CONFIG", "SET", "maxmemory", "1")
+    own_server.execute("CONFIG", "SET", "maxmemory", "1")
     with pytest.raises(StoreError, match=rf"{own_server.url} could not carry out a request: .*maxmemory"):
         await store.set("k", b"w")
     assert await store.get("k") == b"v"
-    own_server.tell("CONFIG", "SET", "maxmemory", "0")
+    own_server.execute("CONFIG", "SET", "maxmemory", "0")
     await store.set("k", b"w")
-    own_server.tell("SET", "aiocoll:other", "another value")
+    own_server.execute("SET", "aiocoll:other", "another value")
     with pytest.raises(StoreError, match="WRONGTYPE"):
         await open_store(own_server.url, job="other").set("k", b"w")
 

@@ -17,7 +17,7 @@ from aiocoll import CollectiveTimeoutError, GroupOptions, PeerLostError, Process
 from aiocoll.testing import VirtualLoop, run_virtual
 from aiocoll.transport.frame import Header
 from aiocoll.transport.memory import MemoryLink
-from tests.testing.every import every_call
+from tests.testing.all_calls import make_all_calls
 
 from ..internals import observe_calls
 
@@ -88,11 +88,11 @@ def test_rank_that_leaves_fails_dependent_calls() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_call_completes_over_a_slow_network(world_size: int, seed: int) -> None:
-    assert run_virtual(world_size, every_call, (3, 40_000), seed=seed, latency=(0.001, 0.5)) == [2] * world_size
+    assert run_virtual(world_size, make_all_calls, (3, 40_000), seed=seed, latency=(0.001, 0.5)) == [2] * world_size
 
 
 def test_every_call_completes_without_latency() -> None:
-    assert run_virtual(4, every_call) == [3] * 4
+    assert run_virtual(4, make_all_calls) == [3] * 4
 
 
 Deliveries = list[tuple[float, int, int, Header]]
@@ -107,7 +107,7 @@ def deliveries(seed: int, monkeypatch: pytest.MonkeyPatch) -> Deliveries:
 
     with monkeypatch.context() as patch:
         observe_calls(patch, receive_memory_frame=record_delivery)
-        run_virtual(4, every_call, (2, 20_000), seed=seed, latency=(0.001, 0.2))
+        run_virtual(4, make_all_calls, (2, 20_000), seed=seed, latency=(0.001, 0.2))
     return found
 
 
@@ -310,4 +310,4 @@ def test_threads_are_refused() -> None:
 @pytest.mark.parametrize("latency", [(2, 1), (-1, 1)])
 def test_wrong_latency_is_named(latency: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"latency=.*: give the shortest and the longest time in seconds"):
-        run_virtual(1, every_call, latency=latency)
+        run_virtual(1, make_all_calls, latency=latency)

@@ -205,7 +205,7 @@ def test_other_user_gets_no_answer(source: Any, tmp_path: Path) -> None:
         for above in tmp_path.parents:
             if above != common and above.is_relative_to(common):
                 os.chmod(above, 0o711)
-        script = (Path(__file__).parent / "asking.py").read_text()
+        script = (Path(__file__).parent / "socket_client.py").read_text()
 
         def result_for_other_user() -> str:
             command = [sys.executable, "-c", script, str(short / path.name)]
