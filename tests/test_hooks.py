@@ -120,7 +120,7 @@ async def test_hook_gets_the_operation_info(pg: ProcessGroup, transport: str) ->
 async def test_hook_gets_the_transport_of_an_operation_that_outlives_its_links(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, decoding_budget=0.0)
+    set_limits(monkeypatch, loop_budget=0.0)
     recorder = Recorder()
 
     async def rank(pg: ProcessGroup) -> None:

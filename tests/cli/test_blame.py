@@ -208,7 +208,7 @@ STUCK = """
 def test_stopped_rank_comes_last_if_others_failed_because_of_it(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_release_timeout=0.2, run_kill_after=0.2)
+    limits(run_release_timeout=0.2, run_grace_period=0.2)
     os.mkfifo(launch.path / "fifo")
     assert main.main(["run", "-n", "2", launch.write(STUCK), str(launch.path / "fifo")]) == 1
     *others, error, last = capfd.readouterr().err.splitlines()

@@ -159,7 +159,7 @@ def test_uncaught_exception_is_shown_with_its_rank(launch: Launch) -> None:
 
 
 def test_ranks_that_do_not_end_are_killed(launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
-    limits(run_kill_after=0.1)
+    limits(run_grace_period=0.1)
     script = launch.write("""
         import os, signal, sys
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -259,9 +259,8 @@ def test_ranks_are_killed_with_their_launcher(launch: Launch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="waits for an end by a pidfd")
 def test_process_left_behind_by_a_rank_does_not_hold_the_launcher(
-    launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
+    launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_drain_timeout=0.1)
     script = launch.write("""
         import subprocess, sys
         left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

@@ -30,7 +30,7 @@ def _no_stall_reports(limits: Limits) -> None:
 
     Also lift the time budget, so that an operation does all it can at each look, even on a slow machine.
     """
-    limits(report_after=1000.0, ring_budget=100.0)
+    limits(report_after=1000.0, loop_budget=100.0)
 
 
 @pytest.mark.parametrize("pieces", range(1, 10))
@@ -142,7 +142,7 @@ async def test_chunk_queue_serves_one_operation_and_others_use_frames(world_size
 async def test_chunks_of_a_rank_that_has_left_are_still_read(world_size: int, limits: Limits) -> None:
     """Rank 0 leaves while its peers have read a part. The budget allows one chunk per look."""
     async with jobs(world_size) as (pgs,):
-        limits(ring_budget=-1.0)
+        limits(loop_budget=-1.0)
         calls = [call(pg, 300_000) for pg in pgs]
         first, *others = (operation for pg in pgs for operation in comm_of(pg).in_flight.pending)
         while not first.done:

@@ -24,9 +24,10 @@ from aiocoll import (
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.calls import cards, native
 from aiocoll.gpu.calls.agreed import Agreed
+from aiocoll.group.dispatch.call_cache import PLANS
 
 from ..fakes.arrays import FakeArray
-from ..internals import Limits, comm_of, dispatcher_of, plans_of, set_nccl_only
+from ..internals import comm_of, dispatcher_of, plans_of, set_nccl_only
 from ..ranks import run_ranks, wait_until
 from ..reductions import numpy_dtype
 from .groups import WAYS, Gpus, check_allreduce, gpus, host
@@ -732,12 +733,12 @@ async def test_failed_part_of_a_staged_call_fails_it() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_group_works_with_few_kept_plans(limits: Limits) -> None:
-    limits(max_kept_plans=1)
-
+async def test_group_works_with_more_shapes_than_kept_plans() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        for shape in ((1,), (2,), (1,), (2, 1), (1, 2), (2, 1)):
+        shapes = [(1,), (2,), (2, 1), (1, 2)]
+        for shape in (*shapes, *((length,) for length in range(3, PLANS + 3)), *shapes):
             await pg.allreduce(gpu.tensor(np.ones(shape), 0))
+        assert len(plans_of(pg)) <= PLANS
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)

@@ -500,7 +500,7 @@ async def test_failed_stream_creation_fails_the_group() -> None:
 
 
 async def test_too_long_call_description_fails_the_group(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits(max_compared_bytes=8)
+    limits(max_object_bytes=8)
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

@@ -84,7 +84,7 @@ async def test_mismatch_of_roots_names_both_roots(pg: ProcessGroup) -> None:
 
 
 async def test_object_above_the_limit_is_refused(limits: Limits) -> None:
-    limits(max_exchanged_bytes=1000)
+    limits(max_object_bytes=1000)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

@@ -337,7 +337,7 @@ async def test_plan_start_makes_no_views(pg: ProcessGroup, monkeypatch: pytest.M
 @pytest.mark.ranks(2)
 async def test_plan_of_a_list_reads_and_writes_no_tensors(pg: ProcessGroup, limits: Limits) -> None:
     """Plan the list with no time left for packing."""
-    limits(packing_budget=-1)
+    limits(loop_budget=-1)
     x, y = np.zeros(3), np.zeros(2)
     plan = pg.plan(pg.allreduce_coalesced, [x, y])
     assert pg.pending() == []

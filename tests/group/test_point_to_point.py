@@ -345,7 +345,7 @@ async def test_pending_incoming_raises_the_cause(pg: ProcessGroup) -> None:
 
 
 async def test_object_above_the_limit_is_refused_and_its_bytes_are_freed(limits: Limits) -> None:
-    limits(max_received_bytes=1000)
+    limits(max_object_bytes=1000)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

@@ -274,7 +274,7 @@ async def test_late_one_of_two_ranks_was_waited_for(op: str, count: int, transpo
 async def test_rank_whose_data_unpacks_in_several_iterations_was_waited_for(
     op: str, transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, decoding_budget=0.0)
+    set_limits(monkeypatch, loop_budget=0.0)
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:

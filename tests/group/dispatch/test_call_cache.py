@@ -13,8 +13,9 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
+from aiocoll.group.dispatch.call_cache import PLANS
 
-from ...internals import Limits, dispatcher_of, observe_calls
+from ...internals import dispatcher_of, observe_calls
 
 SUM = ReduceOp.SUM
 #: Two dtypes of one width that are equal, but not the same.
@@ -124,14 +125,13 @@ async def test_plan_keeps_its_op_alive(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_call_cache_keeps_a_limited_number_of_plans(pg: ProcessGroup, limits: Limits) -> None:
-    limits(max_kept_plans=4)
+async def test_call_cache_keeps_a_limited_number_of_plans(pg: ProcessGroup) -> None:
     known = dispatcher_of(pg).plans.known
-    for length in (1, 2, 3, 4, 5, 1, 2, 3, 4, 5):
+    for length in (*range(1, PLANS), 1, 2, 3, 4, 5):
         assert (await pg.allreduce(np.ones(length))).tolist() == [2] * length
         assert (await pg.allreduce(np.ones(2 * length)[::2])).tolist() == [2] * length
         assert (await pg.allgather_into_tensor(np.ones(2 * length), np.ones(length))).tolist() == [1] * 2 * length
-        assert len(known) <= 4
+        assert len(known) <= PLANS
 
 
 @pytest.mark.ranks(1)
