@@ -35,17 +35,17 @@ def test_internal_parts_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_internal_part_can_be_watched_wrapped_and_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = PARTS["group_id"]
+    place = PARTS["is_own_address"]
     arguments: list[str] = []
-    original = resolve_name(place)("a")
-    observe_calls(monkeypatch, group_id=arguments.append)
-    assert resolve_name(place)("a") == original
-    assert arguments == ["a"]
-    wrap_parts(monkeypatch, group_id=lambda before, text: before(text) + 1)
-    assert resolve_name(place)("a") == original + 1
-    assert arguments == ["a", "a"]
-    make_calls_fail(monkeypatch, KeyError("planted"), "group_id", "choose_algorithm")
+    assert resolve_name(place)("127.0.0.1") is True
+    observe_calls(monkeypatch, is_own_address=arguments.append)
+    assert resolve_name(place)("127.0.0.1") is True
+    assert arguments == ["127.0.0.1"]
+    wrap_parts(monkeypatch, is_own_address=lambda before, host: not before(host))
+    assert resolve_name(place)("127.0.0.1") is False
+    assert arguments == ["127.0.0.1"] * 2
+    make_calls_fail(monkeypatch, KeyError("planted"), "is_own_address", "choose_algorithm")
     with pytest.raises(KeyError, match="planted"):
-        resolve_name(place)("a")
+        resolve_name(place)("127.0.0.1")
     with pytest.raises(ValueError, match=r"unknown: chose; known: .*, choose_algorithm, "):
         make_calls_fail(monkeypatch, KeyError("planted"), "chose")

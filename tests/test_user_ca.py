@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -522,9 +523,10 @@ async def test_ranks_with_certificates_meet(authority: Authority, world_size: in
 async def test_auto_encryption_between_hosts_uses_the_files(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fail if a certificate is made, for which `cryptography` would be needed."""
-    replace_parts(monkeypatch, make_own_certificate=lambda: pytest.fail("made a certificate"))
+    """Check that no certificate is made, for which `cryptography` would be needed."""
     each = [options(authority.make(ANY), encryption="auto", host_id=host) for host in "ab"]
+    make_own_contexts.cache_clear()
+    monkeypatch.setitem(sys.modules, "cryptography", None)
     assert await meet(each) == [3.0, 3.0]
 
 

@@ -29,6 +29,7 @@ from aiocoll.transport.stream.link import LOOPBACK_BUFFER
 
 from ..certificates import Authority, as_variables
 from ..internals import Limits, replace_parts
+from ..redirected_files import redirect_files
 from ..rendezvous.test_launchers import SLURM as OF_SLURM
 
 LIMIT = 120
@@ -294,17 +295,15 @@ def test_memory_of_the_cgroup_is_read(
     (tmp_path / "self" / "cgroup").write_text("8:pids:/\n0::/job\n")
     (tmp_path / path).parent.mkdir(exist_ok=True)
     (tmp_path / path).write_text(f"{text}\n")
-    replace_parts(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path)
+    redirect_files(monkeypatch, {"/proc/self": tmp_path / "self", "/sys/fs/cgroup": tmp_path})
     assert finding_of("memory of the cgroup").value == value
 
 
 @pytest.mark.parametrize("nbytes", [212_992, LOOPBACK_BUFFER])
 def test_small_socket_buffers_are_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nbytes: int) -> None:
-    folder = tmp_path / "sys" / "net" / "core"
-    folder.mkdir(parents=True)
     for name in ("rmem_max", "wmem_max"):
-        (folder / name).write_text(f"{nbytes}\n")
-    replace_parts(monkeypatch, proc_folder=tmp_path)
+        (tmp_path / name).write_text(f"{nbytes}\n")
+    redirect_files(monkeypatch, {"/proc/sys/net/core": tmp_path})
     for name in ("rmem_max", "wmem_max"):
         finding = finding_of(f"net.core.{name}")
         assert finding.fine, "the default of most systems is reported as a problem"
@@ -312,10 +311,11 @@ def test_small_socket_buffers_are_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_unreadable_files_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    replace_parts(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path, shm_folder=tmp_path / "none")
+    redirect_files(monkeypatch, dict.fromkeys(("/proc/self", "/proc/sys", "/sys/fs/cgroup"), tmp_path))
+    monkeypatch.setattr(os, "statvfs", failing_call(errno.ENOENT))
     names = {finding.name for finding in look(1)}
     assert "open files" in names
-    assert not {"memory of the cgroup", "net.core.rmem_max", str(tmp_path / "none")} & names
+    assert not {"memory of the cgroup", "net.core.rmem_max", "/dev/shm"} & names
 
 
 def test_system_without_limits_has_no_topic_of_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,7 +480,7 @@ def test_single_copy_follows_the_scope_of_yama(
     scope: str, user: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "ptrace_scope").write_text(f"{scope}\n")
-    replace_parts(monkeypatch, yama_scope_file=str(tmp_path / "ptrace_scope"))
+    redirect_files(monkeypatch, {"/proc/sys/kernel/yama": tmp_path})
     monkeypatch.setattr(os, "geteuid", lambda: user)
     finding = finding_of("single copy")
     value, remedy = SCOPES["0" if user == 0 else scope]

@@ -339,9 +339,9 @@ def test_shrink_of_two_ranks_times_out_and_can_be_retried() -> None:
 
 
 def test_silent_coordinator_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ignore_on_rank_1(handle: Any, voter: Voter, *message: Any) -> None:
-        if voter.rank != 1:
-            handle(voter, *message)
+    def drop_for_rank_1(send: Any, voter: Voter, rank: int, message: Any) -> None:
+        if rank != 1:
+            send(voter, rank, message)
 
     async def body(pg: ProcessGroup) -> Any:
         if pg.rank() in (0, 1):
@@ -352,7 +352,7 @@ def test_silent_coordinator_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 8 <= now() - start < 8.5  # two seconds for an answer of the silent coordinator, and six for its vote
         return await check_group(small)
 
-    wrap_parts(monkeypatch, handle_vote=ignore_on_rank_1)
+    wrap_parts(monkeypatch, send_vote=drop_for_rank_1)
     assert Job().run(4, body) == [None, None, (2, 3), (2, 3)]
 
 

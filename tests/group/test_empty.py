@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -22,9 +23,10 @@ from aiocoll.testing import run_processes
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter, Chunks
 
-from ..internals import comm_of, make_calls_fail, replace_parts, wrap_parts
+from ..internals import comm_of, wrap_parts
 from ..pairwise import Case, cover
 from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
+from ..redirected_files import redirect_files
 from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
 from ..shared_memory import QUEUE
 
@@ -544,8 +546,12 @@ async def test_loop_runs_during_the_reservation_of_empty(pg: ProcessGroup) -> No
 async def test_empty_returns_an_ordinary_array_without_shared_memory(
     code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def memfd_create(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
     async def rank(pg: ProcessGroup) -> None:
-        make_calls_fail(monkeypatch, OSError(code, os.strerror(code)), "create_mapped")
+        await pg.barrier()  # the links need memory, too
+        monkeypatch.setattr(os, "memfd_create", memfd_create)
         for _ in range(3):
             array = await registered_array(pg, np.ones(LARGE))
             await pg.allreduce(array)
@@ -559,9 +565,10 @@ async def test_empty_returns_an_ordinary_array_without_shared_memory(
     assert os.strerror(code) in warnings[0]
 
 
-async def test_empty_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_empty_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Check the size first: the kernel would not refuse it, but kill a process."""
-    replace_parts(monkeypatch, available_memory=lambda: LARGE)
+    (tmp_path / "meminfo").write_text(f"MemTotal: {4 * LARGE // 1024} kB\nMemAvailable: {LARGE // 1024} kB\n")
+    redirect_files(monkeypatch, {"/proc/meminfo": tmp_path / "meminfo"})
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.empty(LARGE, np.float64)

@@ -23,7 +23,7 @@ from aiocoll import (
     new_group,
 )
 
-from ..internals import channels_of, comm_of, links_of, replace_parts
+from ..internals import Limits, channels_of, comm_of, links_of
 from ..ranks import LINKS, options, parametrize_transports, run_ranks, wait_until
 
 
@@ -475,13 +475,13 @@ async def test_split_group_sends_nothing(pg: ProcessGroup) -> None:
     await pg.barrier()
 
 
-async def test_taken_group_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_parts(monkeypatch, group_id=lambda text: 7)
-
+async def test_taken_group_id_is_refused(limits: Limits) -> None:
     async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        limits(group_id_bits=0)  # from now on, all groups have the same id
         group = await own_subgroup(pg, [0, 1])
         for number in (1, 2):
-            text = f"'world:0/{number}.0' cannot be made: its id 0x7 is that of group 'world:0/0.0', which is open"
+            text = f"'world:0/{number}.0' cannot be made: its id 0x0 is that of group 'world:0/0.0', which is open"
             with pytest.raises(GroupError, match=text):
                 await pg.split_group([0, 1])
             await pg.barrier()

@@ -27,11 +27,11 @@ from aiocoll.security.loop_timeout import _TURNS
 from aiocoll.security.tls import make_own_contexts
 from aiocoll.security.unproven_connections import MIN_PLACES
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
-from aiocoll.store.address import StoreEndpoint
 from aiocoll.store.frames import pack
 from aiocoll.store.session import Session
 
 from ..internals import observe_calls, replace_parts
+from ..name_server import NameServer
 from ..ports import free_port
 from ..ranks import wait_until
 
@@ -350,10 +350,7 @@ async def test_name_that_resolves_to_the_loopback_is_explained(monkeypatch, name
     """The error explains it only for names that resolve to loopback by accident, as in the /etc/hosts of Debian."""
     port = free_port()
 
-    async def resolve(host, port):
-        return [StoreEndpoint(socket.AF_INET, ("127.0.1.1", port))]
-
-    replace_parts(monkeypatch, resolve_store_host=resolve)
+    NameServer("127.0.1.1").install(monkeypatch)
     with pytest.raises(StoreUnavailableError) as caught:
         await TCPStore(name, port, timeout=0.02).get("k")
     explanation = (

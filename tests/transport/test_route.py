@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import socket
 import struct
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from aiocoll.errors import RendezvousError
+from aiocoll.security.keys import is_loopback
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 
@@ -132,15 +134,27 @@ FOREIGN = ("192.0.2.7", "192.0.2.8")
 @pytest.fixture
 def no_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the default route; only loopback is reachable."""
-    replace_parts(monkeypatch, probe_addresses=())
+
+    def connect(sock: socket.socket, address: tuple[Any, ...]) -> None:
+        if not is_loopback(address[0]):
+            raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+        original(sock, address)
+
+    original = socket.socket.connect
+    monkeypatch.setattr(socket.socket, "connect", connect)
 
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return a table of the interfaces and addresses of this host, which the test may change."""
     table = {"lo": "127.0.0.1"}
+
+    def ioctl(_: int, request: int, given: bytes) -> bytes:
+        address = socket.inet_aton(table[given.rstrip(b"\0").decode()])
+        return struct.pack("16sHH4s16x", given, socket.AF_INET, 0, address)
+
     monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(table)))
-    replace_parts(monkeypatch, interface_address=table.__getitem__)
+    monkeypatch.setattr("fcntl.ioctl", ioctl)
     return table
 
 
@@ -178,6 +192,7 @@ def test_store_host_uses_the_address_that_others_reached(monkeypatch: pytest.Mon
     assert find_route(["127.0.0.1", *FOREIGN, "127.0.0.1"]) == (FOREIGN[1], FOREIGN[1])
 
 
+@linux_only
 @pytest.mark.usefixtures("no_default_route")
 def test_only_address_of_the_host_is_used(interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     replace_parts(monkeypatch, routable_address=lambda master, *_: master)
@@ -186,6 +201,7 @@ def test_only_address_of_the_host_is_used(interfaces: dict[str, str], monkeypatc
     assert find_route(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # a service address belongs to no host
 
 
+@linux_only
 @pytest.mark.usefixtures("no_default_route")
 def test_ambiguous_address_raises_an_error_that_lists_interfaces(interfaces: dict[str, str]) -> None:
     with pytest.raises(RendezvousError, match=r"AIOCOLL_INTERFACE, AIOCOLL_BIND\); available: only the loopback$"):
