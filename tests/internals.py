@@ -33,11 +33,13 @@ __all__ = [
     "is_native",
     "links_of",
     "make_calls_fail",
+    "make_methods_fail",
     "matched_units",
     "matching_of",
     "native_calls_of",
     "nccl_end",
     "observe_calls",
+    "observe_methods",
     "pending_waits",
     "plan_without_accelerator",
     "plans_of",
@@ -51,6 +53,7 @@ __all__ = [
     "use_same_slots",
     "waiter_of",
     "waiting_bytes",
+    "wrap_methods",
     "wrap_parts",
 ]
 
@@ -134,47 +137,28 @@ PARTS = {
     "round_trip": "aiocoll.transport.stream.link_table.round_trip",
     "processors_file": "aiocoll.tuning._PROCESSORS",
     # data on links and in memory
-    "write_chunk_reference": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.point",
-    "write_chunk": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.put",
-    "client_hello": "aiocoll.security.handshake.ClientHandshake.hello",
     "send_control_message": "aiocoll.engine.control.star.send_message",
-    "dial": "aiocoll.transport.stream.transport.StreamTransport.connect",
-    "send_control_frame": "aiocoll.engine.links.channel.Channel.control",
-    "deliver_frame": "aiocoll.engine.links.channel.Channel.deliver",
     "receive_memory_frame": "aiocoll.transport.memory.MemoryLink._arrive",
-    "write_memory_frame": "aiocoll.transport.memory.MemoryLink.write",
-    "write_reference": "aiocoll.transport.shm.references.ReferenceWriter.write",
-    "find_shared_memory": "aiocoll.transport.shm.references.ReferenceWriter.find",
     "rank_environment": "aiocoll.testing.team._environment",
-    "deliver_message": "aiocoll.engine.matching.matching.Matching.deliver",
     # operations
     "is_watching": "aiocoll.completion._watching",
     "collective_view": "aiocoll.group.collectives.view",
     "message_view": "aiocoll.group.messages.view",
     "argument_view": "aiocoll.group.dispatch.arguments.view",
     "choose_algorithm": "aiocoll.group.dispatch.planner.choose",
-    "make_plan": "aiocoll.group.dispatch.planner.Planner.plan",
-    "record_sent_bytes": "aiocoll.engine.matching.outbound.OutboundMessage.sent",
     "dump_object": "aiocoll.group.objects.dumps",
     "read_object": "aiocoll.group.objects.reading",
-    "poll_slot_program": "aiocoll.engine.operations.slot_program.SlotProgram.look",
     "probe_layout": "aiocoll.engine.matching.probe.record_by_code",
     "probe_dtype": "aiocoll.engine.matching.probe.array_dtype",
-    "enter_receive": "aiocoll.engine.matching.posted.PostedReceive.enter",
     "is_dense_faster": "aiocoll.group.sparse_reduce.is_dense_faster",
     "gather_entries": "aiocoll.group.sparse_reduce.gather_entries",
     "merge_entries": "aiocoll.group.sparse_reduce.merge_entries",
     "scatter_entries": "aiocoll.group.sparse_reduce.scatter_entries",
     "unpack_entries": "aiocoll.group.sparse_reduce.unpack",
     "complete_stepped_operation": "aiocoll.engine.operations.stepped.SteppedOperation._complete",
-    "finish_call": "aiocoll.completion.Completion.finish",
     # failure
-    "is_peer_alive": "aiocoll.engine.failure.failure_detector.FailureDetector.is_known_alive",
     "answer_stall_requests": "aiocoll.engine.failure.stall_inspector.StallInspector._answer_waiting",
-    "handle_stall_message": "aiocoll.engine.failure.stall_inspector.StallInspector.handle",
-    "report_stall": "aiocoll.engine.failure.stall_inspector.StallInspector.report",
     "send_stall_message": "aiocoll.engine.failure.stall_inspector.StallInspector._send",
-    "send_vote": "aiocoll.engine.consensus.voter.Voter.send",
     # certificates
     "certificate_clock": "aiocoll.security.user_ca.clock",
     "refuse_certificate": "aiocoll.security.user_ca._refuse",
@@ -182,8 +166,6 @@ PARTS = {
     "prepare_rank_tls": "aiocoll.transport.stream.tls_stream.prepare",
     "prepare_server_tls": "aiocoll.store.server.prepare",
     # stores and commands
-    "start_client_handshake": "aiocoll.store.client.ClientLink.connection_made",
-    "apply_store_command": "aiocoll.store.core.StoreCore.apply",
     "send_store_reply": "aiocoll.store.session.Session._reply",
     "all_frames": "aiocoll.testing.frames._all_frames",
     "run_bench_processes": "aiocoll.cli.bench.run_processes",
@@ -198,13 +180,8 @@ PARTS = {
     "check_device_error": "aiocoll.gpu.calls.communicator.DeviceCommunicator._check_async_error",
     "on_backend_decision": "aiocoll.gpu.calls.device_state.DeviceState._on_backend_decision",
     "yield_to_launcher": "aiocoll.gpu.calls.communicator.DeviceCommunicator._yield_to_launcher",
-    "yield_gil": "aiocoll.runtime.Runtime.yield_gil",
-    "compare_device_calls": "aiocoll.gpu.calls.device_state.DeviceState.compare_calls",
-    "launch_on_device": "aiocoll.gpu.device.Device.launch",
-    "record_device_match": "aiocoll.gpu.calls.matching.BatchMatching.matched",
     "wait_for_device_peers": "aiocoll.gpu.calls.communicator.DeviceCommunicator._wait_for_peers",
     "stage_inputs": "aiocoll.gpu.calls.agreed.Agreed._stage",
-    "take_turn": "aiocoll.gpu.turns.Turns.take",
 }
 
 
@@ -238,24 +215,29 @@ def wrap_parts(patch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> None:
 
 def observe_calls(patch: pytest.MonkeyPatch, **spies: Callable[..., object]) -> None:
     """Call functions with the arguments of each call of a part, before the call itself; they may raise."""
-
-    def spying(spy: Callable[..., object]) -> Callable[..., Any]:
-        def call(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-            spy(*args, **named)
-            return original(*args, **named)
-
-        return call
-
-    wrap_parts(patch, **{name: spying(spy) for name, spy in spies.items()})
+    wrap_parts(patch, **{name: _call_before(spy) for name, spy in spies.items()})
 
 
 def make_calls_fail(patch: pytest.MonkeyPatch, error: BaseException, *parts: str) -> None:
     """Let calls of parts raise `error`."""
+    replace_parts(patch, **dict.fromkeys(parts, _raising(error)))
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
 
-    replace_parts(patch, **dict.fromkeys(parts, fail))
+def wrap_methods(patch: pytest.MonkeyPatch, owner: type, **calls: Callable[..., Any]) -> None:
+    """Replace methods of a class by functions that get the original method as their first argument."""
+    for name, call in calls.items():
+        patch.setattr(owner, name, _wrap(getattr(owner, name), call))
+
+
+def observe_methods(patch: pytest.MonkeyPatch, owner: type, **spies: Callable[..., object]) -> None:
+    """Call functions with the arguments of each call of a method, before the call itself; they may raise."""
+    wrap_methods(patch, owner, **{name: _call_before(spy) for name, spy in spies.items()})
+
+
+def make_methods_fail(patch: pytest.MonkeyPatch, error: BaseException, owner: type, *names: str) -> None:
+    """Let calls of methods raise `error`."""
+    for name in names:
+        patch.setattr(owner, name, _raising(error))
 
 
 @contextmanager
@@ -295,6 +277,21 @@ def _wrap(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..
         return call(original, *args, **named)
 
     return instead
+
+
+def _call_before(spy: Callable[..., object]) -> Callable[..., Any]:
+    def call(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        spy(*args, **named)
+        return original(*args, **named)
+
+    return call
+
+
+def _raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
 
 
 def _check_names(given: Mapping[str, object], known: Mapping[str, object]) -> None:

@@ -20,7 +20,7 @@ from aiocoll.security.handshake import HELLO_SIZE, ClientHandshake, ConnKind
 from aiocoll.store import Store
 from aiocoll.transport.stream import addresses as address
 
-from ..internals import wrap_parts
+from ..internals import wrap_methods
 
 CHUNK = 1 << 16
 #: The kind of connection by HELLO of this process.
@@ -36,7 +36,7 @@ def recorded_connection_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
         kinds[said] = handshake._identity.kind
         return said
 
-    wrap_parts(monkeypatch, client_hello=record_kind)
+    wrap_methods(monkeypatch, ClientHandshake, hello=record_kind)
     monkeypatch.setattr("tests.chaos.proxy.kinds", {})
 
 

@@ -30,7 +30,13 @@ from aiocoll.transport.frame import HEADER, SEGMENT
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import ReferenceWriter
 
-from ..internals import comm_of, observe_calls, plan_without_accelerator, plans_of, replace_parts, wrap_parts
+from ..internals import (
+    comm_of,
+    observe_methods,
+    plan_without_accelerator,
+    plans_of,
+    wrap_methods,
+)
 from ..ranks import parametrize_transports
 
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
@@ -118,7 +124,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def record_reference(writer: ReferenceWriter, header: bytes, *_: Any) -> None:
         seen.append(HEADER.unpack(header)[7])
 
-    observe_calls(monkeypatch, write_reference=record_reference)
+    observe_methods(monkeypatch, ReferenceWriter, write=record_reference)
     return seen
 
 
@@ -199,7 +205,7 @@ async def test_payload_is_sent_in_frames_without_space_for_a_reference(
         for _ in range(3):
             await CALLS[kind](pg, LARGE)
 
-    wrap_parts(monkeypatch, write_reference=write)
+    wrap_methods(monkeypatch, ReferenceWriter, write=write)
     await run_ranks(3, rank, options=SHM)
     assert calls
 
@@ -211,7 +217,7 @@ async def test_memory_that_peers_cannot_read_is_sent_in_frames(kind: str, monkey
         for _ in range(2):
             await CALLS[kind](pg, LARGE)
 
-    replace_parts(monkeypatch, find_shared_memory=lambda *_, **__: None)
+    monkeypatch.setattr(ReferenceWriter, "find", lambda *_, **__: None)
     await run_ranks(3, rank, options=SHM)
 
 

@@ -26,7 +26,7 @@ from aiocoll.algorithms.select import RULES
 from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import group_of, wrap_parts
+from ..internals import group_of, wrap_methods
 
 #: Shortest and longest latency of a frame in seconds, if the ranks have links in memory.
 LATENCY = (0.0005, 0.02)
@@ -413,7 +413,7 @@ def test_silent_coordinator_does_not_delay_a_mismatch(monkeypatch: pytest.Monkey
         if group_of(stalls).rank != 0:
             original(stalls, *message)
 
-    wrap_parts(monkeypatch, handle_stall_message=handle)
+    wrap_methods(monkeypatch, StallInspector, handle=handle)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -441,7 +441,7 @@ def test_late_stall_report_does_not_mark_an_answering_rank_slow(
             original(stalls, peer, message)
 
     loop = asyncio.get_running_loop
-    wrap_parts(monkeypatch, handle_stall_message=handle)
+    wrap_methods(monkeypatch, StallInspector, handle=handle)
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(0 if pg.rank() else 6)
@@ -470,7 +470,7 @@ def slow_warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
         await asyncio.sleep(9 if pg.rank() in (1, 2) else 0)
         await pg.barrier()
 
-    wrap_parts(monkeypatch, handle_stall_message=handle)
+    wrap_methods(monkeypatch, StallInspector, handle=handle)
     with caplog.at_level(logging.INFO, logger="aiocoll"):
         run_virtual(4, rank, latency=LATENCY)
     return [each.getMessage().partition("rank 3: ")[2] for each in caplog.records if "rank 3: " in each.getMessage()]

@@ -15,14 +15,24 @@ from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.job.ids import group_id
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
+from aiocoll.engine.matching.outbound import OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import P2P
+from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.errors import PeerProtocolError
 from aiocoll.testing import run_processes
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 
-from ..internals import comm_of, group_of, make_calls_fail, observe_calls, unmade_groups
+from ..internals import (
+    comm_of,
+    group_of,
+    make_calls_fail,
+    make_methods_fail,
+    observe_methods,
+    unmade_groups,
+)
 from ..ranks import LINKS, options, parametrize_transports, run_ranks, wait_until
 
 #: Sends a malformed message, given the group of all ranks and the group of ranks 0 and 1.
@@ -236,7 +246,7 @@ async def test_exception_in_a_frame_handler_fails_its_groups_and_names_the_rank(
         waiting.append(pg.rank())
         await wait_until(lambda: len(waiting) == 3)
         if pg.rank() == 2:
-            observe_calls(monkeypatch, deliver_message=refuse)
+            observe_methods(monkeypatch, Matching, deliver=refuse)
             pg.send(np.zeros(1), 0).add_done_callback(lambda _: None)
         await check_failure(pg, work, error.__name__)
         if pair.size() == 2:
@@ -268,7 +278,7 @@ async def test_exception_in_a_control_message_handler_fails_its_groups_and_names
         if pair.size() == 2:
             assert (await pair.allreduce(np.ones(1))).tolist() == [2.0]
 
-    observe_calls(monkeypatch, handle_stall_message=refuse)
+    observe_methods(monkeypatch, StallInspector, handle=refuse)
     await run_ranks(3, rank, transport=transport)
 
 
@@ -326,7 +336,10 @@ async def test_exception_in_a_frame_handler_is_reported_to_processes(transport: 
 # -- errors in timers and operations
 
 #: Calls made by timers: when an operation has waited for long, and when the answers about it are complete.
-CALLBACKS = {"a report": "report_stall", "an answer": "answer_stall_requests"}
+CALLBACKS: dict[str, Callable[[pytest.MonkeyPatch, Exception], None]] = {
+    "a report": lambda patch, error: make_methods_fail(patch, error, StallInspector, "report"),
+    "an answer": lambda patch, error: make_calls_fail(patch, error, "answer_stall_requests"),
+}
 
 
 @pytest.mark.ranks(3)
@@ -335,7 +348,7 @@ async def test_exception_in_a_timer_fails_the_group_and_names_the_rank(
     pg: ProcessGroup, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await pg.barrier()
-    make_calls_fail(monkeypatch, LookupError("planted"), CALLBACKS[where])
+    CALLBACKS[where](monkeypatch, LookupError("planted"))
     work: Any = pg.recv(np.zeros(1), 0) if pg.rank() == 2 else pg.allreduce(np.ones(1))
     with pytest.raises(GroupError, match=r"failed on rank ., where the library raised LookupError: planted"):
         async with asyncio.timeout(2 * SOON):
@@ -343,10 +356,10 @@ async def test_exception_in_a_timer_fails_the_group_and_names_the_rank(
 
 
 #: Steps of an operation: the internal call that fails, and a user's call that reaches it.
-STEPS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
-    "at the call": ("enter_receive", lambda pg: pg.recv(np.zeros(1), 0)),
-    "as bytes leave": ("record_sent_bytes", lambda pg: pg.send(np.zeros(1), 0)),
-    "as it looks into shared memory": ("poll_slot_program", lambda pg: pg.allreduce(np.zeros(1))),
+STEPS: dict[str, tuple[type, str, Callable[[ProcessGroup], Any]]] = {
+    "at the call": (PostedReceive, "enter", lambda pg: pg.recv(np.zeros(1), 0)),
+    "as bytes leave": (OutboundMessage, "sent", lambda pg: pg.send(np.zeros(1), 0)),
+    "as it looks into shared memory": (SlotProgram, "look", lambda pg: pg.allreduce(np.zeros(1))),
 }
 
 
@@ -357,7 +370,7 @@ STEPS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
 async def test_exception_in_an_operation_fails_the_group_and_names_the_rank(
     transport: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part, start = STEPS[step]
+    owner, method, start = STEPS[step]
 
     def broken(operation: Operation, *_: Any) -> None:
         if operation.comm.rank == 1:
@@ -368,7 +381,7 @@ async def test_exception_in_an_operation_fails_the_group_and_names_the_rank(
         work = pg.recv(np.zeros(1), 0, tag=5) if pg.rank() == 2 else None
         await pg.barrier()
         if pg.rank() == 1:
-            observe_calls(monkeypatch, **{part: broken})
+            observe_methods(monkeypatch, owner, **{method: broken})
         with pytest.raises(GroupError, match="failed on rank 1, where the library raised LookupError: planted"):
             async with asyncio.timeout(SOON):
                 await (work or (start(pg) if pg.rank() == 1 else pg.recv(np.zeros(1), 2, tag=5)))

@@ -20,7 +20,7 @@ from aiocoll.store import HashStore
 from tests.engine.hosts import Hosts
 from tests.ranks import hub_of
 
-from ..internals import comm_of, replace_parts, wrap_parts
+from ..internals import comm_of, wrap_methods
 
 Body = Callable[[ProcessGroup], Any]
 
@@ -226,7 +226,7 @@ def test_agreement_survives_another_death_at_any_message(
                 await pg.allreduce(np.ones(3))
             return await recover(pg)
 
-        replace_parts(monkeypatch, send_vote=send_and_kill)
+        monkeypatch.setattr(Voter, "send", send_and_kill)
         results = job.run(5, body, seed)
         living = tuple(rank for rank in range(5) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"message {step}, seed {seed}"
@@ -352,7 +352,7 @@ def test_silent_coordinator_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 8 <= now() - start < 8.5  # two seconds for an answer of the silent coordinator, and six for its vote
         return await check_group(small)
 
-    wrap_parts(monkeypatch, send_vote=drop_for_rank_1)
+    wrap_methods(monkeypatch, Voter, send=drop_for_rank_1)
     assert Job().run(4, body) == [None, None, (2, 3), (2, 3)]
 
 
@@ -530,7 +530,7 @@ def test_agreement_survives_any_deaths_at_any_messages(seeds: range, monkeypatch
             await asyncio.sleep(chance.choice([0, 0.01, 1.5]))
             return await recover(pg)
 
-        replace_parts(monkeypatch, send_vote=send_and_kill)
+        monkeypatch.setattr(Voter, "send", send_and_kill)
         results = job.run(world_size, body, seed)
         living = tuple(rank for rank in range(world_size) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"seed {seed}"

@@ -18,7 +18,7 @@ from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 from aiocoll.transport.shm.process_memory import can_read
 
-from ..internals import comm_of, early_bytes, observe_calls, plan_without_accelerator, ungranted_bytes
+from ..internals import comm_of, early_bytes, observe_methods, plan_without_accelerator, ungranted_bytes
 from ..ranks import LINKS, options, parametrize_transports, run_ranks
 
 MIB = 1024 * 1024
@@ -29,7 +29,7 @@ class FrameRecorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.frames: list[tuple[int, Header]] = []
-        observe_calls(monkeypatch, deliver_frame=self._tapped)
+        observe_methods(monkeypatch, Channel, deliver=self._tapped)
 
     def _tapped(self, channel: Channel, _: Any, header: Header, __: memoryview | None) -> None:
         self.frames.append((channel.peer, header))

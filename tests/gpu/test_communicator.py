@@ -14,8 +14,9 @@ from aiocoll import ProcessGroup
 from aiocoll.gpu.calls.communicator import DeviceCommunicator
 from aiocoll.gpu.launcher import Launched
 from aiocoll.gpu.waiter import AT_MOST
+from aiocoll.runtime import Runtime
 
-from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, observe_calls, wrap_parts
+from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, observe_calls, observe_methods, wrap_parts
 from ..ranks import run_ranks, wait_until
 from .groups import Gpus, check_allreduce, check_failure, gpus, host, ones, start_unless_revoked
 
@@ -108,7 +109,8 @@ async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkey
     def record_check(_: DeviceCommunicator, launched: Launched, waited: float) -> None:
         checks[launched].append((waited, launched.enqueued))
 
-    observe_calls(monkeypatch, yield_to_launcher=record_check, yield_gil=lambda _: yields.append(1))
+    observe_calls(monkeypatch, yield_to_launcher=record_check)
+    observe_methods(monkeypatch, Runtime, yield_gil=lambda _: yields.append(1))
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 

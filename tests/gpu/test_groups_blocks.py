@@ -19,8 +19,10 @@ from aiocoll import (
     ReduceOp,
     testing,
 )
+from aiocoll.gpu.calls.device_state import DeviceState
+from aiocoll.gpu.device import Device
 
-from ..internals import nccl_end, observe_calls, set_nccl_only
+from ..internals import nccl_end, observe_methods, set_nccl_only
 from ..ranks import run_ranks, wait_until
 from .groups import WAYS, Gpus, check_allreduce, check_block_of_every_kind, check_failure, gpus, host, start_list
 
@@ -38,12 +40,13 @@ class Counts:
         self.launches = 0
         self.agreements = 0
         gpu.nccl.hooks.append(lambda call: self.nccl.update([call]))
-        observe_calls(monkeypatch, launch_on_device=self._launched, compare_device_calls=self._judged)
+        observe_methods(monkeypatch, Device, launch=self._count_launch)
+        observe_methods(monkeypatch, DeviceState, compare_calls=self._count_agreement)
 
-    def _launched(self, *_: Any, **__: Any) -> None:
+    def _count_launch(self, *_: Any, **__: Any) -> None:
         self.launches += 1
 
-    def _judged(self, *_: Any) -> None:
+    def _count_agreement(self, *_: Any) -> None:
         self.agreements += 1
 
     def reset(self) -> None:

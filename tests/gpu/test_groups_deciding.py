@@ -17,7 +17,7 @@ from aiocoll.gpu.calls.cards import Decision
 from aiocoll.gpu.calls.device_state import DeviceState
 from aiocoll.gpu.turns import Turn, Turns
 
-from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrap_parts
+from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrap_methods, wrap_parts
 from ..ranks import run_ranks, wait_until
 from .groups import Gpus, gpus, host, uses_nccl
 
@@ -94,7 +94,7 @@ async def test_jobs_with_devices_in_opposite_orders_do_not_wait_for_each_other(
 
         return take(turns, later)
 
-    wrap_parts(monkeypatch, take_turn=take_delayed)
+    wrap_methods(monkeypatch, Turns, take=take_delayed)
 
     async def body(pg: ProcessGroup, gpu: Gpus, devices: list[int]) -> None:
         tensor = gpu.tensor(np.ones(3), devices[pg.rank()])
@@ -131,7 +131,7 @@ async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) 
         assert uses_nccl(other)
         assert host(tensor).tolist() == [2]
 
-    wrap_parts(monkeypatch, take_turn=take_and_suppress)
+    wrap_methods(monkeypatch, Turns, take=take_and_suppress)
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
 
@@ -190,7 +190,7 @@ class SuppressedTurn:
                 return take(turns, lambda: None)
             return take(turns, call)
 
-        wrap_parts(monkeypatch, take_turn=take_and_suppress)
+        wrap_methods(monkeypatch, Turns, take=take_and_suppress)
 
     def select_device(self, gpu: Gpus, device: int) -> None:
         self.turns = gpu.shared_device(device).turns

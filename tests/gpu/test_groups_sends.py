@@ -23,8 +23,9 @@ from aiocoll import (
 )
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.gpu.calls import matching
+from aiocoll.gpu.calls.matching import BatchMatching
 
-from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replace_parts
+from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of
 from ..ranks import LINKS, run_ranks, wait_until
 from ..reductions import WIDE
 from .groups import Gpus, check_allreduce, gpus, host, uses_nccl
@@ -380,7 +381,7 @@ async def test_short_message_names_its_busy_device() -> None:
 
 
 async def test_rank_0_is_named_if_it_does_not_start_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_parts(monkeypatch, record_device_match=lambda *_: None)
+    monkeypatch.setattr(BatchMatching, "matched", lambda *_: None)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()

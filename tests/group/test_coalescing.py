@@ -23,13 +23,14 @@ from aiocoll import (
     new_group,
 )
 from aiocoll.completion import Completion
+from aiocoll.engine.links.channel import Channel
 from aiocoll.group.interceptors.fuse import LARGE
 from aiocoll.group.prepared_call import PreparedCall
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import FrameKind
 from aiocoll.work import finished_work
 
-from ..internals import comm_of, dispatcher_of, observe_calls
+from ..internals import comm_of, dispatcher_of, observe_methods
 from ..pairwise import Case
 from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
 from ..reductions import DTYPES, OPS, equal
@@ -43,7 +44,7 @@ class Frames:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        observe_calls(monkeypatch, deliver_frame=self._counted)
+        observe_methods(monkeypatch, Channel, deliver=self._counted)
 
     def _counted(self, _: Any, __: Any, header: Any, ___: Any) -> None:
         self.count += header[0] == FrameKind.DATA and header[7] > 0

@@ -23,7 +23,7 @@ from aiocoll.testing import run_processes
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter, Chunks
 
-from ..internals import comm_of, wrap_parts
+from ..internals import comm_of, wrap_methods
 from ..pairwise import Case, cover
 from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
 from ..redirected_files import redirect_files
@@ -70,7 +70,7 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
         counts.lanes.add(id(lane))
         return done
 
-    wrap_parts(monkeypatch, write_chunk=counted_put, write_chunk_reference=counted_point)
+    wrap_methods(monkeypatch, ChunkQueueWriter, put=counted_put, point=counted_point)
     return counts
 
 

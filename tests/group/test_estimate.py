@@ -18,9 +18,10 @@ from aiocoll.algorithms.machine import Machine, Tuning
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.codec import dumps
 from aiocoll.group.interceptors.estimate import Estimate
+from aiocoll.transport.memory import MemoryLink
 from aiocoll.work import Work
 
-from ..internals import comm_of, observe_calls
+from ..internals import comm_of, observe_methods
 from ..ranks import LINKS, parametrize_transports, run_ranks
 from ..rendezvous.test_fake import ARRAYS
 
@@ -199,7 +200,7 @@ async def test_estimate_sends_nothing_and_changes_no_array(pg: ProcessGroup) -> 
 
 async def test_estimate_writes_no_frame_to_open_links(monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[Any] = []
-    observe_calls(monkeypatch, write_memory_frame=lambda *args: frames.append(args))
+    observe_methods(monkeypatch, MemoryLink, write=lambda *args: frames.append(args))
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.alltoall([np.zeros(1) for _ in range(3)], [np.ones(1)] * 3)

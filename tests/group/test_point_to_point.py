@@ -18,11 +18,13 @@ from aiocoll import (
     Send,
     SerializationError,
 )
+from aiocoll.completion import Completion
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind
 from aiocoll.work import completion_of
 
-from ..internals import Limits, comm_of, observe_calls, replace_parts
+from ..internals import Limits, comm_of, observe_methods
 from ..ranks import TRANSPORTS, parametrize_transports, run_ranks, wait_until
 
 MIB = 1024 * 1024
@@ -366,7 +368,7 @@ async def test_object_above_the_limit_is_refused_and_its_bytes_are_freed(limits:
 
 async def test_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
-    observe_calls(monkeypatch, finish_call=lambda completion, *_: ended.append(completion))
+    observe_methods(monkeypatch, Completion, finish=lambda completion, *_: ended.append(completion))
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -393,7 +395,7 @@ async def test_incoming_requests_a_message_that_its_sender_holds_back(
     member, op = comm_of(pg), P2P | 5 << 32
     channel = member.channels[1]
     requests: list[tuple[Any, ...]] = []
-    replace_parts(monkeypatch, send_control_frame=lambda channel, *args: requests.append(args))
+    monkeypatch.setattr(Channel, "control", lambda channel, *args: requests.append(args))
     listening = asyncio.ensure_future(anext(aiter(pg.incoming(tag=5))))
     await asyncio.sleep(0)
     member.deliver(channel, (FrameKind.DATA, EAGER, 0, member.id, op, 6, 0, 2, 4), memoryview(b"ab"))

@@ -17,7 +17,7 @@ from aiocoll.testing import run_processes, run_ranks
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import ReferenceWriter
 
-from ..internals import channels_of, observe_calls, plan_without_accelerator, ungranted_bytes
+from ..internals import channels_of, observe_methods, plan_without_accelerator, ungranted_bytes
 from ..pairwise import Case, cover
 from ..reductions import DTYPES, OPS
 from .test_collectives import MOVING, REDUCING, ROOTED, SIZES, check, label, valid
@@ -52,7 +52,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     def record_place(writer: ReferenceWriter, header: bytes, place: tuple[int, int], *_: Any) -> None:
         seen.append(place)
 
-    observe_calls(monkeypatch, write_reference=record_place)
+    observe_methods(monkeypatch, ReferenceWriter, write=record_place)
     return seen
 
 

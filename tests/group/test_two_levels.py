@@ -13,7 +13,7 @@ from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.memory import MemoryLink
 
-from ..internals import comm_of, observe_calls, plans_of, replace_parts
+from ..internals import comm_of, observe_methods, plans_of, replace_parts
 from ..ranks import run_ranks
 from .test_collectives import ROOTED, check
 
@@ -37,7 +37,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         if HEADER.unpack(header)[0] == FrameKind.DATA:
             seen.append((sum(link.ends) - link.peer, link.peer, 0 if payload is None else payload.nbytes))
 
-    observe_calls(monkeypatch, write_memory_frame=record_frame)
+    observe_methods(monkeypatch, MemoryLink, write=record_frame)
     return seen
 
 

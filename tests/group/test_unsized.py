@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, GroupOptions, PeerLostError, ProcessGroup, errors, testing
+from aiocoll.engine.failure.stall_inspector import StallInspector
 
-from ..internals import Limits, comm_of, wrap_parts
+from ..internals import Limits, comm_of, wrap_methods, wrap_parts
 from ..ranks import LINKS, parametrize_transports, wait_until
 
 WORLDS = (1, 2, 3, 4, 7)
@@ -189,7 +190,8 @@ async def test_slow_step_is_not_a_mismatch(debug: Any, monkeypatch: pytest.Monke
         """Let only rank 1 report, so that it queries the other ranks first."""
         return original(stalls, operation) if operation.comm.rank == 1 else inf
 
-    wrap_parts(monkeypatch, complete_stepped_operation=hold_step, report_stall=report_on_rank_1)
+    wrap_parts(monkeypatch, complete_stepped_operation=hold_step)
+    wrap_methods(monkeypatch, StallInspector, report=report_on_rank_1)
 
     async def rank(pg: ProcessGroup) -> None:
         comm = comm_of(pg)

@@ -26,7 +26,7 @@ from aiocoll import (
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.stream.transport import StreamTransport
 
-from ..internals import comm_of, observe_calls
+from ..internals import comm_of, observe_methods
 from ..ranks import wait_until
 
 Rank = Callable[[int], Awaitable[Any]]
@@ -171,7 +171,7 @@ async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> 
             await check_group(one)
 
     with pytest.MonkeyPatch.context() as patch:
-        observe_calls(patch, dial=count)
+        observe_methods(patch, StreamTransport, connect=count)
         await run_ranks_together(2, rank)
     assert len(connected) == len(set(connected)) <= 3
 

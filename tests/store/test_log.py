@@ -17,7 +17,7 @@ from aiocoll.store import FileStore
 from aiocoll.store.core import StoreCore
 from aiocoll.store.records import MAGIC, MAX_RECORD, PREFIX_SIZE, seal
 
-from ..internals import wrap_parts
+from ..internals import wrap_methods
 
 HEADER_SIZE = 32
 KEYS = ["a", "b", "c"]
@@ -300,7 +300,7 @@ async def test_interrupted_replay_applies_records_once(path, monkeypatch: pytest
 
     async with FileStore(path) as reader:
         with monkeypatch.context() as patch:
-            wrap_parts(patch, apply_store_command=interrupt)
+            wrap_methods(patch, StoreCore, apply=interrupt)
             with pytest.raises(MemoryError):
                 await reader.get("n")
         assert await reader.get("n") == b"3"

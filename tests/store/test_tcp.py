@@ -27,10 +27,12 @@ from aiocoll.security.loop_timeout import _TURNS
 from aiocoll.security.tls import make_own_contexts
 from aiocoll.security.unproven_connections import MIN_PLACES
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
+from aiocoll.store.client import ClientLink
+from aiocoll.store.core import StoreCore
 from aiocoll.store.frames import pack
 from aiocoll.store.session import Session
 
-from ..internals import observe_calls, replace_parts
+from ..internals import observe_calls, observe_methods, replace_parts
 from ..name_server import NameServer
 from ..ports import free_port
 from ..ranks import wait_until
@@ -788,7 +790,7 @@ async def test_exception_in_a_request_closes_only_its_connection(server, monkeyp
             if command == "append":
                 raise MemoryError("no memory")
 
-        observe_calls(monkeypatch, apply_store_command=fail)
+        observe_methods(monkeypatch, StoreCore, apply=fail)
         async with client(server) as other:
             with pytest.raises(StoreUnavailableError, match="closed the connection"):
                 await other.append("k", b"1")
@@ -829,7 +831,7 @@ async def test_opening_cancelled_after_encryption_does_not_affect_the_next(monke
         return TCPStore(LOCAL, server.port, key=KEY, encryption="tls")
 
     with monkeypatch.context() as patch:
-        observe_calls(patch, start_client_handshake=lambda *_: opening.cancel())
+        observe_methods(patch, ClientLink, connection_made=lambda *_: opening.cancel())
         opening = asyncio.create_task(new_store().open())
         await asyncio.wait([opening])
     assert opening.cancelled()

@@ -14,8 +14,9 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.call_cache import PLANS
+from aiocoll.group.dispatch.planner import Planner
 
-from ...internals import dispatcher_of, observe_calls
+from ...internals import dispatcher_of, observe_methods
 
 SUM = ReduceOp.SUM
 #: Two dtypes of one width that are equal, but not the same.
@@ -137,7 +138,7 @@ async def test_call_cache_keeps_a_limited_number_of_plans(pg: ProcessGroup) -> N
 @pytest.mark.ranks(1)
 async def test_planner_is_called_once_per_plan(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Any] = []
-    observe_calls(monkeypatch, make_plan=lambda *args, **_: planned.append(args[1]))
+    observe_methods(monkeypatch, Planner, plan=lambda *args, **_: planned.append(args[1]))
     signature = Signature("ALLGATHER_ALLOCATED", "float64", (), None, None)
     calls: dict[str, Callable[[], Any]] = {
         "array": lambda: pg.allreduce(np.ones(3)),
