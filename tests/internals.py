@@ -142,9 +142,6 @@ PARTS = {
     "rank_environment": "aiocoll.testing.team._environment",
     # operations
     "is_watching": "aiocoll.completion._watching",
-    "collective_view": "aiocoll.group.collectives.view",
-    "message_view": "aiocoll.group.messages.view",
-    "argument_view": "aiocoll.group.dispatch.arguments.view",
     "choose_algorithm": "aiocoll.group.dispatch.planner.choose",
     "dump_object": "aiocoll.group.objects.dumps",
     "read_object": "aiocoll.group.objects.reading",

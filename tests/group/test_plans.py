@@ -29,8 +29,9 @@ from aiocoll import (
 from aiocoll.group.plans import PLANNED
 from aiocoll.work import completion_of
 
-from ..internals import Limits, comm_of, observe_calls
+from ..internals import Limits, comm_of
 from ..ranks import LINKS, parametrize_transports
+from .views import recorded_views
 
 
 def is_quick(plan: CallPlan[Any]) -> bool:
@@ -315,21 +316,16 @@ async def test_plan_works_with_compared_calls_and_in_a_dry_run() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_plan_start_makes_no_views(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_plan_start_makes_no_views(pg: ProcessGroup) -> None:
     plans: list[Any] = [pg.plan(pg.allgather_into_tensor, np.zeros(4), np.ones(4)), pg.plan(pg.send, np.ones(1), 0)]
-    viewed: list[Any] = []
-
-    def spy(*args: Any, **kwargs: Any) -> None:
-        viewed.append(args)
-
-    observe_calls(monkeypatch, collective_view=spy, argument_view=spy, message_view=spy)
-    await pg.allgather_into_tensor(np.zeros(8)[::2], np.ones(4))
-    await pg.send(np.ones(1), 0)
-    assert len(viewed) > 1
-    viewed.clear()
-    for plan in plans:
-        await plan.start()
-    assert viewed == []
+    with recorded_views() as viewed:
+        await pg.allgather_into_tensor(np.zeros(8)[::2], np.ones(4))
+        await pg.send(np.ones(1), 0)
+        assert len(viewed) > 1
+        viewed.clear()
+        for plan in plans:
+            await plan.start()
+        assert viewed == []
     await pg.recv(np.zeros(1), 0)
     await pg.recv(np.zeros(1), 0)
 
