@@ -7,9 +7,10 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
-from aiocoll import GroupOptions, ProcessGroup, testing
+from aiocoll import GroupOptions, ProcessGroup, Recv, Send, testing
 from aiocoll.transport.memory import Hub
 
 from .internals import comm_of
@@ -49,6 +50,24 @@ async def run_ranks(
     return await testing.run_ranks(
         world_size, fn, *args, options=options(transport), timeout=timeout, allow_unretrieved=allow_unretrieved
     )
+
+
+async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
+    """Check that all data arrives at the right ranks of a group; return its global ranks."""
+    rank, size = pg.rank(), pg.size()
+    for count in (1, 100_000):
+        tensor = np.full(count, 2.0**rank)
+        await pg.allreduce(tensor)
+        assert (tensor == 2.0**size - 1).all()
+        parts = await pg.allgather(None, np.full(count, rank))
+        assert [int(part[-1]) for part in parts] == list(range(size))
+    right, left = (rank + 1) % size, (rank - 1) % size
+    got = np.zeros(3, int)
+    await pg.batch([Send(np.full(3, rank), right), Recv(got, left)])
+    assert (got == left).all()
+    assert (await pg.broadcast(np.full(5, rank), root=size - 1) == size - 1).all()
+    assert await pg.allgather_object((pg.group_name, pg.global_ranks)) == [(pg.group_name, pg.global_ranks)] * size
+    return pg.global_ranks
 
 
 def run_in_fork(call: Callable[[], object]) -> str:

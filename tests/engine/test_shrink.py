@@ -18,9 +18,9 @@ from aiocoll.engine.consensus.voter import Voter
 from aiocoll.group.parts import parts_of
 from aiocoll.store import HashStore
 from tests.engine.hosts import Hosts
-from tests.ranks import hub_of
 
 from ..internals import comm_of, wrap_methods
+from ..ranks import check_group, hub_of
 
 Body = Callable[[ProcessGroup], Any]
 
@@ -82,15 +82,6 @@ class Job:
             for b in other:
                 network.block(a, b)
                 network.block(b, a)
-
-
-async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check that collectives of a group work; return its ranks."""
-    tensor = np.full(30_000, 2.0 ** pg.rank())
-    await pg.allreduce(tensor)
-    assert (tensor == 2.0 ** pg.size() - 1).all()
-    assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
-    return pg.global_ranks
 
 
 async def wait_for_loss(pg: ProcessGroup) -> PeerLostError:

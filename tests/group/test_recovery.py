@@ -32,16 +32,7 @@ from aiocoll.engine.consensus.completed import Completed, combine
 from aiocoll.transport.frame import HEADER, FrameKind
 
 from ..internals import comm_of, pending_waits, unmade_groups
-from ..ranks import LINKS, options, parametrize_transports, run_ranks, wait_until
-
-
-async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check that all data arrives in a group; return its global ranks."""
-    tensor = np.full(100_000, 2.0 ** pg.rank())
-    await pg.allreduce(tensor)
-    assert (tensor == 2.0 ** pg.size() - 1).all()
-    assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
-    return pg.global_ranks
+from ..ranks import LINKS, check_group, options, parametrize_transports, run_ranks, wait_until
 
 
 async def wait_for_all_ranks(pg: ProcessGroup) -> None:

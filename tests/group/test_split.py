@@ -8,30 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveMismatchError, GroupClosedError, GroupError, PeerLostError, ProcessGroup, Recv, Send
+from aiocoll import CollectiveMismatchError, GroupClosedError, GroupError, PeerLostError, ProcessGroup
 from aiocoll.engine.split_history import Splits
 from aiocoll.group.parts import parts_of
 
 from ..internals import comm_of
-from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
-
-
-async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check that all data arrives at the right ranks of a group; return its global ranks."""
-    rank, size = pg.rank(), pg.size()
-    for count in (1, 50_000):
-        tensor = np.full(count, 2.0**rank)
-        await pg.allreduce(tensor)
-        assert (tensor == 2.0**size - 1).all()
-        parts = await pg.allgather(None, np.full(count, rank))
-        assert [int(part[-1]) for part in parts] == list(range(size))
-    right, left = (rank + 1) % size, (rank - 1) % size
-    got = np.zeros(3)
-    await pg.batch([Send(np.full(3, rank), right), Recv(got.view(int), left)])
-    assert (got.view(int) == left).all()
-    assert (await pg.broadcast(np.full(5, rank), root=size - 1) == size - 1).all()
-    assert await pg.allgather_object((pg.group_name, pg.global_ranks)) == [(pg.group_name, pg.global_ranks)] * size
-    return pg.global_ranks
+from ..ranks import LINKS, check_group, parametrize_transports, run_ranks, wait_until
 
 
 @parametrize_transports(*LINKS)

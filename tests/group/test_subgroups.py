@@ -24,16 +24,7 @@ from aiocoll import (
 )
 
 from ..internals import Limits, channels_of, comm_of, links_of
-from ..ranks import LINKS, options, parametrize_transports, run_ranks, wait_until
-
-
-async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check that all data arrives in a group; return its global ranks."""
-    tensor = np.full(50_000, 2.0 ** pg.rank())
-    await pg.allreduce(tensor)
-    assert (tensor == 2.0 ** pg.size() - 1).all()
-    assert await pg.allgather_object(pg.global_ranks) == [pg.global_ranks] * pg.size()
-    return pg.global_ranks
+from ..ranks import LINKS, check_group, options, parametrize_transports, run_ranks, wait_until
 
 
 async def own_subgroup(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGroup:
