@@ -7,9 +7,9 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -25,11 +25,17 @@ from ..fake_libraries import Torch
 from ..fakes.cuda import FakeCuda, Gate
 from ..fakes.nccl import FakeNccl
 from ..internals import dispatcher_of
-from ..ranks import wait_until
+from ..ranks import run_ranks, wait_until
 from .adapted import select_adapter
 
 #: The ways of CUDA arrays: by NCCL, or staged through the host.
 WAYS = ("nccl", "staged")
+
+
+class SupportsClear(Protocol):
+    """A list, a counter or another record that can be cleared."""
+
+    def clear(self) -> None: ...
 
 
 class Gpus:
@@ -109,6 +115,19 @@ def gpus(devices: int, way: str = "nccl", library: Callable[[FakeCuda], Any] = F
     assert made.nccl.complaints == []
     assert made.nccl.crashes == []
     assert made.cuda.full == made.cuda.held_up == []
+
+
+async def run_with_gpus(world_size: int, body: Callable[..., Awaitable[Any]], *args: Any, **options: Any) -> list[Any]:
+    """Run `body(pg, gpu, *args)` on ranks with a fake device each; return the results in rank order."""
+    with gpus(world_size) as gpu:
+        return await run_ranks(world_size, body, gpu, *args, **options)
+
+
+async def clear_counts(pg: ProcessGroup, counts: SupportsClear) -> None:
+    """Clear counts of all ranks while none of them makes a call."""
+    await pg.barrier()
+    counts.clear()
+    await pg.barrier()
 
 
 def join_threads() -> None:

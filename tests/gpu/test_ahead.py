@@ -27,7 +27,7 @@ from aiocoll.gpu.waiter import AT_MOST
 from ..fakes.streams import ROOM
 from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
 from ..ranks import run_ranks, wait_until
-from .groups import Gpus, gpus, host, repeat_allreduce, wait_for_idle_launcher
+from .groups import Gpus, clear_counts, gpus, host, repeat_allreduce, run_with_gpus, wait_for_idle_launcher
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 LARGE = 40_000
@@ -56,9 +56,7 @@ async def test_repeated_call_is_launched_at_once_and_a_first_call_waits(world_si
         await first
         second = pg.allreduce(tensor)  # the first time that this call follows itself
         await second
-        await pg.barrier()
-        calls.clear()
-        await pg.barrier()
+        await clear_counts(pg, calls)
         await wait_for_idle_launcher(pg, gpu)
         works = [pg.allreduce(tensor) for _ in range(5)]
         # All calls are on the device before any rank has received a message from another one.
@@ -139,8 +137,7 @@ async def test_on_stream_needs_no_other_rank() -> None:
         await work
         assert host(tensor).tolist() == [2.0] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_await_ends_after_the_device_and_the_confirmation_of_all_ranks() -> None:
@@ -182,8 +179,7 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
         await asyncio.gather(*(work.join() for work in works))
         assert [work.is_success() for work in works] == [True] * count
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_staged_and_host_calls_keep_their_order_among_launched_calls() -> None:
@@ -210,8 +206,7 @@ async def test_staged_and_host_calls_keep_their_order_among_launched_calls() -> 
             assert [host(each).tolist() for each in into] == [[peer] * (1 + rank) for peer in range(size)]
             assert (host(other).tolist(), host(root).tolist()) == ([float(size)] * 2, [size - 1] * 2)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_number_of_remembered_call_pairs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +219,7 @@ async def test_number_of_remembered_call_pairs_is_limited(monkeypatch: pytest.Mo
             assert len(program_of(pg)._known) == 1
         assert not dispatcher_of(pg).device_calls.state.communicator._connected  # type: ignore[union-attr]
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_one_rank_with_verify_before_makes_all_compare_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +236,7 @@ async def test_one_rank_with_verify_before_makes_all_compare_first(monkeypatch: 
             assert (host(tensor) == 1).all()
             await repeat_allreduce(pg, gpu)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 # -- mismatches
@@ -269,8 +262,7 @@ async def test_mismatch_names_both_calls_and_ends_the_group(other: int, known: b
                 await work
         return str(cause)
 
-    with gpus(3) as gpu:
-        texts = await run_ranks(3, body, gpu)
+    texts = await run_with_gpus(3, body)
     assert len(set(texts)) == 1
     assert f"rank {other} called BROADCAST(shape=[2]" in texts[0]
     assert "called ALLREDUCE(shape=[3]" in texts[0]
@@ -306,8 +298,7 @@ async def test_different_shapes_are_a_mismatch() -> None:
         assert "differ in the following: shape" in str(await pg.wait_revoked())
         await asyncio.gather(work, return_exceptions=True)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_different_blocks_are_a_mismatch() -> None:
@@ -318,8 +309,7 @@ async def test_different_blocks_are_a_mismatch() -> None:
         with pytest.raises(CollectiveMismatchError, match=r"member 1 is ALLREDUCE.* on rank 0, ALLREDUCE.* on rank 1"):
             await pg.allreduce_coalesced(tensors)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_host_call_in_place_of_a_device_call_is_a_mismatch() -> None:
@@ -338,8 +328,7 @@ async def test_host_call_in_place_of_a_device_call_is_a_mismatch() -> None:
         assert isinstance(cause, CollectiveMismatchError)
         assert "rank 0 called BROADCAST(shape=[3], dtype=float64, device=cpu" in str(cause)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_repeated_or_early_order_message_ends_the_link() -> None:
@@ -373,8 +362,7 @@ async def test_order_message_without_an_order_ends_the_link(monkeypatch: pytest.
             comm.channels[1].send_control({"t": "device", "g": comm.id, "confirmed": 1})
         assert isinstance(await pg.wait_revoked(), GroupError)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 # -- keyed calls and messages
@@ -404,8 +392,7 @@ async def test_keyed_calls_and_messages_get_a_place_among_ordered_calls(monkeypa
             await pg.allreduce(tensor)
         await wait_until(lambda: program_of(pg).through is None)
 
-    with gpus(4) as gpu:
-        await run_ranks(4, body, gpu)
+    await run_with_gpus(4, body)
 
 
 @pytest.mark.parametrize("what", ["key", "message"])
@@ -438,8 +425,7 @@ async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: 
         await pg.allreduce(tensor, key="again")
         assert host(tensor).tolist() == [8.0] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,8 +449,7 @@ async def test_group_that_must_not_stage_waits_for_its_place(monkeypatch: pytest
         await asyncio.gather(work.join(), other.join())
         assert gpu.cuda.calls["copy_to_host"] == copies
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_numbered_operation_waits_for_earlier_calls() -> None:
@@ -479,8 +464,7 @@ async def test_numbered_operation_waits_for_earlier_calls() -> None:
         await pg.allreduce(tensor)
         assert begun
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 # -- failures
@@ -497,8 +481,7 @@ async def test_rank_that_leaves_before_its_call_is_named(leaver: int) -> None:
         with pytest.raises(PeerLostError, match=f"needs rank {leaver}, which has left"):
             await pg.allreduce(tensor)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_rank_that_leaves_after_its_call_is_not_needed() -> None:
@@ -523,8 +506,7 @@ async def test_rank_that_never_calls_is_named() -> None:
         assert isinstance(cause, CollectiveTimeoutError)
         assert list(cause.ranks) == [2]
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 # -- the comparison and pacing on rank 0

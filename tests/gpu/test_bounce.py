@@ -18,7 +18,7 @@ from ..fakes.arrays import FakeArray
 from ..internals import Limits, dispatcher_of, nccl_end
 from ..ranks import run_ranks, wait_until
 from .devices import GatedCall, fake_cuda, launch_call
-from .groups import Gpus, gpus, host
+from .groups import Gpus, gpus, host, run_with_gpus
 
 COUNTS = (1, 1000, 300_000)
 
@@ -80,8 +80,7 @@ async def test_copying_threads_disturb_no_capture() -> None:
         await release_device(pg, gpu, work)
         assert gpu.cuda.disturbed == []
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_missing_memory_is_locked_when_the_device_is_idle(limits: Limits) -> None:
@@ -114,8 +113,7 @@ async def test_missing_memory_is_locked_when_the_device_is_idle(limits: Limits) 
         await release_device(pg, gpu, work)
         await wait_until(lambda: gpu.cuda.live()["pinned"] == 2 * bounce.NBYTES)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "stream_create"])
@@ -132,8 +130,7 @@ async def test_failed_copy_ends_the_group(call: str) -> None:
         assert call in str(await pg.wait_revoked())
         await asyncio.gather(*filter(None, calls), return_exceptions=True)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("failing", ["stream_wait", "event_record"])
@@ -158,8 +155,7 @@ async def test_failed_call_before_the_copy_ends_the_group(failing: str) -> None:
         assert failing in str(await pg.wait_revoked())
         await asyncio.gather(*filter(None, [earlier, work]), return_exceptions=True)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_calls_on_an_abandoned_stream_still_occupy_the_device() -> None:

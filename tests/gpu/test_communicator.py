@@ -18,7 +18,7 @@ from aiocoll.runtime import Runtime
 
 from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, observe_calls, observe_methods, wrap_parts
 from ..ranks import run_ranks, wait_until
-from .groups import Gpus, check_allreduce, check_failure, gpus, host, ones, start_unless_revoked
+from .groups import Gpus, check_allreduce, check_failure, gpus, host, ones, run_with_gpus, start_unless_revoked
 
 
 def communicator_of(pg: ProcessGroup) -> DeviceCommunicator:
@@ -63,8 +63,7 @@ async def test_async_error_is_queried_once_at_a_time_and_a_late_result_is_ignore
         await check_failure(pg, work, "enough")
         gate.open()
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +110,7 @@ async def test_loop_yields_the_gil_until_the_launcher_has_enqueued_a_call(monkey
 
     observe_calls(monkeypatch, yield_to_launcher=record_check)
     observe_methods(monkeypatch, Runtime, yield_gil=lambda _: yields.append(1))
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_async_error_is_not_queried_before_the_communicator_exists(
@@ -155,8 +153,7 @@ async def test_failed_communicator_ends_a_group_without_waiting_calls() -> None:
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
         await check_failure(pg, None, "group .* failed on rank 0, device 0: init: unhandled cuda error")
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_communicator_is_destroyed_although_a_closing_rank_has_left(limits: Limits) -> None:
@@ -179,8 +176,7 @@ async def test_communicator_is_destroyed_although_a_closing_rank_has_left(limits
             await pg.recv_object(1)
         await pg.shutdown()
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
     assert [(ends[rank].destroyed, ends[rank].aborted) for rank in range(3)] == [
         (False, True),
         (True, False),
@@ -195,8 +191,7 @@ async def test_error_in_the_first_of_several_decided_calls_fails_the_others() ->
         for work in works:
             await check_failure(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_cancelled_on_stream_does_not_affect_another_one() -> None:
@@ -213,8 +208,7 @@ async def test_cancelled_on_stream_does_not_affect_another_one() -> None:
             await pg.recv_object(0)
             await pg.allreduce(ones(pg, gpu))
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
@@ -234,8 +228,7 @@ async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
             assert each is not None
             await check_allreduce(each, gpu)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
     assert "has not ended" not in caplog.text
 
 
@@ -284,8 +277,7 @@ async def test_group_is_closed_only_after_its_communicator_is_aborted(monkeypatc
         await shut
         assert end.aborted
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
@@ -321,8 +313,7 @@ async def test_error_query_ends_before_its_communicator(end: str, limits: Limits
         await shut
         await wait_until(lambda: made.aborted or made.destroyed)
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 @pytest.mark.parametrize("connect", [None, "1"])

@@ -30,7 +30,7 @@ from ..fakes.arrays import FakeArray
 from ..internals import comm_of, dispatcher_of, plans_of, set_nccl_only
 from ..ranks import run_ranks, wait_until
 from ..reductions import numpy_dtype
-from .groups import WAYS, Gpus, check_allreduce, gpus, host
+from .groups import WAYS, Gpus, check_allreduce, gpus, host, run_with_gpus
 from .stub_cupy import unload_cupy_api
 
 both = pytest.mark.parametrize("way", WAYS)
@@ -289,8 +289,7 @@ async def test_on_stream_by_nccl_does_not_wait_for_the_data() -> None:
         gpu.cuda.stream_synchronize(stream, rank)
         assert seen[0].tolist() == [2] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.ranks(2)
@@ -527,8 +526,7 @@ async def test_estimate_refuses_device_arrays() -> None:
             pg.allreduce(1)
         assert len(estimate.calls) == 1
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_factor_is_applied_on_the_device() -> None:
@@ -585,8 +583,7 @@ async def test_empty_arrays_launch_no_call() -> None:
         await pg.barrier()
         assert gpu.cuda.calls["event_synchronize"] == before
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @both
@@ -622,8 +619,7 @@ async def test_allgather_accepts_an_input_across_adjacent_outputs() -> None:
         await pg.barrier()
         await wait_until(lambda: not gpu.cuda._scratch)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 @both
@@ -685,8 +681,7 @@ async def test_hook_shows_nccl_or_the_host_transport() -> None:
         await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
         assert carried == [("ALLREDUCE", "nccl"), ("SCAN", "memory")]
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_scan_is_refused_by_the_nccl_path() -> None:
@@ -696,8 +691,7 @@ async def test_scan_is_refused_by_the_nccl_path() -> None:
         with pytest.raises(ValueError, match="NCCL cannot carry out scan: stage it"):
             native.make_enqueue(plan, native.PACKED)
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_wrong_device_messages_are_refused() -> None:
@@ -712,8 +706,7 @@ async def test_wrong_device_messages_are_refused() -> None:
         with pytest.raises(TypeError, match="'2' is not of type int"):
             cards.read_card({"library": "2"})
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_failed_part_of_a_staged_call_fails_it() -> None:
@@ -729,8 +722,7 @@ async def test_failed_part_of_a_staged_call_fails_it() -> None:
         gate.open()
         await check_allreduce(pg, gpu)
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_group_works_with_more_shapes_than_kept_plans() -> None:
@@ -740,8 +732,7 @@ async def test_group_works_with_more_shapes_than_kept_plans() -> None:
             await pg.allreduce(gpu.tensor(np.ones(shape), 0))
         assert len(plans_of(pg)) <= PLANS
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_on_stream_accepts_the_cuda_stream_protocol() -> None:
@@ -758,8 +749,7 @@ async def test_on_stream_accepts_the_cuda_stream_protocol() -> None:
         await work.on_stream(stream)
         await work
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_device_of_an_array_is_found_by_its_address() -> None:

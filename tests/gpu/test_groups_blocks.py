@@ -24,7 +24,18 @@ from aiocoll.gpu.device import Device
 
 from ..internals import nccl_end, observe_methods, set_nccl_only
 from ..ranks import run_ranks, wait_until
-from .groups import WAYS, Gpus, check_allreduce, check_block_of_every_kind, check_failure, gpus, host, start_list
+from .groups import (
+    WAYS,
+    Gpus,
+    check_allreduce,
+    check_block_of_every_kind,
+    check_failure,
+    clear_counts,
+    gpus,
+    host,
+    run_with_gpus,
+    start_list,
+)
 
 both = pytest.mark.parametrize("way", WAYS)
 sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -33,7 +44,7 @@ SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
 class Counts:
-    """The numbers of NCCL calls, launches and agreements since `reset`, over all ranks."""
+    """The numbers of NCCL calls, launches and agreements since `clear`, over all ranks."""
 
     def __init__(self, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nccl: Counter[str] = Counter()
@@ -49,7 +60,7 @@ class Counts:
     def _count_agreement(self, *_: Any) -> None:
         self.agreements += 1
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         self.nccl.clear()
         self.launches = self.agreements = 0
 
@@ -65,9 +76,7 @@ async def test_block_of_every_kind_gives_right_results(way: str, world_size: int
 async def test_block_is_one_nccl_group_and_one_launch(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         await check_allreduce(pg, gpu)
-        await pg.barrier()
-        counts.reset()
-        await pg.barrier()
+        await clear_counts(pg, counts)
         await check_block_of_every_kind(pg, gpu)
         await pg.barrier()
         assert counts.nccl["group_start"] == counts.nccl["group_end"] == pg.size()
@@ -82,9 +91,7 @@ async def test_each_list_is_one_nccl_group(monkeypatch: pytest.MonkeyPatch) -> N
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
-        await pg.barrier()
-        counts.reset()
-        await pg.barrier()
+        await clear_counts(pg, counts)
         ones = [gpu.tensor(np.full(each, each + 1.0), rank) for each in range(5)]
         assert await pg.allreduce_coalesced(ones) == ones
         assert [host(each).tolist() for each in ones] == [[size * (each + 1)] * each for each in range(5)]
@@ -108,9 +115,7 @@ async def test_unsupported_calls_of_a_block_are_staged(world_size: int, monkeypa
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
-        await pg.barrier()
-        counts.reset()
-        await pg.barrier()
+        await clear_counts(pg, counts)
         stream = gpu.stream(rank)
         gate = gpu.cuda.gate(stream, rank)
         first, last = (gpu.tensor(np.full(3, rank + 1.0), rank) for _ in range(2))
@@ -168,8 +173,7 @@ async def test_keyed_lists_and_calls_of_several_tasks_complete() -> None:
         names = range(3) if pg.rank() != 1 else reversed(range(3))
         await asyncio.gather(*(one(name) for name in names))
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 # -- refused blocks
@@ -287,8 +291,7 @@ async def test_cancelled_await_leaves_the_block_in_flight() -> None:
         assert await work == tensors
         assert host(tensors[1]).tolist() == [2] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @both
@@ -347,17 +350,14 @@ async def test_abort_waits_for_the_launcher() -> None:
         go_on.set()
         await wait_until(lambda: end.aborted)
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_scattered_outputs_on_one_rank_use_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
-        await pg.barrier()
-        counts.reset()
-        await pg.barrier()
+        await clear_counts(pg, counts)
         whole, one = gpu.tensor(np.zeros((size, 2)), rank), gpu.tensor(np.ones(2), rank)
         # Only on rank 0 are the outputs separate arrays.
         parts = [gpu.torch.Tensor(row, "float64", rank) for row in whole.values]
@@ -402,9 +402,7 @@ async def test_list_of_many_members_is_one_nccl_group(monkeypatch: pytest.Monkey
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
-        await pg.barrier()
-        counts.reset()
-        await pg.barrier()
+        await clear_counts(pg, counts)
         whole = gpu.tensor(np.full((500, 3), rank + 1), rank)
         rows = [gpu.torch.Tensor(row, "int64", rank) for row in whole.values]
         assert await pg.allreduce_coalesced(rows) == rows

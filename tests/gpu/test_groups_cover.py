@@ -16,7 +16,7 @@ from ..internals import observe_calls
 from ..pairwise import Case, cover
 from ..ranks import run_ranks
 from ..reductions import OPS, WIDE, equal, numpy_dtype
-from .groups import WAYS, Gpus, gpus
+from .groups import WAYS, Gpus, gpus, run_with_gpus
 
 SIZES = (1, 2, 3, 4, 7)
 COUNTS = ("0", "1", "p-1", "p+1", "1000")
@@ -107,8 +107,7 @@ async def test_only_reductions_that_nccl_lacks_are_staged(world_size: int, monke
                 assert staged[pg.rank()] - before == (not is_native(kind, op, dtype)), label(case)
 
     observe_calls(monkeypatch, stage_inputs=count_staged)
-    with gpus(world_size) as gpu:
-        await run_ranks(world_size, body, gpu)
+    await run_with_gpus(world_size, body)
 
 
 @pytest.mark.matrix

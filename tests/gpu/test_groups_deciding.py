@@ -19,7 +19,7 @@ from aiocoll.gpu.turns import Turn, Turns
 
 from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrap_methods, wrap_parts
 from ..ranks import run_ranks, wait_until
-from .groups import Gpus, gpus, host, uses_nccl
+from .groups import Gpus, gpus, host, run_with_gpus, uses_nccl
 
 LARGE = EAGER_WINDOW + 1
 
@@ -79,8 +79,7 @@ async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest
         assert host(two).tolist() == [rank + (rank - 1) % 3] * 3
 
     wrap_parts(monkeypatch, on_backend_decision=decide_late)
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_jobs_with_devices_in_opposite_orders_do_not_wait_for_each_other(
@@ -132,8 +131,7 @@ async def test_failed_group_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) 
         assert host(tensor).tolist() == [2]
 
     wrap_methods(monkeypatch, Turns, take=take_and_suppress)
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -152,8 +150,7 @@ async def test_rank_may_create_its_group_after_calls_of_others(late: int) -> Non
         assert uses_nccl(part)
         assert not any(group.messages for group in unmade_groups(pg).values())
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_messages_for_closed_or_foreign_groups_are_not_kept() -> None:
@@ -169,8 +166,7 @@ async def test_messages_for_closed_or_foreign_groups_are_not_kept() -> None:
         endpoint.registry.early.refuse_group(7, 1 - pg.rank(), None, (1 - pg.rank(),), pg.rank())
         assert not unmade_groups(pg)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 class SuppressedTurn:
@@ -297,8 +293,7 @@ async def test_rank_that_left_before_the_agreement_makes_the_group_stage() -> No
             assert dispatcher_of(part).device_calls is not None
             assert dispatcher_of(part).device_calls.state.decision == Decision(False, "rank 1 has left")
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_late_turn_messages_are_ignored() -> None:
@@ -316,8 +311,7 @@ async def test_late_turn_messages_are_ignored() -> None:
         await pg.barrier()
         assert not gpu.shared_device(rank).turns._row
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 CARD = {"library": 22809, "why": "", "bus": "", "unfinished": False, "float8": False, "ahead": True}
@@ -378,8 +372,7 @@ async def test_invalid_device_message_ends_the_link(sender: int, note: dict[str,
         assert isinstance(error, PeerProtocolError)
         assert f"rank {sender}" in str(error)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_rank_that_fails_during_the_agreement_blocks_no_other_rank() -> None:
@@ -432,5 +425,4 @@ async def test_message_of_a_nonmember_is_kept_for_another_group_with_the_id() ->
         if rank == 0:
             assert unmade_groups(pg)[identity].messages == [(2, note)]
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)

@@ -30,6 +30,7 @@ from .groups import (
     end_group,
     gpus,
     ones,
+    run_with_gpus,
     start_allreduce,
     start_list,
     start_unless_revoked,
@@ -210,8 +211,7 @@ async def test_message_on_a_stream_captured_within_its_block_is_refused() -> Non
         await works[2]
         assert into.values.tolist() == [1] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @both
@@ -274,8 +274,7 @@ async def test_refused_nccl_call_fails_the_group(failing: str, call: Any, limits
             pg, start_unless_revoked(pg, gpu, call), f"failed on rank ., device .: {failing}: unhandled cuda error"
         )
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_failed_call_in_an_nccl_group_fails_the_group() -> None:
@@ -287,8 +286,7 @@ async def test_failed_call_in_an_nccl_group_fails_the_group() -> None:
             pg, pg.alltoall(outputs, inputs), "ALLTOALL .* failed on rank ., device .: send: invalid usage"
         )
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_asynchronous_nccl_error_is_found() -> None:
@@ -303,8 +301,7 @@ async def test_asynchronous_nccl_error_is_found() -> None:
             pg, start_unless_revoked(pg, gpu), "failed on rank 0, device 0: NCCL: remote process exited"
         )
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +336,7 @@ async def test_communicator_that_is_never_created_is_reported(
             pg, work, f"NCCL has not created the communicator on device .: .*{match}", CollectiveTimeoutError
         )
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_hanging_abort_is_logged(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,8 +355,7 @@ async def test_hanging_abort_is_logged(limits: Limits, caplog: pytest.LogCapture
         await pg.shutdown()
         gate.open()
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
     assert "NCCL did not abort the communicator within 0.05 s" in caplog.text
 
 
@@ -387,8 +382,7 @@ async def test_shutdown_destroys_the_communicator() -> None:
         ends.append(nccl_end(pg))
         await pg.shutdown()
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
     assert [(end.destroyed, end.aborted) for end in ends] == [(True, False)] * 3
 
 
@@ -406,8 +400,7 @@ async def test_rank_that_closes_alone_aborts_the_communicator(limits: Limits) ->
         await pg.barrier()
         await other.shutdown()
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
     assert [end.destroyed or end.aborted for end in ends] == [True] * 2
 
 
@@ -441,8 +434,7 @@ async def test_late_rank_finds_that_the_others_have_left(limits: Limits) -> None
         await pg.shutdown()
         assert comm_of(pg).cause is None
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
     assert [end.aborted for end in ends] == [True] * 2
 
 
@@ -468,8 +460,7 @@ async def test_on_stream_raises_the_failure() -> None:
         with pytest.raises(GroupError, match=r"ALLREDUCE .* failed on rank 0, device 0: all_reduce: no memory"):
             await pg.allreduce(ones(pg, gpu)).on_stream()
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_failed_error_query_fails_the_group() -> None:
@@ -485,8 +476,7 @@ async def test_failed_error_query_fails_the_group() -> None:
         await check_failure(pg, start_unless_revoked(pg, gpu), "failed on rank 0, device 0: async_error: no answer")
         gate.open()
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_failed_stream_creation_fails_the_group() -> None:
@@ -495,8 +485,7 @@ async def test_failed_stream_creation_fails_the_group() -> None:
         gpu.cuda.fail_next("stream_create", "out of memory")
         await check_failure(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_too_long_call_description_fails_the_group(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,8 +497,7 @@ async def test_too_long_call_description_fails_the_group(limits: Limits, monkeyp
             pg, start_unless_revoked(pg, gpu), "ALLREDUCE was not compared: rank 1 sent an object of .* bytes"
         )
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("call", ["bus_id", "capability", "stream_create"])
@@ -522,5 +510,4 @@ async def test_refused_first_call_leaves_no_objects(call: str) -> None:
         assert not comm_of(pg).on_revoked + comm_of(pg).on_departed
         await check_allreduce(pg, gpu)
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)

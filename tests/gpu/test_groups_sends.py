@@ -28,7 +28,7 @@ from aiocoll.gpu.calls.matching import BatchMatching
 from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of
 from ..ranks import LINKS, run_ranks, wait_until
 from ..reductions import WIDE
-from .groups import Gpus, check_allreduce, gpus, host, uses_nccl
+from .groups import Gpus, check_allreduce, clear_counts, gpus, host, run_with_gpus, uses_nccl
 
 #: The smallest count of 8-byte elements that NCCL carries, and the largest that it does not carry.
 LARGE, SMALL = EAGER_WINDOW // 8 + 1, EAGER_WINDOW // 8
@@ -60,10 +60,7 @@ async def test_long_messages_use_nccl_and_short_ones_do_not_wait(transport: str)
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
-        await pg.barrier()
-        if rank == 0:
-            counted.clear()
-        await pg.barrier()
+        await clear_counts(pg, counted)
         if rank == 0:
             assert await pg.send(short := filled(gpu, 0, 1, SMALL), 1) is short
             await pg.barrier()
@@ -110,10 +107,7 @@ async def test_ring_in_a_batch_is_one_nccl_group(world_size: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await create_communicator(pg, gpu)
-        await pg.barrier()
-        if rank == 0:
-            counted.clear()
-        await pg.barrier()
+        await clear_counts(pg, counted)
         for turn in range(3):
             sent, received = filled(gpu, rank, rank + turn), filled(gpu, rank, -1)
             result = await pg.batch([Recv(received, (rank - 1) % size), Send(sent, (rank + 1) % size)])
@@ -131,10 +125,7 @@ async def test_messages_of_a_block_are_one_nccl_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await create_communicator(pg, gpu)
-        await pg.barrier()
-        if rank == 0:
-            counted.clear()
-        await pg.barrier()
+        await clear_counts(pg, counted)
         into = {peer: filled(gpu, rank, -1) for peer in range(size) if peer != rank}
         short = filled(gpu, rank, -1, 3)
         async with pg.coalescing():
@@ -167,8 +158,7 @@ async def test_ranks_may_send_before_they_receive() -> None:
             await asyncio.gather(*(work.join() for work in [*received, *sent]))
             assert all(has_value(tensor, peer) for peer, tensor in into.items())
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_messages_and_collectives_may_have_different_orders_on_ranks() -> None:
@@ -184,8 +174,7 @@ async def test_messages_and_collectives_may_have_different_orders_on_ranks() -> 
             assert has_value(summed, 3)
             assert rank == 2 or has_value(tensor, turn)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_batch_that_other_ranks_wait_for_starts_in_parts() -> None:
@@ -204,8 +193,7 @@ async def test_batch_that_other_ranks_wait_for_starts_in_parts() -> None:
             assert has_value(await pg.recv(filled(gpu, 2, -1), 1), 1)
             assert has_value(await pg.recv(filled(gpu, 2, -1), 0), 2)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 @pytest.mark.parametrize("sender", ["device", "host"])
@@ -213,10 +201,7 @@ async def test_peer_array_may_be_on_the_host(sender: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
-        await pg.barrier()
-        if rank == 0:
-            counted.clear()
-        await pg.barrier()
+        await clear_counts(pg, counted)
         for _ in range(2):
             on_device = (rank == 0) == (sender == "device")
             array = np.full(LARGE, 3.0 if rank == 0 else 0.0)
@@ -246,8 +231,7 @@ async def test_incoming_takes_an_unexpected_device_message() -> None:
             source, array = await anext(pg.incoming(3))
             assert (source, array.tolist()) == (0, [5.0] * LARGE)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_message_requested_by_incoming_is_staged() -> None:
@@ -298,8 +282,7 @@ async def test_messages_of_any_rank_arrive_in_send_order() -> None:
             for index in range(2):
                 await pg.send(filled(gpu, rank, 100 * rank + index), 0)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_noncontiguous_array_receives_in_place() -> None:
@@ -315,8 +298,7 @@ async def test_noncontiguous_array_receives_in_place() -> None:
             assert await pg.recv(turned, 0) is turned
             assert host(tensor).ravel().tolist() == list(range(2 * LARGE))
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_withdrawn_receive_does_not_delay_its_batch() -> None:
@@ -334,8 +316,7 @@ async def test_withdrawn_receive_does_not_delay_its_batch() -> None:
             await pg.send(filled(gpu, 1, 7), 0)
             assert has_value(await pg.recv(filled(gpu, 1, -1), 0), 8)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_message_of_another_length_is_a_mismatch() -> None:
@@ -349,8 +330,7 @@ async def test_message_of_another_length_is_a_mismatch() -> None:
         assert re.search(rf"shape=\[{LARGE}\].*shape=\[{LARGE + 1}\]", str(error))
         await asyncio.wait([work.get_future()])
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_unreceived_send_names_the_receiver() -> None:
@@ -362,8 +342,7 @@ async def test_unreceived_send_names_the_receiver() -> None:
                 await work
         await pg.wait_revoked()
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_short_message_names_its_busy_device() -> None:
@@ -376,8 +355,7 @@ async def test_short_message_names_its_busy_device() -> None:
             gate.open()
         await pg.wait_revoked()
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_rank_0_is_named_if_it_does_not_start_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,8 +378,7 @@ async def test_rank_0_is_named_if_it_does_not_start_a_message(monkeypatch: pytes
         with pytest.raises(CollectiveTimeoutError):
             await work
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
@@ -423,8 +400,7 @@ async def test_slow_device_is_named(stuck: int) -> None:
         with pytest.raises(GroupError):
             await work
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("call", ["send", "recv", "group_end"])
@@ -445,8 +421,7 @@ async def test_failed_nccl_message_ends_the_group(call: str) -> None:
         with pytest.raises(GroupError):
             await work
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("count", [LARGE, SMALL, 0])
@@ -470,8 +445,7 @@ async def test_on_stream_orders_later_work(count: int) -> None:
         assert has_value(copy, 1)
         assert stream != other
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("when", ["before", "matched"])
@@ -505,8 +479,7 @@ async def test_messages_continue_without_rank_0(when: str, limits: Limits) -> No
             assert has_value(into[0], 2)
             assert has_value(into[1], 3)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_rank_that_leaves_during_a_message_ends_the_group() -> None:
@@ -528,8 +501,7 @@ async def test_rank_that_leaves_during_a_message_ends_the_group() -> None:
             await work
         assert await pg.wait_revoked() is not None
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_messages_are_staged_after_a_rank_has_left(limits: Limits) -> None:
@@ -579,10 +551,7 @@ async def test_message_of_a_failed_batch_does_not_start(end: str, limits: Limits
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
-        await pg.barrier()
-        if rank == 0:
-            counted.clear()
-        await pg.barrier()
+        await clear_counts(pg, counted)
         tensors = [filled(gpu, rank, 0) for _ in range(2)]
         if rank == 1:
             batch = pg.batch([Send(tensors[0], 0), Recv(tensors[1], 0, tag=1)])
@@ -635,8 +604,7 @@ async def test_block_does_not_wait_for_a_refused_message(captured: str, limits: 
             gpu.cuda.capture(stream, False, rank)
             assert isinstance(work.exception(), RuntimeError)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_match_of_unknown_messages_is_ignored() -> None:
@@ -654,8 +622,7 @@ async def test_match_of_unknown_messages_is_ignored() -> None:
         await pg.allreduce(tensor)
         assert has_value(tensor, 2)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_subgroup_in_another_order_exchanges_messages() -> None:
@@ -670,8 +637,7 @@ async def test_subgroup_in_another_order_exchanges_messages() -> None:
         await part.batch([Send(sent, 1 - rank), Recv(into, 1 - rank)])
         assert has_value(into, 1 - rank)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -710,8 +676,7 @@ async def test_random_programs_end_with_right_results(seed: int) -> None:
             assert all(has_value(tensor, value) for tensor, value in expected)
             assert not sums or has_value(summed, 6)
 
-    with gpus(world_size) as gpu:
-        await run_ranks(world_size, body, gpu)
+    await run_with_gpus(world_size, body)
 
 
 @pytest.mark.parametrize("transport", LINKS)
@@ -730,5 +695,4 @@ async def test_ranks_without_a_link_to_rank_0_exchange_messages(transport: str) 
             await (pg.send(long, 2) if rank == 1 else pg.recv(long, 1))
             assert has_value(long, 1)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu, transport=transport)
+    await run_with_gpus(3, body, transport=transport)

@@ -21,7 +21,7 @@ from ..fakes.cuda import FakeCuda
 from ..internals import Limits, comm_of, dispatcher_of, waiter_of
 from ..ranks import run_ranks, wait_until
 from .devices import GatedCall, block_until_launched, do_nothing
-from .groups import Gpus, gpus, host, repeat_allreduce, wait_for_idle_launcher
+from .groups import Gpus, gpus, host, repeat_allreduce, run_with_gpus, wait_for_idle_launcher
 
 
 @pytest.fixture
@@ -288,8 +288,7 @@ async def test_loop_does_not_poll_while_a_thread_waits() -> None:
         gate.open()
         await work
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 @pytest.mark.usefixtures("no_error_queries")
@@ -306,5 +305,4 @@ async def test_closed_group_does_not_poll() -> None:
         await sub.shutdown()
         assert not lookers
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)

@@ -17,7 +17,7 @@ from aiocoll.gpu.calls import slots as slots_module
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end, set_nccl_only
 from ..ranks import run_ranks, wait_until
-from .groups import Gpus, gpus, host, uses_nccl, wait_for_idle_launcher
+from .groups import Gpus, gpus, host, run_with_gpus, uses_nccl, wait_for_idle_launcher
 
 LARGE = EAGER_WINDOW // 8 + 1
 ROUNDS = 5
@@ -126,8 +126,7 @@ async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> No
         first = rank % 3
         await asyncio.gather(*(calls(group) for group in groups[first:] + groups[:first]))
 
-    with gpus(4) as gpu:
-        await run_ranks(4, body, gpu)
+    await run_with_gpus(4, body)
 
 
 async def test_first_group_on_a_device_launches_ahead_until_a_second_exists(limits: Limits) -> None:
@@ -199,8 +198,7 @@ async def test_call_launched_ahead_delays_no_group_for_long(forced: bool) -> Non
             await other.allreduce(another)
         assert host(another).tolist() == [4.0] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_calls_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
@@ -226,8 +224,7 @@ async def test_calls_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
                 assert set(host(large)) == {0}
                 assert [host(each).tolist() for each in tensors] == [[2.0] * 2] * 2
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("failing", ["row", "column"])
@@ -254,8 +251,7 @@ async def test_group_that_fails_blocks_no_other(failing: str, limits: Limits) ->
         await goes_on.allreduce(tensor := gpu.tensor(np.ones(3), rank))
         assert host(tensor).tolist() == [2.0] * 3
 
-    with gpus(4) as gpu:
-        await run_ranks(4, body, gpu)
+    await run_with_gpus(4, body)
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
@@ -287,8 +283,7 @@ async def test_group_that_a_rank_has_left_blocks_no_other(leaver: int, limits: L
             await (first.send(large, ends[1]) if rank == ends[0] else first.recv(large, ends[0]))
             assert set(host(large)) == {ends[0]}
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Limits) -> None:
@@ -319,8 +314,7 @@ async def test_messages_without_a_time_are_staged_when_rank_0_leaves(limits: Lim
             assert set(host(large)) == {1}
             state_of(first).slots._lane.share()
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 @pytest.mark.parametrize("way", ["nccl", "staged"])
@@ -373,5 +367,4 @@ async def test_late_proposals_are_ignored(limits: Limits) -> None:
             slots._answer(99, 7)
         await pg.allreduce(gpu.tensor(np.ones(3), rank))
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
