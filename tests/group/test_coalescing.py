@@ -34,6 +34,7 @@ from ..internals import comm_of, dispatcher_of, observe_methods
 from ..pairwise import Case
 from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
 from ..reductions import DTYPES, OPS, equal
+from ..waits import WAITS
 from .test_collectives import COUNTS, MOVING, REDUCING, ROOTED, SIZES, Call, label, valid
 
 SUM = ReduceOp.SUM
@@ -249,26 +250,12 @@ async def test_custom_ops_of_one_name_are_not_confused(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task"])
+@pytest.mark.parametrize("how", WAITS)
 async def test_await_inside_a_block_sends_the_recorded_calls(pg: ProcessGroup, how: str) -> None:
-    async def await_work(work: Work[Any]) -> None:
-        await work
-
     async with pg.coalescing() as batch:
         first, second = pg.allreduce(ones()), pg.allreduce(ones())
         assert not first.done()
-        if how == "await":
-            await first
-        elif how == "future":
-            await asyncio.wait([first.get_future()])
-        elif how == "join":
-            await asyncio.create_task(first.join())
-        elif how == "thread":
-            await asyncio.to_thread(first.wait, 20)
-        elif how == "drain":
-            await pg.drain()
-        else:
-            await asyncio.create_task(await_work(first))
+        await WAITS[how](pg, first)
         assert first.result().tolist() == second.result().tolist() == [2.0] * 4
         assert batch.seq == comm_of(pg).entered == 1
         third = pg.allreduce(ones())

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, GroupClosedError, GroupError, PeerLostError, ProcessGroup
-from aiocoll.engine.split_history import Splits
 from aiocoll.group.parts import parts_of
 
-from ..internals import comm_of
-from ..ranks import LINKS, check_group, parametrize_transports, run_ranks, wait_until
+from ..ranks import LINKS, check_group, parametrize_transports, wait_until
 
 
 @parametrize_transports(*LINKS)
@@ -124,30 +122,6 @@ async def test_cancelled_split_leaves_the_group_to_the_others(pg: ProcessGroup) 
         await asyncio.sleep(0)
         group = await pg.split(0)
     assert await check_group(group) == (0, 1)
-
-
-async def test_rank_without_the_colours_is_waited_for() -> None:
-    """Check the report on a rank that has not split yet, because it still lacks the colours."""
-    called = asyncio.Event()
-
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            group = await pg.split_group([0, 1])
-            assert group is not None
-            work = group.barrier()
-            operation, missing = comm_of(group).in_flight._operations[1], comm_of(group).stalls.missing
-            await wait_until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
-            called.set()
-            await work
-        else:
-            comm_of(pg).splits.append(None)  # as if the colours had not arrived
-            await called.wait()
-            comm_of(pg).splits = Splits()
-            group = await pg.split_group([0, 1])
-            assert group is not None
-            await group.barrier()
-
-    await run_ranks(2, rank)
 
 
 @pytest.mark.ranks(2)

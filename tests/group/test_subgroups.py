@@ -22,6 +22,7 @@ from aiocoll import (
     ProcessGroup,
     new_group,
 )
+from aiocoll.engine.split_history import Splits
 
 from ..internals import Limits, channels_of, comm_of, links_of
 from ..ranks import LINKS, check_group, options, parametrize_transports, run_ranks, wait_until
@@ -203,7 +204,9 @@ async def test_subgroups_of_different_parents_are_a_mismatch(pg: ProcessGroup) -
         await check_split_mismatch(pg, inner, words)
 
 
-async def test_rank_that_has_not_split_yet_is_waited_for() -> None:
+@pytest.mark.parametrize("lacks_colours", [False, True])
+async def test_rank_that_has_not_split_yet_is_waited_for(lacks_colours: bool) -> None:
+    """The rank has not called yet, or it still lacks the colours of a `split`."""
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -215,7 +218,11 @@ async def test_rank_that_has_not_split_yet_is_waited_for() -> None:
             called.set()
             await work
         else:
+            if lacks_colours:
+                comm_of(pg).splits.append(None)
             await called.wait()
+            if lacks_colours:
+                comm_of(pg).splits = Splits()
             await (await own_subgroup(pg, [0, 1])).barrier()
 
     await run_ranks(2, rank)

@@ -20,6 +20,7 @@ from aiocoll.transport.shared_memory import SMALL_SLOTS
 from ..engine.test_flush_mismatch import CASES
 from ..internals import comm_of, is_native, native_calls_of
 from ..ranks import wait_until
+from ..waits import WAITS
 from .cases import DTYPES, Case, cases, counts
 from .groups import await_work, group_of_ranks, pending_in_python
 
@@ -213,7 +214,7 @@ async def test_block_is_one_operation_in_records_and_counters() -> None:
 # -- works of a block
 
 
-@pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task", "wait"])
+@pytest.mark.parametrize("how", WAITS)
 @pytest.mark.parametrize("job", ["NN", "NP"])
 async def test_await_inside_a_block_sends_the_recorded_calls(job: str, how: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
@@ -222,20 +223,7 @@ async def test_await_inside_a_block_sends_the_recorded_calls(job: str, how: str)
             async with pg.coalescing() as block:
                 first, second = pg.allreduce(ones()), pg.allreduce(ones())
                 assert not first.done()
-                if how == "await":
-                    await first
-                elif how == "future":
-                    await first.get_future()
-                elif how == "join":
-                    await asyncio.create_task(first.join())
-                elif how == "thread":
-                    await asyncio.to_thread(first.wait, 20)
-                elif how == "drain":
-                    await pg.drain()
-                elif how == "wait":
-                    await asyncio.wait([asyncio.ensure_future(first.join())])
-                else:
-                    await asyncio.create_task(await_work(first))
+                await WAITS[how](pg, first)
                 assert first.result().tolist() == (await second).tolist() == [2.0] * 4
                 sent = block.seq
                 assert sent == comm_of(pg).entered
