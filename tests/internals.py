@@ -84,7 +84,7 @@ LIMITS = {
     "report_strays_after": ("aiocoll.engine.stray_posts.AFTER",),
     "unreachable_after": ("aiocoll.engine.failure.watchdog.UNREACHABLE_AFTER",),
     "watchdog_interval": ("aiocoll.engine.failure.watchdog.ROUND", "aiocoll.engine.failure.failure_detector.ROUND"),
-    # the time that work may hold the event loop
+    # seconds for which packing, decoding and chunk queues may hold the event loop
     "loop_budget": (
         "aiocoll.engine.fusion.packer.BUDGET",
         "aiocoll.engine.operations.incremental.BUDGET",
@@ -123,19 +123,17 @@ LIMITS = {
     "run_release_timeout": ("aiocoll.cli.supervise.RELEASE",),
     "run_replace_after": ("aiocoll.cli.supervise.SETTLE",),
     "testing_release_timeout": ("aiocoll.testing.team.RELEASE",),
-    "min_tune_samples": ("aiocoll.cli.tune.ENOUGH",),
+    "tune_time_limit": ("aiocoll.cli.tune.ENOUGH",),
 }
 
-#: Functions, methods and other objects that tests watch, replace or let fail, by a plain name.
+#: Private names, and names that another module imports, which tests watch, replace or let fail, by a plain name. Tests
+#: patch public methods at their class, and public functions at the module that defines them.
 PARTS = {
     # facts about the machine and the system
     "gpu_count": "aiocoll.testing.skips._gpus",
-    "is_own_address": "aiocoll.transport.stream.route.is_own",
-    "peer_uid": "aiocoll.users.peer_uid",
     "populate_memory": "aiocoll.transport.shm.region._populate",
-    "routable_address": "aiocoll.transport.stream.route.routable_address",
-    "round_trip": "aiocoll.transport.stream.link_table.round_trip",
     "processors_file": "aiocoll.tuning._PROCESSORS",
+    "round_trip": "aiocoll.transport.stream.link_table.round_trip",
     # data on links and in memory
     "send_control_message": "aiocoll.engine.control.star.send_message",
     "receive_memory_frame": "aiocoll.transport.memory.MemoryLink._arrive",
@@ -147,7 +145,6 @@ PARTS = {
     "read_object": "aiocoll.group.objects.reading",
     "probe_layout": "aiocoll.engine.matching.probe.record_by_code",
     "probe_dtype": "aiocoll.engine.matching.probe.array_dtype",
-    "is_dense_faster": "aiocoll.group.sparse_reduce.is_dense_faster",
     "gather_entries": "aiocoll.group.sparse_reduce.gather_entries",
     "merge_entries": "aiocoll.group.sparse_reduce.merge_entries",
     "scatter_entries": "aiocoll.group.sparse_reduce.scatter_entries",
@@ -155,7 +152,6 @@ PARTS = {
     "complete_stepped_operation": "aiocoll.engine.operations.stepped.SteppedOperation._complete",
     # failure
     "answer_stall_requests": "aiocoll.engine.failure.stall_inspector.StallInspector._answer_waiting",
-    "send_stall_message": "aiocoll.engine.failure.stall_inspector.StallInspector._send",
     # certificates
     "certificate_clock": "aiocoll.security.user_ca.clock",
     "refuse_certificate": "aiocoll.security.user_ca._refuse",
@@ -171,8 +167,6 @@ PARTS = {
     "check_machine_load": "aiocoll.cli.doctor.check_load",
     "run_doctor_rendezvous": "aiocoll.cli.doctor._meeting",
     "collect_dumps": "aiocoll.cli.trace.collect",
-    "measure_machine": "aiocoll.cli.tune.measure",
-    "measure_single_copy": "aiocoll.cli.tune.measure_single_copy",
     # devices
     "check_device_error": "aiocoll.gpu.calls.communicator.DeviceCommunicator._check_async_error",
     "on_backend_decision": "aiocoll.gpu.calls.device_state.DeviceState._on_backend_decision",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from aiocoll import GroupOptions, ProcessGroup, Recv, Send, testing
+from aiocoll import GroupOptions, HashStore, ProcessGroup, Recv, Send, new_group, testing
 from aiocoll.transport.memory import Hub
 
 from .internals import comm_of
@@ -98,3 +98,20 @@ async def wait_until(condition: Callable[[], object]) -> None:
 def hub_of(pg: ProcessGroup) -> Hub:
     """Return the in-process network of a group."""
     return comm_of(pg).endpoint.context.transport._hub  # type: ignore[attr-defined]
+
+
+async def run_in_two_groups(
+    body: Callable[[ProcessGroup, ProcessGroup], Awaitable[Any]], transport: str = "memory"
+) -> list[Any]:
+    """Run `body(one, two)` on each of two ranks, which share two groups; return the results in rank order."""
+    store = HashStore()
+
+    async def rank(number: int) -> Any:
+        where: dict[str, Any] = {"store": store, "rank": number, "world_size": 2, "options": options(transport)}
+        async with new_group(**where) as one, new_group(**where) as two:
+            return await body(one, two)
+
+    try:
+        return await asyncio.gather(rank(0), rank(1))
+    finally:
+        await store.aclose()

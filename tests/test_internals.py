@@ -6,7 +6,18 @@ from pkgutil import resolve_name
 
 import pytest
 
-from .internals import LIMITS, PARTS, Limits, make_calls_fail, observe_calls, replace_parts, wrap_parts
+from .internals import (
+    LIMITS,
+    PARTS,
+    Limits,
+    make_calls_fail,
+    make_methods_fail,
+    observe_calls,
+    observe_methods,
+    replace_parts,
+    wrap_methods,
+    wrap_parts,
+)
 
 
 def test_limit_is_the_same_wherever_it_is_read() -> None:
@@ -35,17 +46,37 @@ def test_internal_parts_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_internal_part_can_be_watched_wrapped_and_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = PARTS["is_own_address"]
+    place = PARTS["dump_object"]
     arguments: list[str] = []
-    assert resolve_name(place)("127.0.0.1") is True
-    observe_calls(monkeypatch, is_own_address=arguments.append)
-    assert resolve_name(place)("127.0.0.1") is True
-    assert arguments == ["127.0.0.1"]
-    wrap_parts(monkeypatch, is_own_address=lambda before, host: not before(host))
-    assert resolve_name(place)("127.0.0.1") is False
-    assert arguments == ["127.0.0.1"] * 2
-    make_calls_fail(monkeypatch, KeyError("planted"), "is_own_address", "choose_algorithm")
+    original = resolve_name(place)("a")
+    observe_calls(monkeypatch, dump_object=arguments.append)
+    assert resolve_name(place)("a") == original
+    assert arguments == ["a"]
+    wrap_parts(monkeypatch, dump_object=lambda before, text: before(text) + b"b")
+    assert resolve_name(place)("a") == original + b"b"
+    assert arguments == ["a", "a"]
+    make_calls_fail(monkeypatch, KeyError("planted"), "dump_object", "choose_algorithm")
     with pytest.raises(KeyError, match="planted"):
-        resolve_name(place)("127.0.0.1")
+        resolve_name(place)("a")
     with pytest.raises(ValueError, match=r"unknown: chose; known: .*, choose_algorithm, "):
         make_calls_fail(monkeypatch, KeyError("planted"), "chose")
+
+
+def test_methods_can_be_watched_wrapped_and_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Number:
+        def plus(self, other: int) -> int:
+            return 1 + other
+
+    arguments: list[int] = []
+    observe_methods(monkeypatch, Number, plus=lambda _, other: arguments.append(other))
+    assert Number().plus(2) == 3
+    wrap_methods(monkeypatch, Number, plus=lambda before, number, other: 10 * before(number, other))
+    assert Number().plus(3) == 40
+    assert arguments == [2, 3]
+    make_methods_fail(monkeypatch, KeyError("planted"), Number, "plus")
+    with pytest.raises(KeyError, match="planted"):
+        Number().plus(4)
+    with pytest.raises(AttributeError, match="minus"):
+        observe_methods(monkeypatch, Number, minus=print)
+    monkeypatch.undo()
+    assert Number().plus(2) == 3

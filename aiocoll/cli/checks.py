@@ -279,8 +279,7 @@ def _addresses(master: str | None) -> Iterator[CheckResult]:
         for family in (socket.AF_INET, socket.AF_INET6):
             with suppress(ValueError):
                 found[route.interface_address(name, family)] = None
-        if found:  # ranks cannot use an interface without an address
-            yield CheckResult("network", f"interface {name}", ", ".join(found))
+        yield CheckResult("network", f"interface {name}", ", ".join(found) or "no address found")
     master = master or os.environ.get("MASTER_ADDR")
     try:
         chosen = route.routable_address(master, options.interface, options.bind)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import aiocoll
+from aiocoll import users
 from aiocoll.cli import checks, doctor
 from aiocoll.cli.checks import CheckResult, check_load, look
 from aiocoll.cli.main import main
@@ -28,7 +29,7 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.link import LOOPBACK_BUFFER
 
 from ..certificates import Authority, as_variables
-from ..internals import Limits, replace_parts
+from ..internals import Limits
 from ..redirected_files import redirect_files
 from ..rendezvous.test_launchers import SLURM as OF_SLURM
 
@@ -236,7 +237,7 @@ def test_missing_call_of_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_unix_sockets_of_another_user_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_parts(monkeypatch, peer_uid=lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr(users, "peer_uid", lambda sock: os.geteuid() + 1)
     finding = finding_of("unix sockets")
     assert not finding.fine
     assert f"its own unix socket belongs to user {os.geteuid() + 1}, not to this user" in finding.value
@@ -247,7 +248,7 @@ def test_checks_leave_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.listdir("/proc/self/fd")
     list(look(2))
     monkeypatch.setattr(os, "posix_fallocate", failing_call(errno.ENOSPC))
-    replace_parts(monkeypatch, peer_uid=failing_call(errno.ENOPROTOOPT))
+    monkeypatch.setattr(users, "peer_uid", failing_call(errno.ENOPROTOOPT))
     list(look(2))
     assert os.listdir("/proc/self/fd") == before
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupOptions, ProcessGroup, Work
+from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import observe_calls
+from ..internals import observe_methods
 
 LATENCY = (0.0005, 0.002)
 
@@ -101,7 +102,7 @@ def test_stall_reports_take_messages_in_proportion_to_the_ranks(monkeypatch: pyt
         nonlocal messages_sent
         messages_sent += 1
 
-    observe_calls(monkeypatch, send_stall_message=count)
+    observe_methods(monkeypatch, StallInspector, handle=count)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 5:

@@ -16,7 +16,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing import run_processes
 
 from ..internals import comm_of, ungranted_bytes
-from ..ranks import LINKS, options, parametrize_transports, run_ranks, wait_until
+from ..ranks import LINKS, options, parametrize_transports, run_in_two_groups, run_ranks, wait_until
 from . import jobs
 
 MIB = 1024 * 1024
@@ -76,30 +76,24 @@ async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> Non
 @pytest.mark.parametrize("transport", LINKS)
 async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transport: str, tasks: bool) -> None:
     """Each rank calls two groups in its own order, and small calls need not wait for the large messages."""
-    store = HashStore()
-    group_options = options(transport)
 
-    async def rank(rank: int) -> None:
-        async with (
-            new_group(store=store, rank=rank, world_size=2, options=group_options) as one,
-            new_group(store=store, rank=rank, world_size=2, options=group_options) as two,
-        ):
-            mine, room = np.full(64 * MIB, rank, "uint8"), np.full(64 * MIB, 9, "uint8")
-            sending = two.send(mine, 1 - rank)
-            giants = [(one, 64 * MIB, "ab"), (two, 8 * MIB, "cd")]
-            if rank:
-                giants = [(two, 8 * MIB, "dc"), (one, 64 * MIB, "ba")]
-            running = [asyncio.create_task(exchange(*giant, tasks)) for giant in giants]
-            for number in range(50):
-                assert await one.allreduce(number) == 2 * number
-            # The receive comes last: the message waits for it, and no other call waits for the message.
-            await two.recv(room, 1 - rank)
-            await sending
-            await asyncio.gather(*running)
-            assert (room == 1 - rank).all()
+    async def body(one: ProcessGroup, two: ProcessGroup) -> None:
+        rank = one.rank()
+        mine, room = np.full(64 * MIB, rank, "uint8"), np.full(64 * MIB, 9, "uint8")
+        sending = two.send(mine, 1 - rank)
+        giants = [(one, 64 * MIB, "ab"), (two, 8 * MIB, "cd")]
+        if rank:
+            giants = [(two, 8 * MIB, "dc"), (one, 64 * MIB, "ba")]
+        running = [asyncio.create_task(exchange(*giant, tasks)) for giant in giants]
+        for number in range(50):
+            assert await one.allreduce(number) == 2 * number
+        # The receive comes last: the message waits for it, and no other call waits for the message.
+        await two.recv(room, 1 - rank)
+        await sending
+        await asyncio.gather(*running)
+        assert (room == 1 - rank).all()
 
-    await asyncio.gather(rank(0), rank(1))
-    await store.aclose()
+    await run_in_two_groups(body, transport)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveMismatchError, HashStore, ProcessGroup, ReduceOp, Work, new_group
+from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp, Work
 from aiocoll.engine.links.channel import WINDOW_LOT, Channel
 from aiocoll.engine.links.flow_control import LINK_WINDOW
 from aiocoll.engine.operations.plan import EAGER_WINDOW
@@ -19,7 +19,7 @@ from aiocoll.transport.frame import EAGER, FrameKind, Header
 from aiocoll.transport.shm.process_memory import can_read
 
 from ..internals import comm_of, early_bytes, observe_methods, plan_without_accelerator, ungranted_bytes
-from ..ranks import LINKS, options, parametrize_transports, run_ranks
+from ..ranks import LINKS, parametrize_transports, run_in_two_groups, run_ranks
 
 MIB = 1024 * 1024
 
@@ -152,29 +152,23 @@ async def test_frames_of_several_messages_alternate(tap: FrameRecorder) -> None:
 @pytest.mark.parametrize("transport", LINKS)
 async def test_failed_group_returns_its_window(transport: str) -> None:
     """Two groups share a link. Early bytes of the failed group must not fill the window of the other for ever."""
-    store = HashStore()
-    group_options = options(transport)
 
-    async def rank(rank: int) -> None:
-        async with (
-            new_group(store=store, rank=rank, world_size=2, options=group_options) as one,
-            new_group(store=store, rank=rank, world_size=2, options=group_options) as two,
-        ):
-            if rank == 0:
-                for _ in range(30):
-                    one.broadcast(np.zeros(LINK_WINDOW // 32, "uint8"), 0)
-            await settle(two)
-            if rank == 1:
-                assert waiting_early_bytes(one) > LINK_WINDOW // 2
-                one.abort()
-            await one.wait_revoked()
-            await settle(two)
-            if rank == 0:
-                assert ungranted_bytes(comm_of(two).channels[1]) < LINK_WINDOW // 2
-            assert waiting_early_bytes(one) == 0
+    async def body(one: ProcessGroup, two: ProcessGroup) -> None:
+        rank = one.rank()
+        if rank == 0:
+            for _ in range(30):
+                one.broadcast(np.zeros(LINK_WINDOW // 32, "uint8"), 0)
+        await settle(two)
+        if rank == 1:
+            assert waiting_early_bytes(one) > LINK_WINDOW // 2
+            one.abort()
+        await one.wait_revoked()
+        await settle(two)
+        if rank == 0:
+            assert ungranted_bytes(comm_of(two).channels[1]) < LINK_WINDOW // 2
+        assert waiting_early_bytes(one) == 0
 
-    await asyncio.gather(rank(0), rank(1))
-    await store.aclose()
+    await run_in_two_groups(body, transport)
 
 
 async def check_window(pg: ProcessGroup) -> None:

@@ -24,6 +24,7 @@ from aiocoll.work import Work, completion_of
 
 from ..internals import Limits, comm_of, dispatcher_of, make_calls_fail, replace_parts
 from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
+from .sparse_ways import every_way
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
 DTYPES = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -51,20 +52,6 @@ def entry_count(array: Any) -> int:
     return int(array.data.size)
 
 
-WAYS = ["gather-loop", "dense-thread"]
-#: Further ways, which only one test uses unless slow tests run.
-OTHERS = ["gather-thread", "dense-loop"]
-
-
-@pytest.fixture(params=[*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHERS)])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
-    """Force the algorithm of the reduction, and whether the loop or a thread calculates."""
-    how, place = request.param.split("-")
-    replace_parts(monkeypatch, is_dense_faster=lambda *_: how == "dense")
-    limits(max_sparse_inline=-1 if place == "thread" else 1 << 30)
-    return str(request.param)
-
-
 async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
     array = rank_array(pg.rank(), form, dtype)
     work = pg.allreduce(array)
@@ -86,7 +73,7 @@ async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
     return array.toarray().tobytes()
 
 
-@pytest.mark.parametrize("way", [*WAYS, *OTHERS], indirect=True)
+@every_way
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 async def test_sparse_allreduce_has_the_entries_of_all_ranks_with_their_sums(size: int, way: str) -> None:
     first, *others = await run_ranks(size, reduce_one, "csr_array", "float64")
@@ -344,7 +331,8 @@ async def test_abort_ends_a_sparse_call_during_its_calculation(monkeypatch: pyte
         assert held.wait(20)
         return merge_entries(parts, dtype, divide)
 
-    replace_parts(monkeypatch, merge_entries=wait_and_merge, is_dense_faster=lambda *_: False)
+    replace_parts(monkeypatch, merge_entries=wait_and_merge)
+    monkeypatch.setattr(sparse_reduce, "is_dense_faster", lambda *_: False)
 
     async def run_rank(pg: ProcessGroup) -> None:
         array = rank_array(pg.rank())

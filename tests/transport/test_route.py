@@ -15,8 +15,6 @@ from aiocoll.security.keys import is_loopback
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 
-from ..internals import replace_parts
-
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 
 
@@ -184,18 +182,15 @@ def test_bind_any_listens_on_all_addresses_and_publishes_one() -> None:
 
 def test_store_host_uses_the_address_that_others_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the one address of this host among those by which the other ranks reached the store."""
-    replace_parts(
-        monkeypatch,
-        is_own_address=lambda host: host == FOREIGN[1],
-        routable_address=lambda master, *_: master,
-    )
+    monkeypatch.setattr(route, "is_own", lambda host: host == FOREIGN[1])
+    monkeypatch.setattr(route, "routable_address", lambda master, *_: master)
     assert find_route(["127.0.0.1", *FOREIGN, "127.0.0.1"]) == (FOREIGN[1], FOREIGN[1])
 
 
 @linux_only
 @pytest.mark.usefixtures("no_default_route")
 def test_only_address_of_the_host_is_used(interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_parts(monkeypatch, routable_address=lambda master, *_: master)
+    monkeypatch.setattr(route, "routable_address", lambda master, *_: master)
     interfaces["eth0"] = FOREIGN[0]
     assert find_route(["", ""]) == (FOREIGN[0], FOREIGN[0])
     assert find_route(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # a service address belongs to no host

@@ -14,6 +14,7 @@ from itertools import count
 
 import pytest
 
+from aiocoll import users
 from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.errors import AuthenticationError, GroupClosedError, PeerLostError, RendezvousError
 from aiocoll.native import core
@@ -50,7 +51,7 @@ from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.tls_stream import open_tls
 from aiocoll.transport.stream.transport import StreamTransport
 
-from ..internals import replace_parts, socket_of
+from ..internals import socket_of
 
 KEY = b"k" * 32
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
@@ -507,7 +508,7 @@ async def test_connect_to_another_rank_fails() -> None:
 async def test_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(2, handshake_timeout=3600.0) as (a, b):
         own_uid = os.geteuid()
-        replace_parts(monkeypatch, peer_uid=lambda _: own_uid + 1)
+        monkeypatch.setattr(users, "peer_uid", lambda _: own_uid + 1)
         async with stranger(b.card) as sock:
             assert await read(sock, 1) == b""
         with pytest.raises(
@@ -883,7 +884,7 @@ async def test_tcp_replaces_an_unusable_unix_socket(trouble: str, monkeypatch: p
             rank.card = {**rank.card, "unix": "@aiocoll-elsewhere"}
     if trouble == "another user":
         own_uid = os.geteuid()
-        replace_parts(monkeypatch, peer_uid=lambda _: own_uid + 1)
+        monkeypatch.setattr(users, "peer_uid", lambda _: own_uid + 1)
     for kind, (one, other) in ((CONTROL, ranks), (DATA, ranks[::-1])):
         link = await one.connect(other, kind)
         assert link is not None
