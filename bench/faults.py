@@ -35,7 +35,7 @@ from markdown import ranks_of, table
 
 HERE = Path(__file__).parent
 FAULTS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
-#: Measured systems by name, with their configuration for `faulty.py`.
+#: Measured systems by name, with their configuration for `faults_rank.py`.
 PEERS: dict[str, dict[str, Any]] = {
     "aiocoll unix": {"library": "aiocoll", "transport": "unix"},
     "aiocoll tcp": {"library": "aiocoll", "transport": "tcp"},
@@ -109,7 +109,7 @@ async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, vi
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(world_size):
-                command = [sys.executable, str(HERE / "faulty.py"), json.dumps(config | {"rank": rank})]
+                command = [sys.executable, str(HERE / "faults_rank.py"), json.dumps(config | {"rank": rank})]
                 pipe = asyncio.subprocess.PIPE
                 # The ranks meet through a file in their working directory. Discard error output of failing libraries.
                 process = await asyncio.create_subprocess_exec(
@@ -148,7 +148,7 @@ async def read_lines(ranks: list[asyncio.subprocess.Process], limit: float) -> l
     async with asyncio.timeout(limit):
         lines = await asyncio.gather(*(process.stdout.readline() for process in ranks))  # type: ignore[union-attr]
     if not all(lines):
-        sys.exit("a rank ended too early; run bench/faulty.py by hand to see its error")
+        sys.exit("a rank ended too early; run bench/faults_rank.py by hand to see its error")
     return [json.loads(line) for line in lines]
 
 

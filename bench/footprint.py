@@ -115,7 +115,7 @@ def ranks(world_size: int, config: dict[str, Any]) -> Iterator[list[subprocess.P
                 "AIOCOLL_JOB_ID": job,
                 "AIOCOLL_STORE": "launcher",
             }
-            command = [sys.executable, str(HERE / "resident.py"), json.dumps(config | {"job_key": key})]
+            command = [sys.executable, str(HERE / "footprint_rank.py"), json.dumps(config | {"job_key": key})]
             pipe = subprocess.PIPE
             process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, text=True))
             stack.callback(process.kill)

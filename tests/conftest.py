@@ -26,7 +26,7 @@ import aiocoll
 from aiocoll.native import describe_implementation
 from aiocoll.testing.frames import keep_all_frames
 
-from .internals import Limits, replaced, set_limits
+from .internals import Limits, replace_parts, set_limits
 from .ports import free_port
 from .ranks import options
 
@@ -185,7 +185,7 @@ def _open_files() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def _hide_processor(_nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the processor, so that tuning defaults are the same on every machine."""
-    replaced(monkeypatch, processors_file=os.devnull)
+    replace_parts(monkeypatch, processors_file=os.devnull)
 
 
 @pytest.fixture(autouse=True)

@@ -26,200 +26,153 @@ __all__ = [
     "callbacks_of",
     "channels_of",
     "comm_of",
+    "disable_accelerator",
     "dispatcher_of",
     "early_bytes",
-    "failing",
     "group_of",
     "is_native",
     "links_of",
-    "make_pure",
+    "make_calls_fail",
+    "make_methods_fail",
     "matched_units",
     "matching_of",
-    "native_of",
+    "native_calls_of",
     "nccl_end",
+    "observe_calls",
+    "observe_methods",
+    "pending_waits",
+    "plan_without_accelerator",
     "plans_of",
-    "replaced",
-    "replaced_call",
+    "replace_call",
+    "replace_parts",
     "set_limits",
     "set_nccl_only",
-    "sock_of",
-    "spied",
-    "unasked",
+    "socket_of",
+    "ungranted_bytes",
     "unmade_groups",
     "use_same_slots",
     "waiter_of",
     "waiting_bytes",
-    "waits_of",
-    "without_accelerator",
-    "wrapped",
+    "wrap_methods",
+    "wrap_parts",
 ]
 
 #: Limits (seconds, sizes and counts) that tests change, by a plain name, with all places that read them.
 LIMITS = {
     # links of a group, and the data kept for a peer
-    "ask_window": ("aiocoll.engine.links.flow_control.ASK_WINDOW", "aiocoll.engine.links.channel.ASK_WINDOW"),
+    "ready_window": ("aiocoll.engine.links.flow_control.ASK_WINDOW", "aiocoll.engine.links.channel.ASK_WINDOW"),
     "group_id_bits": ("aiocoll.engine.job.ids.GROUP_BITS",),
     "early_grants": ("aiocoll.engine.links.flow_control.EARLY_GRANTS",),
     "link_window": ("aiocoll.engine.links.flow_control.LINK_WINDOW", "aiocoll.engine.links.channel.LINK_WINDOW"),
     "unmade_groups": ("aiocoll.engine.control.unmade_groups.GROUPS",),
-    "window_lot": ("aiocoll.engine.links.channel.WINDOW_LOT",),
+    "window_batch": ("aiocoll.engine.links.channel.WINDOW_LOT",),
     # sizes of objects
-    "compared_size": ("aiocoll.engine.operations.verify.VerifiedOperation.LIMIT",),
-    "exchanged_size": ("aiocoll.engine.operations.object_exchange.ObjectExchange.LIMIT",),
-    "received_size": ("aiocoll.engine.matching.posted.MAX_BYTES",),
-    "metrics_names": ("aiocoll.metrics.watched.MOST",),
-    "sparse_inline": ("aiocoll.group.sparse_reduce.INLINE",),
+    "max_object_bytes": (
+        "aiocoll.engine.matching.posted.MAX_BYTES",
+        "aiocoll.engine.operations.object_exchange.ObjectExchange.LIMIT",
+        "aiocoll.engine.operations.verify.VerifiedOperation.LIMIT",
+    ),
+    "max_sparse_inline": ("aiocoll.group.sparse_reduce.INLINE",),
     # failure
     "blocked_after": ("aiocoll.engine.failure.watchdog.BLOCKED_AFTER",),
-    "connect_again": ("aiocoll.engine.failure.failure_detector.CONNECT_AGAIN",),
-    "control_parting": ("aiocoll.engine.control.departure.PARTING",),
-    "decoding_budget": ("aiocoll.engine.operations.incremental.BUDGET",),
-    "dial_doubt": ("aiocoll.transport.stream.dial._DOUBT",),
+    "reconnect_interval": ("aiocoll.engine.failure.failure_detector.CONNECT_AGAIN",),
+    "departure_timeout": ("aiocoll.engine.control.departure.PARTING",),
+    "dial_retry_time": ("aiocoll.transport.stream.dial._DOUBT",),
     "linger": ("aiocoll.engine.failure.refusal.LINGER", "aiocoll.engine.endpoint.LINGER"),
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),
-    "packing_budget": ("aiocoll.engine.fusion.packer.BUDGET",),
-    "chunks": ("aiocoll.transport.shm.layout.CHUNKS",),
-    "ring_budget": ("aiocoll.engine.operations.shm_ring.BUDGET",),
-    "stray_after": ("aiocoll.engine.stray_posts.AFTER",),
+    "chunk_count": ("aiocoll.transport.shm.layout.CHUNKS",),
+    "report_strays_after": ("aiocoll.engine.stray_posts.AFTER",),
     "unreachable_after": ("aiocoll.engine.failure.watchdog.UNREACHABLE_AFTER",),
-    "watchdog_round": ("aiocoll.engine.failure.watchdog.ROUND", "aiocoll.engine.failure.failure_detector.ROUND"),
+    "watchdog_interval": ("aiocoll.engine.failure.watchdog.ROUND", "aiocoll.engine.failure.failure_detector.ROUND"),
+    # seconds for which packing, decoding and chunk queues may hold the event loop
+    "loop_budget": (
+        "aiocoll.engine.fusion.packer.BUDGET",
+        "aiocoll.engine.operations.incremental.BUDGET",
+        "aiocoll.engine.operations.shm_ring.BUDGET",
+    ),
     # stores
-    "redis_look_every": ("aiocoll.redis.store._READ_EVERY",),
-    "redis_patience": ("aiocoll.redis.store.MAX_WAIT", "aiocoll.redis.client.MAX_WAIT"),
-    "redis_renew_every": ("aiocoll.redis.client._RENEW_EVERY",),
-    "store_entries": ("aiocoll.store.core.MAX_ENTRIES",),
-    "store_handshake": (
+    "redis_read_interval": ("aiocoll.redis.store._READ_EVERY",),
+    "redis_max_wait": ("aiocoll.redis.store.MAX_WAIT", "aiocoll.redis.client.MAX_WAIT"),
+    "redis_renew_interval": ("aiocoll.redis.client._RENEW_EVERY",),
+    "max_store_entries": ("aiocoll.store.core.MAX_ENTRIES",),
+    "store_handshake_timeout": (
         "aiocoll.store.client.HANDSHAKE_TIMEOUT",
         "aiocoll.store.server.HANDSHAKE_TIMEOUT",
         "aiocoll.store.session.HANDSHAKE_TIMEOUT",
     ),
-    "store_size": ("aiocoll.store.core.MAX_TOTAL_BYTES",),
+    "max_store_bytes": ("aiocoll.store.core.MAX_TOTAL_BYTES",),
     # devices
-    "agreement_parting": ("aiocoll.gpu.calls.backend_agreement.PARTING",),
-    "device_aborting": ("aiocoll.gpu.calls.communicator.ABORTING",),
-    "device_ask_every": ("aiocoll.gpu.calls.communicator.CHECK_EVERY",),
-    "device_exiting": ("aiocoll.gpu.device.EXITING",),
-    "kept_plans": ("aiocoll.group.dispatch.call_cache.PLANS",),
-    "device_looks": ("aiocoll.gpu.waiter.LOOKS",),
-    "device_parting": ("aiocoll.gpu.calls.communicator.PARTING",),
-    "device_patience": ("aiocoll.gpu.calls.matching.MAX_WAIT",),
-    "device_release": ("aiocoll.gpu.calls.device_state.RELEASE",),
-    "slot_patience": ("aiocoll.gpu.calls.slots.MAX_WAIT",),
-    "staging_kept": ("aiocoll.gpu.staging.KEPT",),
+    "backend_decision_timeout": ("aiocoll.gpu.calls.backend_agreement.PARTING",),
+    "device_abort_timeout": ("aiocoll.gpu.calls.communicator.ABORTING",),
+    "device_check_interval": ("aiocoll.gpu.calls.communicator.CHECK_EVERY",),
+    "device_exit_timeout": ("aiocoll.gpu.device.EXITING",),
+    "device_poll_count": ("aiocoll.gpu.waiter.LOOKS",),
+    "device_departure_timeout": ("aiocoll.gpu.calls.communicator.PARTING",),
+    "device_batch_wait": ("aiocoll.gpu.calls.matching.MAX_WAIT",),
+    "device_release_timeout": ("aiocoll.gpu.calls.device_state.RELEASE",),
+    "device_slot_wait": ("aiocoll.gpu.calls.slots.MAX_WAIT",),
+    "max_free_staging_bytes": ("aiocoll.gpu.staging.KEPT",),
     # commands and testing
-    "doctor_dial": ("aiocoll.cli.doctor_hosts._DIAL",),
+    "doctor_dial_timeout": ("aiocoll.cli.doctor_hosts._DIAL",),
     "doctor_slack": ("aiocoll.cli.doctor_hosts._SLACK",),
-    "doctor_ping": ("aiocoll.cli.doctor_hosts._PING_FOR",),
-    "doctor_patience": ("aiocoll.cli.doctor._MAX_WAIT",),
-    "progress_again": ("aiocoll.cli.terminal._AGAIN",),
-    "run_drain": ("aiocoll.cli.supervise.DRAIN", "aiocoll.cli.rank.DRAIN"),
-    "run_grace": ("aiocoll.cli.supervise.GRACE",),
-    "run_report_after": ("aiocoll.cli.shutdown.REPORT_AFTER",),
-    "run_signal_twice": ("aiocoll.cli.signals.TWICE",),
-    "run_stuck_patience": ("aiocoll.cli.stuck.MAX_WAIT",),
-    "run_release": ("aiocoll.cli.supervise.RELEASE",),
-    "run_settle": ("aiocoll.cli.supervise.SETTLE",),
-    "testing_release": ("aiocoll.testing.team.RELEASE",),
-    "tune_enough": ("aiocoll.cli.tune.ENOUGH",),
+    "doctor_ping_time": ("aiocoll.cli.doctor_hosts._PING_FOR",),
+    "doctor_max_wait": ("aiocoll.cli.doctor._MAX_WAIT",),
+    "progress_interval": ("aiocoll.cli.terminal._AGAIN",),
+    "run_grace_period": ("aiocoll.cli.supervise.GRACE",),
+    "run_repeated_signal_time": ("aiocoll.cli.signals.TWICE",),
+    "run_release_timeout": ("aiocoll.cli.supervise.RELEASE",),
+    "run_replace_after": ("aiocoll.cli.supervise.SETTLE",),
+    "testing_release_timeout": ("aiocoll.testing.team.RELEASE",),
+    "tune_time_limit": ("aiocoll.cli.tune.ENOUGH",),
 }
 
-#: Functions, methods and other objects that tests watch, replace or let fail, by a plain name.
+#: Private names, and names that another module imports, which tests watch, replace or let fail, by a plain name. Tests
+#: patch public methods at their class, and public functions at the module that defines them.
 PARTS = {
     # facts about the machine and the system
-    "cgroup_folder": "aiocoll.cli.checks._CGROUP",
-    "far_addresses": "aiocoll.transport.stream.route._ELSEWHERE",
     "gpu_count": "aiocoll.testing.skips._gpus",
-    "interface_address": "aiocoll.transport.stream.route.interface_address",
-    "is_own_address": "aiocoll.transport.stream.route.is_own",
-    "memory_available": "aiocoll.transport.shm.registered_memory._available",
-    "peer_uid": "aiocoll.users.peer_uid",
-    "populate": "aiocoll.transport.shm.region._populate",
-    "proc_folder": "aiocoll.cli.checks._PROC",
-    "routable_address": "aiocoll.transport.stream.route.routable_address",
-    "round_trip": "aiocoll.transport.stream.link_table.round_trip",
-    "shm_folder": "aiocoll.cli.checks._SHM",
-    "signal_listeners": "aiocoll.dump.signals._listeners",
-    "store_resolve": "aiocoll.store.listening.resolve",
-    "store_sought": "aiocoll.store.client.resolve",
-    "process_vm_readv": "aiocoll.transport.shm.process_memory._process_vm_readv",
+    "populate_memory": "aiocoll.transport.shm.region._populate",
     "processors_file": "aiocoll.tuning._PROCESSORS",
-    "yama_scope_file": "aiocoll.transport.shm.process_memory._YAMA_SCOPE",
+    "round_trip": "aiocoll.transport.stream.link_table.round_trip",
     # data on links and in memory
-    "chunk_pointed": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.point",
-    "chunk_put": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.put",
-    "client_hello": "aiocoll.security.handshake.ClientHandshake.hello",
-    "control_said": "aiocoll.engine.control.star.send_message",
-    "create_mapped": "aiocoll.transport.shm.registered_memory.create_mapped",
-    "dial": "aiocoll.transport.stream.transport.StreamTransport.connect",
-    "frame_asked": "aiocoll.engine.links.channel.Channel.control",
-    "frame_delivered": "aiocoll.engine.links.channel.Channel.deliver",
-    "memory_arrived": "aiocoll.transport.memory.MemoryLink._arrive",
-    "memory_written": "aiocoll.transport.memory.MemoryLink.write",
-    "written_by_reference": "aiocoll.transport.shm.references.ReferenceWriter.write",
-    "placed": "aiocoll.transport.shm.references.ReferenceWriter.find",
+    "send_control_message": "aiocoll.engine.control.star.send_message",
+    "receive_memory_frame": "aiocoll.transport.memory.MemoryLink._arrive",
     "rank_environment": "aiocoll.testing.team._environment",
-    "message_delivered": "aiocoll.engine.matching.matching.Matching.deliver",
     # operations
-    "watching": "aiocoll.completion._watching",
-    "collective_view": "aiocoll.group.collectives.view",
-    "message_view": "aiocoll.group.messages.view",
-    "whole_view": "aiocoll.group.dispatch.arguments.view",
-    "choose": "aiocoll.group.dispatch.planner.choose",
-    "planned": "aiocoll.group.dispatch.planner.Planner.plan",
-    "group_id": "aiocoll.engine.split_history.group_id",
-    "message_sent": "aiocoll.engine.matching.outbound.OutboundMessage.sent",
-    "object_dumped": "aiocoll.group.objects.dumps",
-    "object_reading": "aiocoll.group.objects.reading",
-    "one_shot_looked": "aiocoll.engine.operations.slot_program.SlotProgram.look",
+    "is_watching": "aiocoll.completion._watching",
+    "choose_algorithm": "aiocoll.group.dispatch.planner.choose",
+    "dump_object": "aiocoll.group.objects.dumps",
+    "read_object": "aiocoll.group.objects.reading",
     "probe_layout": "aiocoll.engine.matching.probe.record_by_code",
     "probe_dtype": "aiocoll.engine.matching.probe.array_dtype",
-    "receive_entered": "aiocoll.engine.matching.posted.PostedReceive.enter",
-    "sparse_is_dense_faster": "aiocoll.group.sparse_reduce.is_dense_faster",
-    "sparse_gathered": "aiocoll.group.sparse_reduce.gather_entries",
-    "sparse_merged": "aiocoll.group.sparse_reduce.merge_entries",
-    "sparse_scattered": "aiocoll.group.sparse_reduce.scatter_entries",
-    "sparse_unpack": "aiocoll.group.sparse_reduce.unpack",
-    "unsized_counted": "aiocoll.engine.operations.stepped.SteppedOperation._complete",
-    "call_finished": "aiocoll.completion.Completion.finish",
+    "gather_entries": "aiocoll.group.sparse_reduce.gather_entries",
+    "merge_entries": "aiocoll.group.sparse_reduce.merge_entries",
+    "scatter_entries": "aiocoll.group.sparse_reduce.scatter_entries",
+    "unpack_entries": "aiocoll.group.sparse_reduce.unpack",
+    "complete_stepped_operation": "aiocoll.engine.operations.stepped.SteppedOperation._complete",
     # failure
-    "peer_seen": "aiocoll.engine.failure.failure_detector.FailureDetector.is_known_alive",
-    "stall_gathered": "aiocoll.engine.failure.stall_inspector.StallInspector._answer_waiting",
-    "stall_heard": "aiocoll.engine.failure.stall_inspector.StallInspector.handle",
-    "stall_reported": "aiocoll.engine.failure.stall_inspector.StallInspector.report",
-    "stall_told": "aiocoll.engine.failure.stall_inspector.StallInspector._send",
-    "vote_heard": "aiocoll.engine.consensus.voter.Voter.handle",
-    "vote_said": "aiocoll.engine.consensus.voter.Voter.send",
+    "answer_stall_requests": "aiocoll.engine.failure.stall_inspector.StallInspector._answer_waiting",
     # certificates
     "certificate_clock": "aiocoll.security.user_ca.clock",
-    "certificate_made": "aiocoll.security.user_ca.make_own_contexts",
-    "certificate_refused": "aiocoll.security.user_ca._refuse",
-    "client_secured": "aiocoll.store.tcp.prepare",
-    "rank_secured": "aiocoll.transport.stream.tls_stream.prepare",
-    "server_secured": "aiocoll.store.server.prepare",
+    "refuse_certificate": "aiocoll.security.user_ca._refuse",
+    "prepare_client_tls": "aiocoll.store.tcp.prepare",
+    "prepare_rank_tls": "aiocoll.transport.stream.tls_stream.prepare",
+    "prepare_server_tls": "aiocoll.store.server.prepare",
     # stores and commands
-    "client_connected": "aiocoll.store.client.ClientLink.connection_made",
-    "store_applied": "aiocoll.store.core.StoreCore.apply",
-    "store_reply": "aiocoll.store.session.Session._reply",
+    "send_store_reply": "aiocoll.store.session.Session._reply",
     "all_frames": "aiocoll.testing.frames._all_frames",
-    "bench_processes": "aiocoll.cli.bench.run_processes",
-    "doctor_answer": "aiocoll.cli.doctor_hosts._echo_bytes",
-    "doctor_look": "aiocoll.cli.doctor.look",
-    "doctor_load": "aiocoll.cli.doctor.check_load",
-    "doctor_meeting": "aiocoll.cli.doctor._meeting",
-    "trace_collect": "aiocoll.cli.trace.collect",
-    "tune_measure": "aiocoll.cli.tune.measure",
-    "tune_single_copy": "aiocoll.cli.tune.measure_single_copy",
+    "run_bench_processes": "aiocoll.cli.bench.run_processes",
+    "echo_bytes": "aiocoll.cli.doctor_hosts._echo_bytes",
+    "run_doctor_checks": "aiocoll.cli.doctor.look",
+    "check_machine_load": "aiocoll.cli.doctor.check_load",
+    "run_doctor_rendezvous": "aiocoll.cli.doctor._meeting",
+    "collect_dumps": "aiocoll.cli.trace.collect",
     # devices
-    "device_ask": "aiocoll.gpu.calls.communicator.DeviceCommunicator._check_async_error",
-    "device_decided": "aiocoll.gpu.calls.device_state.DeviceState._on_backend_decision",
-    "device_give_way": "aiocoll.gpu.calls.communicator.DeviceCommunicator._yield_to_launcher",
-    "device_given_way": "aiocoll.runtime.Runtime.yield_gil",
-    "device_judge": "aiocoll.gpu.calls.device_state.DeviceState.compare_calls",
-    "device_launch": "aiocoll.gpu.device.Device.launch",
-    "device_matched": "aiocoll.gpu.calls.matching.BatchMatching.matched",
-    "device_parted": "aiocoll.gpu.calls.communicator.DeviceCommunicator._wait_for_peers",
-    "device_stage": "aiocoll.gpu.calls.agreed.Agreed._stage",
-    "take_turn": "aiocoll.gpu.turns.Turns.take",
+    "check_device_error": "aiocoll.gpu.calls.communicator.DeviceCommunicator._check_async_error",
+    "on_backend_decision": "aiocoll.gpu.calls.device_state.DeviceState._on_backend_decision",
+    "yield_to_launcher": "aiocoll.gpu.calls.communicator.DeviceCommunicator._yield_to_launcher",
+    "wait_for_device_peers": "aiocoll.gpu.calls.communicator.DeviceCommunicator._wait_for_peers",
+    "stage_inputs": "aiocoll.gpu.calls.agreed.Agreed._stage",
 }
 
 
@@ -231,50 +184,55 @@ class Limits(Protocol):
 
 def set_limits(patch: pytest.MonkeyPatch, **values: float) -> None:
     """Change limits by their names in `LIMITS`."""
-    _check(values, LIMITS)
+    _check_names(values, LIMITS)
     for name, value in values.items():
         for place in LIMITS[name]:
             patch.setattr(place, value)
 
 
-def replaced(patch: pytest.MonkeyPatch, **parts: Any) -> None:
+def replace_parts(patch: pytest.MonkeyPatch, **parts: Any) -> None:
     """Replace parts by their names in `PARTS`."""
-    _check(parts, PARTS)
+    _check_names(parts, PARTS)
     for name, part in parts.items():
         patch.setattr(PARTS[name], part)
 
 
-def wrapped(patch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> None:
+def wrap_parts(patch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> None:
     """Replace parts by functions that get the original part as their first argument."""
-    _check(calls, PARTS)
+    _check_names(calls, PARTS)
     for name, call in calls.items():
-        replaced(patch, **{name: _around(resolve_name(PARTS[name]), call)})
+        replace_parts(patch, **{name: _wrap(resolve_name(PARTS[name]), call)})
 
 
-def spied(patch: pytest.MonkeyPatch, **spies: Callable[..., object]) -> None:
+def observe_calls(patch: pytest.MonkeyPatch, **spies: Callable[..., object]) -> None:
     """Call functions with the arguments of each call of a part, before the call itself; they may raise."""
-
-    def spying(spy: Callable[..., object]) -> Callable[..., Any]:
-        def call(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-            spy(*args, **named)
-            return original(*args, **named)
-
-        return call
-
-    wrapped(patch, **{name: spying(spy) for name, spy in spies.items()})
+    wrap_parts(patch, **{name: _call_before(spy) for name, spy in spies.items()})
 
 
-def failing(patch: pytest.MonkeyPatch, error: BaseException, *parts: str) -> None:
+def make_calls_fail(patch: pytest.MonkeyPatch, error: BaseException, *parts: str) -> None:
     """Let calls of parts raise `error`."""
+    replace_parts(patch, **dict.fromkeys(parts, _raising(error)))
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
 
-    replaced(patch, **dict.fromkeys(parts, fail))
+def wrap_methods(patch: pytest.MonkeyPatch, owner: type, **calls: Callable[..., Any]) -> None:
+    """Replace methods of a class by functions that get the original method as their first argument."""
+    for name, call in calls.items():
+        patch.setattr(owner, name, _wrap(getattr(owner, name), call))
+
+
+def observe_methods(patch: pytest.MonkeyPatch, owner: type, **spies: Callable[..., object]) -> None:
+    """Call functions with the arguments of each call of a method, before the call itself; they may raise."""
+    wrap_methods(patch, owner, **{name: _call_before(spy) for name, spy in spies.items()})
+
+
+def make_methods_fail(patch: pytest.MonkeyPatch, error: BaseException, owner: type, *names: str) -> None:
+    """Let calls of methods raise `error`."""
+    for name in names:
+        patch.setattr(owner, name, _raising(error))
 
 
 @contextmanager
-def replaced_call(module: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def replace_call(module: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Replace a function in one module that calls it, and nowhere else.
 
     Args:
@@ -286,14 +244,14 @@ def replaced_call(module: str, name: str, make: Callable[[Callable[..., Any]], C
     holder = resolve_name(f"{module}.{owner}") if owner else builtins
     instead = make(getattr(holder, function))
     if owner:
-        with mock.patch(f"{module}.{owner}", _Holder(holder, function, instead)):
+        with mock.patch(f"{module}.{owner}", _ModuleWithReplacement(holder, function, instead)):
             yield
     else:
         with mock.patch(f"{module}.{name}", instead, create=True):
             yield
 
 
-class _Holder:
+class _ModuleWithReplacement:
     """A module or class with another function under one name."""
 
     def __init__(self, holder: Any, function: str, instead: Callable[..., Any]) -> None:
@@ -304,7 +262,7 @@ class _Holder:
         return getattr(self._holder, name)
 
 
-def _around(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def instead(*args: Any, **named: Any) -> Any:
         return call(original, *args, **named)
@@ -312,7 +270,22 @@ def _around(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[
     return instead
 
 
-def _check(given: Mapping[str, object], known: Mapping[str, object]) -> None:
+def _call_before(spy: Callable[..., object]) -> Callable[..., Any]:
+    def call(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        spy(*args, **named)
+        return original(*args, **named)
+
+    return call
+
+
+def _raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def _check_names(given: Mapping[str, object], known: Mapping[str, object]) -> None:
     if unknown := given.keys() - known.keys():
         raise ValueError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
 
@@ -331,7 +304,7 @@ def use_same_slots(pg: ProcessGroup) -> None:
         comm.in_flight.native.shift = 0
 
 
-def native_of(pg: ProcessGroup) -> Any:
+def native_calls_of(pg: ProcessGroup) -> Any:
     """Return the accelerator's table of a group's calls; None without the accelerator."""
     return comm_of(pg).in_flight.native
 
@@ -342,7 +315,7 @@ def is_native(work: Any) -> bool:
     return "Calls" in kinds and "Completion" not in kinds
 
 
-def make_pure(pg: ProcessGroup) -> None:
+def disable_accelerator(pg: ProcessGroup) -> None:
     """Let Python carry out all calls of a group; call this before the first call."""
     comm, dispatcher = comm_of(pg), dispatcher_of(pg)
     if (native := comm.in_flight.native) is None:
@@ -354,14 +327,14 @@ def make_pure(pg: ProcessGroup) -> None:
     native.close()
 
 
-def without_accelerator(pg: ProcessGroup) -> None:
+def plan_without_accelerator(pg: ProcessGroup) -> None:
     """Plan the calls of a group as if some rank had no accelerator, which excludes most large calls."""
     comm = comm_of(pg)
     # New cards, since ranks of one process share the original ones.
     comm.endpoint.cards = {rank: {**card, "native": False} for rank, card in comm.endpoint.cards.items()}
 
 
-def forget_stalls(pg: ProcessGroup) -> None:
+def clear_stall_reports(pg: ProcessGroup) -> None:
     """Clear the reports of stalled operations that a rank keeps: some remain after each pause of a rank."""
     stalls = comm_of(pg).stalls
     for table in (stalls._reports, stalls._findings, stalls._asked, stalls.asked_early):
@@ -418,12 +391,12 @@ def plans_of(pg: ProcessGroup) -> Any:
     return dispatcher_of(pg).plans.known.values()
 
 
-def sock_of(link: Any) -> Any:
+def socket_of(link: Any) -> Any:
     """Return the socket of a link."""
     return link._stream.sock
 
 
-def unasked(channel: Any) -> int:
+def ungranted_bytes(channel: Any) -> int:
     """Return the number of bytes sent eagerly over a channel, before the receiver has granted them."""
     return channel._unasked
 
@@ -443,7 +416,7 @@ def waiting_bytes(channel: Any) -> int:
     return channel._waiting._nbytes
 
 
-def waits_of(store: Any) -> Any:
+def pending_waits(store: Any) -> Any:
     """Return the pending waits of an in-process store, by their numbers."""
     return store._waits
 

@@ -7,9 +7,10 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
-from aiocoll import GroupOptions, ProcessGroup, testing
+from aiocoll import GroupOptions, HashStore, ProcessGroup, Recv, Send, new_group, testing
 from aiocoll.transport.memory import Hub
 
 from .internals import comm_of
@@ -27,7 +28,7 @@ def options(transport: str) -> GroupOptions:
     return GroupOptions(transport="auto" if transport == "memory" else transport)  # type: ignore[arg-type]
 
 
-def over(*transports: Any) -> Callable[[Test], Test]:
+def parametrize_transports(*transports: Any) -> Callable[[Test], Test]:
     """Run a test marked with `ranks` over each of these transports, which may be a `pytest.param` with marks."""
 
     def decorate(test: Test) -> Test:
@@ -51,7 +52,25 @@ async def run_ranks(
     )
 
 
-def in_a_fork(call: Callable[[], object]) -> str:
+async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
+    """Check that all data arrives at the right ranks of a group; return its global ranks."""
+    rank, size = pg.rank(), pg.size()
+    for count in (1, 100_000):
+        tensor = np.full(count, 2.0**rank)
+        await pg.allreduce(tensor)
+        assert (tensor == 2.0**size - 1).all()
+        parts = await pg.allgather(None, np.full(count, rank))
+        assert [int(part[-1]) for part in parts] == list(range(size))
+    right, left = (rank + 1) % size, (rank - 1) % size
+    got = np.zeros(3, int)
+    await pg.batch([Send(np.full(3, rank), right), Recv(got, left)])
+    assert (got == left).all()
+    assert (await pg.broadcast(np.full(5, rank), root=size - 1) == size - 1).all()
+    assert await pg.allgather_object((pg.group_name, pg.global_ranks)) == [(pg.group_name, pg.global_ranks)] * size
+    return pg.global_ranks
+
+
+def run_in_fork(call: Callable[[], object]) -> str:
     """Make a call in a forked child; return the text of its error, or an empty string."""
     out, into = os.pipe()
     child = os.fork()
@@ -69,13 +88,30 @@ def in_a_fork(call: Callable[[], object]) -> str:
     return raised
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def wait_until(condition: Callable[[], object]) -> None:
     """Run the loop until `condition` holds, where no event reports it."""
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
-def hub(pg: ProcessGroup) -> Hub:
+def hub_of(pg: ProcessGroup) -> Hub:
     """Return the in-process network of a group."""
     return comm_of(pg).endpoint.context.transport._hub  # type: ignore[attr-defined]
+
+
+async def run_in_two_groups(
+    body: Callable[[ProcessGroup, ProcessGroup], Awaitable[Any]], transport: str = "memory"
+) -> list[Any]:
+    """Run `body(one, two)` on each of two ranks, which share two groups; return the results in rank order."""
+    store = HashStore()
+
+    async def rank(number: int) -> Any:
+        where: dict[str, Any] = {"store": store, "rank": number, "world_size": 2, "options": options(transport)}
+        async with new_group(**where) as one, new_group(**where) as two:
+            return await body(one, two)
+
+    try:
+        return await asyncio.gather(rank(0), rank(1))
+    finally:
+        await store.aclose()

@@ -85,7 +85,7 @@ class RedisServer:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
-    def tell(self, *command: str) -> str:
+    def execute(self, *command: str) -> str:
         """Send a Redis command on a separate connection; return the answer, or the items of a list joined by spaces."""
         return self.send(request(*command))
 
@@ -101,15 +101,15 @@ class RedisServer:
 
     def clients(self) -> int:
         """Return the number of connections, except the connection of this request."""
-        return self.tell("CLIENT", "LIST").count(" fd=") - 1
+        return self.execute("CLIENT", "LIST").count(" fd=") - 1
 
     def requests(self) -> int:
         """Return the number of scripts that the server has carried out."""
-        return int(self.tell("INFO", "commandstats").partition("cmdstat_eval:calls=")[2].partition(",")[0])
+        return int(self.execute("INFO", "commandstats").partition("cmdstat_eval:calls=")[2].partition(",")[0])
 
     def listeners(self, job: str = "") -> int:
         """Return the number of connections that are notified of changes."""
-        return int(self.tell("PUBSUB", "NUMSUB", f"aiocoll:{job}").split()[1])
+        return int(self.execute("PUBSUB", "NUMSUB", f"aiocoll:{job}").split()[1])
 
 
 def _answer(file: IO[bytes]) -> str:

@@ -22,7 +22,7 @@ from aiocoll.transport.frame import FrameKind
 from aiocoll.work import completion_of
 from docs import generate
 
-from .internals import replaced
+from .internals import replace_parts
 from .layers import LAYERS
 from .ranks import run_ranks
 from .test_house import MODULES, imports
@@ -80,7 +80,7 @@ class Profiler:
 async def test_architecture_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record an allreduce of rank 0 over TCP on loopback, which equals an earlier one and waits for rank 1."""
     asyncio.get_running_loop().set_debug(False)  # debug mode watches works that are not awaited
-    replaced(monkeypatch, watching=False)
+    replace_parts(monkeypatch, is_watching=False)
     waits, ended = asyncio.Event(), asyncio.Event()
 
     async def body(pg: ProcessGroup) -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 import aiocoll
 from aiocoll import BlockingGroup, GroupClosedError, GroupOptions, Meeting, ProcessGroup, Ticket, new_group
 
-from .ranks import in_a_fork
+from .ranks import run_in_fork
 
 #: Methods without a blocking counterpart: blocks, iterators, and calls with another name.
 WITH_THE_LOOP = {"cart", "coalescing", "time_estimator", "incoming", "plan", "aclose"}
@@ -238,7 +238,7 @@ def test_exit_of_a_forked_child_does_not_end_its_parents_block() -> None:
             with group:
                 raise SystemExit("exits")
 
-        assert group.rank() != 0 or in_a_fork(exits) == "exits"
+        assert group.rank() != 0 or run_in_fork(exits) == "exits"
         return group.allreduce(1)
 
     assert on_ranks(2, rank) == [2, 2]

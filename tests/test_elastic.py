@@ -24,7 +24,7 @@ from aiocoll import (
     new_group,
 )
 
-from .ranks import until
+from .ranks import wait_until
 
 LIMIT = 20.0
 STEPS = 12
@@ -179,7 +179,7 @@ async def test_elastic_run_includes_all_present_newcomers() -> None:
     async with Meeting(3) as meeting:
         program = Program(meeting, fault, replaced=False, wait=1.0)
         running = asyncio.create_task(program.run())
-        await until(lambda: program.lost)
+        await wait_until(lambda: program.lost)
         program._start(meeting.newcomer())
         for state in await running:
             check(state)
@@ -214,7 +214,7 @@ async def test_elastic_run_continues_without_its_store(caplog: pytest.LogCapture
         running = asyncio.create_task(program.run())
         await met.wait()
     meeting_is_open = False
-    await until(lambda: program.groups[0] == program.groups[1] == [3, 2])
+    await wait_until(lambda: program.groups[0] == program.groups[1] == [3, 2])
     program.steps = 0
     for state in await running:
         assert state["sum"] == state["step"]
@@ -247,9 +247,9 @@ async def test_late_newcomers_join_a_later_group_of_an_elastic_run() -> None:
 
     async with Meeting(1) as meeting:
         first = asyncio.create_task(rank(0, meeting.ticket()))
-        await until(lambda: sizes[0] == [1])
+        await wait_until(lambda: sizes[0] == [1])
         second = asyncio.create_task(newcomer())
-        await until(lambda: sizes[0] == [1, 2])
+        await wait_until(lambda: sizes[0] == [1, 2])
         assert [await newcomer(), await second, await first] == [3, 3, None]
     assert sizes[0] == [1, 2, 3]
 

@@ -25,7 +25,7 @@ from aiocoll.hooks import OperationInfo
 from aiocoll.testing import run_ranks
 
 from .internals import set_limits
-from .ranks import options, over
+from .ranks import options, parametrize_transports
 
 SIZES = (1, 2, 3, 4, 7)
 
@@ -97,7 +97,7 @@ async def test_hook_receives_one_start_and_one_end_per_call(size: int, debug: st
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix", "tcp", "shm")
+@parametrize_transports("memory", "unix", "tcp", "shm")
 async def test_hook_receives_the_operation_info(pg: ProcessGroup, transport: str) -> None:
     recorder = Recorder()
     await pg.allreduce(np.ones(1))  # the first call opens the links
@@ -116,11 +116,11 @@ async def test_hook_receives_the_operation_info(pg: ProcessGroup, transport: str
     assert message.op == ("RECV" if pg.rank() else "SEND")
 
 
-@over("memory", "unix", "tcp", "shm")
+@parametrize_transports("memory", "unix", "tcp", "shm")
 async def test_hook_receives_the_transport_of_an_operation_whose_links_have_closed(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, decoding_budget=0.0)
+    set_limits(monkeypatch, loop_budget=0.0)
     recorder = Recorder()
 
     async def rank(pg: ProcessGroup) -> None:

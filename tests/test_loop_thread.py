@@ -18,7 +18,7 @@ import aiocoll
 from aiocoll import GroupClosedError, Meeting
 from aiocoll.loops import LoopThread, Started
 
-from .ranks import in_a_fork
+from .ranks import run_in_fork
 
 LOOPS = {"default": None, "asyncio": asyncio.new_event_loop}
 
@@ -223,7 +223,7 @@ def test_forked_child_starts_its_own_loop_thread(thread: LoopThread) -> None:
         thread.close()
         raise SystemExit(str(found[0] == os.getpid() and found[1] != parent))
 
-    assert in_a_fork(child) == "True"
+    assert run_in_fork(child) == "True"
     assert not never.done()
     assert thread.start(threading.get_native_id).result(20) == parent
 

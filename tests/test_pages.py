@@ -108,7 +108,7 @@ async def test_redis_example_of_the_guide_works(tmp_path: Path) -> None:
     use = code("docs/guide.md", "On a Redis server").replace("...", "sizes.append(await pg.allreduce(1))")
     user = code("docs/security.md", "What a Redis server sees", 1, "text")
     with redis_server(tmp_path, Authority(tmp_path).make("DNS:localhost")) as server:
-        server.tell(*user.split())
+        server.execute(*user.split())
         use = use.replace("redis://10.0.0.9:6379/0", server.url).replace("ca.pem", server.ca)
         use = use.replace("redis.internal/0", server.tls_url.removeprefix("rediss://")).replace(
             "world_size=4", "world_size=2"
@@ -118,7 +118,7 @@ async def test_redis_example_of_the_guide_works(tmp_path: Path) -> None:
         sizes: list[int] = []
         await asyncio.gather(*(space["main"](rank, sizes) for rank in range(2)))
         assert sizes == [2, 2, 2, 2]
-        assert server.tell("EXISTS", "aiocoll:train-17") == "1"
+        assert server.execute("EXISTS", "aiocoll:train-17") == "1"
 
 
 @pytest.mark.ranks(2)

@@ -32,7 +32,7 @@ from aiocoll.process import (
     this_process,
 )
 
-from .internals import replaced_call
+from .internals import replace_call
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 
@@ -116,7 +116,7 @@ def failing_calls(number: int, *names: str) -> Iterator[None]:
     with ExitStack() as stack:
         for name in names:
             fault = mock.Mock(side_effect=OSError(number, os.strerror(number)))
-            stack.enter_context(replaced_call("aiocoll.process", name, lambda _, fault=fault: fault))
+            stack.enter_context(replace_call("aiocoll.process", name, lambda _, fault=fault: fault))
         yield
 
 

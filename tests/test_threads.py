@@ -31,7 +31,7 @@ from aiocoll import (
 from aiocoll.work import Work
 
 from .internals import callbacks_of
-from .ranks import LINKS, in_a_fork, options, over
+from .ranks import LINKS, options, parametrize_transports, run_in_fork
 
 
 class Loop:
@@ -92,7 +92,7 @@ async def close(groups: list[ProcessGroup]) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_many_threads_can_wait_for_one_work(pg: ProcessGroup) -> None:
     loop = asyncio.get_running_loop()
     work = pg.allreduce(tensor := np.full(5, pg.rank())) if pg.rank() else pg.recv_object(1)
@@ -111,7 +111,7 @@ async def test_many_threads_can_wait_for_one_work(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_threads_can_make_calls_through_the_event_loop(pg: ProcessGroup) -> None:
     rounds = 10
     loop = asyncio.get_running_loop()
@@ -233,7 +233,7 @@ def test_wait_for_a_work_in_a_forked_child_is_refused() -> None:
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         work = elsewhere.run(make_call(groups[0].allreduce, 1))
-        assert "belongs to the parent process" in in_a_fork(work.wait)
+        assert "belongs to the parent process" in run_in_fork(work.wait)
         assert elsewhere.run(add_one(groups[1])) == work.wait(30) == 2
         elsewhere.run(close(groups))
 

@@ -24,7 +24,7 @@ from aiocoll.security.tls import Tls, binding, is_encrypted, make_own_contexts
 from aiocoll.transport.stream.plain_stream import PlainStream
 from aiocoll.transport.stream.tls_stream import TlsStream, open_tls
 
-from .internals import comm_of, replaced
+from .internals import comm_of
 
 KEY = b"a key of this test and no other"
 
@@ -265,7 +265,7 @@ async def test_different_encryption_options_of_ranks_are_reported(hosts: str, ot
 async def test_rank_without_the_cryptography_package_is_reported_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the other rank fails too, instead of waiting."""
     store = HashStore()
-    replaced(monkeypatch, certificate_made=another_process)
+    make_own_contexts.cache_clear()  # as in a process that has no certificate yet
     monkeypatch.setitem(sys.modules, "cryptography", None)
 
     async def rank(rank: int) -> None:

@@ -22,7 +22,7 @@ from aiocoll.store import HashStore
 from aiocoll.testing import run_virtual
 from aiocoll.tuning import default_path, dumps, from_wire, load, to_wire
 
-from .internals import comm_of, plans_of, replaced
+from .internals import comm_of, plans_of, replace_parts
 
 #: A machine with so high a latency that all data are sent at once, whatever the size.
 DEAR = Machine(1.0, 0.001, 1e-9, 1e-10)
@@ -77,7 +77,7 @@ def test_default_single_copy_sizes_depend_on_the_processor(
     processors = tmp_path / "cpuinfo"
     if text is not None:
         processors.write_text(text)
-    replaced(monkeypatch, processors_file=str(processors))
+    replace_parts(monkeypatch, processors_file=str(processors))
     assert from_wire(None, "shm", 2) == Tuning(medium="shm", single_copy=expected)
     assert load(write(path), {}) == Tuning(**machines(), single_copy=expected)
 

@@ -16,8 +16,8 @@ import pytest
 import aiocoll.distributed as dist
 from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup, Recv, Send, Work
 
-from .internals import replaced
-from .ranks import run_ranks, until
+from .internals import replace_parts
+from .ranks import run_ranks, wait_until
 
 
 def forget(pg: ProcessGroup) -> None:
@@ -118,7 +118,7 @@ def test_failed_list_call_is_not_reported_as_unawaited() -> None:
 
 
 def test_unawaited_works_are_reported_if_debug_mode_starts_after_earlier_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, watching=False)
+    replace_parts(monkeypatch, is_watching=False)
     assert warnings_of(forget_and_go_on, debug=False) == []
     assert warnings_of(forget_and_go_on) == [warning(0), warning(1)]
 
@@ -154,7 +154,7 @@ async def _join(work: Work[Any]) -> None:
 async def _call_back(work: Work[Any]) -> None:
     called: list[Any] = []
     work.add_done_callback(called.append)
-    await until(lambda: called)
+    await wait_until(lambda: called)
 
 
 async def _give_up(work: Work[Any]) -> None:
@@ -232,8 +232,8 @@ WAYS: dict[str, Callable[[Work[Any]], Awaitable[Any]]] = {
     "future": lambda work: work.get_future(),
     "callback": _call_back,
     "thread": lambda work: asyncio.to_thread(work.wait),
-    "done": lambda work: until(work.done),
-    "is_success": lambda work: until(work.is_success),
+    "done": lambda work: wait_until(work.done),
+    "is_success": lambda work: wait_until(work.is_success),
     "result": _result,
     "stream": lambda work: work.on_stream(),
     "a cancelled await": _give_up,

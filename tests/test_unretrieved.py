@@ -17,7 +17,7 @@ from aiocoll import CollectiveTimeoutError, GroupError, HashStore, ProcessGroup,
 from aiocoll.unretrieved import CallSite
 from aiocoll.work import completion_of
 
-from .ranks import run_ranks, until
+from .ranks import run_ranks, wait_until
 
 #: Seconds after which a receive without a sender fails.
 SOON = 0.01
@@ -45,7 +45,7 @@ async def test_unretrieved_failure_is_logged_once_with_its_call(
     async def rank(pg: ProcessGroup) -> str:
         if pg.rank() == 0:
             work = failing_receive(pg)
-            await until(work.done)
+            await wait_until(work.done)
             assert not unretrieved_records(), "logged while the failure can still be retrieved"
             del work
             assert len(unretrieved_records()) == 1
@@ -69,7 +69,7 @@ async def retrieve(work: Work[Any], how: str) -> None:
             with pytest.raises(CollectiveTimeoutError):
                 await work
         case "late await":
-            await until(work.done)
+            await wait_until(work.done)
             with pytest.raises(CollectiveTimeoutError):
                 await work
         case "join":
@@ -82,20 +82,20 @@ async def retrieve(work: Work[Any], how: str) -> None:
             await asyncio.wait([future := work.get_future()])
             assert future.exception() is not None
         case "late future":
-            await until(work.done)
+            await wait_until(work.done)
             await asyncio.gather(work.get_future(), return_exceptions=True)
         case "callback" | "late callback":
             if how == "late callback":
-                await until(work.done)
+                await wait_until(work.done)
             called: list[Any] = []
             work.add_done_callback(called.append)
-            await until(lambda: called)
+            await wait_until(lambda: called)
         case "result":
-            await until(work.done)
+            await wait_until(work.done)
             with pytest.raises(CollectiveTimeoutError):
                 work.result()
         case "exception":
-            await until(work.done)
+            await wait_until(work.done)
             assert work.exception() is not None
         case "wait":
             with pytest.raises(CollectiveTimeoutError):
@@ -145,7 +145,7 @@ async def test_cancelled_await_does_not_mark_a_failure_as_retrieved(
             future = work.get_future()
             future.cancel()
             await pg.barrier(key="given up")
-            await until(work.done)
+            await wait_until(work.done)
         else:
             await pg.barrier(key="given up")
             pg.abort("for a test")
@@ -195,7 +195,7 @@ async def test_unretrieved_failures_of_referenced_works_are_logged_at_the_end_of
     store = HashStore()
     async with new_group(store=store, rank=0, world_size=1) as pg:
         work = pg.recv_anysource(np.ones(1), timeout=SOON)
-        await until(work.done)
+        await wait_until(work.done)
     assert len(unretrieved_records()) == 1
     del work
     assert len(unretrieved_records()) == 1
@@ -238,7 +238,7 @@ async def test_unretrieved_failure_keeps_no_frames_or_cycles(
     async def rank(pg: ProcessGroup) -> None:
         work, local = call(pg)
         assert local() is None
-        await until(work.done)
+        await wait_until(work.done)
         gone = weakref.ref(work)
         gc.disable()
         try:

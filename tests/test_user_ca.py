@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -35,8 +36,8 @@ from aiocoll.transport.byte_stream import receive_message, send_message
 from aiocoll.transport.stream.tls_stream import TlsStream, open_tls
 
 from .certificates import Authority, as_options
-from .internals import Limits, comm_of, replaced
-from .ranks import until
+from .internals import Limits, comm_of, replace_parts
+from .ranks import wait_until
 from .transport.test_stream import settle, started
 
 KEY = b"a key of this test and no other"
@@ -369,7 +370,7 @@ async def test_certificates_of_both_ends_are_verified_and_the_handshake_stays_bo
 def unchecked_tls(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> Tls:
     """Use a certificate without checks, as a malicious process or one with another clock does."""
     with monkeypatch.context() as patch:
-        replaced(patch, certificate_refused=lambda *_: None, certificate_clock=lambda: Authority.middle(files))
+        replace_parts(patch, refuse_certificate=lambda *_: None, certificate_clock=lambda: Authority.middle(files))
         return read(files)._replace(job="train")
 
 
@@ -442,7 +443,7 @@ async def test_certificate_without_names_is_refused_at_both_ends(
 
 
 async def test_tls_refusal_reason_is_received_by_a_peer_that_cannot_send(authority: Authority, limits: Limits) -> None:
-    limits(dial_doubt=0.02)
+    limits(dial_retry_time=0.02)
     verifying = prepare(authority.make(ANY), "train", RANK0)
     is_refused = asyncio.Event()
 
@@ -528,9 +529,10 @@ async def test_ranks_with_user_certificates_meet(authority: Authority, world_siz
 async def test_auto_encryption_between_hosts_uses_the_certificate_files(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Make the test fail if a certificate is created, which would need `cryptography`."""
-    replaced(monkeypatch, certificate_made=lambda: pytest.fail("made a certificate"))
+    """Make the test fail that no certificate is created, which would need `cryptography`."""
     each = [options(authority.make(ANY), encryption="auto", host_id=host) for host in "ab"]
+    make_own_contexts.cache_clear()
+    monkeypatch.setitem(sys.modules, "cryptography", None)
     assert await meet(each) == [3.0, 3.0]
 
 
@@ -572,7 +574,7 @@ async def test_certificate_without_the_rank_is_refused_at_both_ends(
     """Let rank 1 use a certificate without its rank, and dial rank 0."""
     good, bad = authority.make(ANY), authority.make(*names, file="bad")
 
-    replaced(monkeypatch, rank_secured=skip_own_check)
+    replace_parts(monkeypatch, prepare_rank_tls=skip_own_check)
     error = await failure([options(good), options(bad)])
     assert isinstance(error, AuthenticationError)
     assert "rank 0 refused the connection: the certificate of this process does not name it" in str(error)
@@ -589,8 +591,8 @@ async def test_dial_of_a_rank_with_a_foreign_certificate_ends_soon(
     """Let rank 1 dial rank 0, which uses the foreign certificate."""
     files = [authority.make(rank_name("train", 7), file="bad"), authority.make(ANY)]
 
-    replaced(monkeypatch, rank_secured=skip_own_check)
-    limits(dial_doubt=0.05)
+    replace_parts(monkeypatch, prepare_rank_tls=skip_own_check)
+    limits(dial_retry_time=0.05)
     error = await failure([options(each) for each in files])
     assert isinstance(error, AuthenticationError)
     message = (
@@ -609,11 +611,13 @@ async def test_rank_with_an_expired_certificate_is_named_with_its_address(
     outdated: int,
 ) -> None:
     """Let rank 1 dial rank 0, with the certificate of one of them expired, or with a wrong clock."""
-    limits(dial_doubt=0.05)
+    limits(dial_retry_time=0.05)
     files = [authority.make(ANY, file="0"), authority.make(ANY, file="1")]
     files[outdated] = authority.make(ANY, file="old", days=(-9, -2))
     old = unchecked_tls(files[outdated], monkeypatch)
-    replaced(monkeypatch, rank_secured=lambda given, *more: old if "old" in given.key else prepare(given, *more))
+    replace_parts(
+        monkeypatch, prepare_rank_tls=lambda given, *more: old if "old" in given.key else prepare(given, *more)
+    )
     dialling = str(await failure([options(each) for each in files]))
     (accepting, *_) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert re.match(r"expected rank 0 at 127\.0\.0\.1 port \d+, but ", dialling)
@@ -630,7 +634,7 @@ async def test_rank_without_certificate_files_is_refused_with_a_remedy(
     files = authority.make(ANY)
     each = [options(files), options(files)]
     each[without] = GroupOptions(transport="tcp", job_key=KEY, bind="127.0.0.1", encryption="tls")
-    limits(dial_doubt=0.05)
+    limits(dial_retry_time=0.05)
     dialling = await failure(each)
     assert isinstance(dialling, AuthenticationError)
     assert "127.0.0.1 port" in str(dialling)
@@ -716,7 +720,7 @@ async def refused_by_store(server: dict[str, Any], client: dict[str, Any]) -> st
     running.start()
     store = TCPStore("127.0.0.1", running.port, timeout=20, **client)
     opening = asyncio.create_task(store.open())
-    await until(lambda: opening.done() or "closes the connection" in str(store.trouble))
+    await wait_until(lambda: opening.done() or "closes the connection" in str(store.trouble))
     opening.cancel()
     (error,) = await asyncio.gather(opening, return_exceptions=True)
     await running.aclose()
@@ -741,7 +745,7 @@ async def test_client_refuses_a_store_with_a_foreign_certificate(
         assert said.startswith("StoreAuthenticationError: cannot use the store at 127.0.0.1")
         assert f": the certificate of the server {message}" in said
     rank = unchecked_tls(authority.make(ANY, file="rank"), monkeypatch)
-    replaced(monkeypatch, server_secured=lambda *_: rank)
+    replace_parts(monkeypatch, prepare_server_tls=lambda *_: rank)
     said = await refused_by_store(good, good)
     assert "the certificate of the server names aiocoll://train/rank/*, but aiocoll://train/store was expected" in said
 
@@ -777,7 +781,7 @@ async def test_store_refuses_clients_with_invalid_certificates(
     """Let the client skip its own checks, as a malicious client or one with another clock does."""
     good = stores(authority.make(STORE, file="store"))
     bad = unchecked_tls(authority.make(*names, days=days), monkeypatch)
-    replaced(monkeypatch, client_secured=lambda *_: bad)
+    replace_parts(monkeypatch, prepare_client_tls=lambda *_: bad)
     said = await refused_by_store(good, good)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"refused a connection: the certificate of 127.0.0.1 {logged}" in warning

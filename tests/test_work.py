@@ -16,11 +16,11 @@ import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupError, GroupOptions, ProcessGroup, Recv, Send, testing
 
-from .ranks import over
+from .ranks import parametrize_transports
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix")
+@parametrize_transports("memory", "unix")
 async def test_thousand_works_can_be_awaited_in_reverse_order(pg: ProcessGroup) -> None:
     works = [pg.allreduce(np.full(3, number)) for number in range(1000)]
     assert [work.seq for work in works] == list(range(1, 1001))
@@ -29,7 +29,7 @@ async def test_thousand_works_can_be_awaited_in_reverse_order(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(3)
-@over("memory", "unix")
+@parametrize_transports("memory", "unix")
 async def test_keyed_works_match_in_any_order(pg: ProcessGroup) -> None:
     keys = [f"layer{number % 50}" for number in range(200)]
     random.Random(pg.rank()).shuffle(keys)
@@ -87,7 +87,7 @@ async def test_awaiting_a_finished_work_does_not_suspend(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix")
+@parametrize_transports("memory", "unix")
 async def test_work_can_have_any_number_of_awaiters(pg: ProcessGroup) -> None:
     tensor = np.ones(10)
     work = pg.broadcast(tensor, 0) if pg.rank() else pg.recv_object(1)
@@ -283,7 +283,7 @@ async def test_abort_fails_a_pending_work(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("timeout", [None, 7.0])
-@over("memory", "unix")
+@parametrize_transports("memory", "unix")
 async def test_finished_operation_releases_its_buffers(pg: ProcessGroup, timeout: float | None) -> None:
     kept = []
     for count in (1, 10_000, 1_000_000):

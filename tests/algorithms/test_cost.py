@@ -12,8 +12,8 @@ from aiocoll.transport.frame import SEGMENT
 
 from ..each import each
 from .cases import BARRIERS, Case, supported_world_size
-from .clockwork import Clockwork
 from .proof import RECEIVES, Proof
+from .simulated_machine import SimulatedMachine
 
 
 def worked(action: Action) -> int:
@@ -107,7 +107,7 @@ def test_predicted_times_approximate_the_simulated_times(kind: str, algorithm: s
             block = nbytes // world_size
             counts, matrix = (block,) * world_size, ((block,) * world_size,) * world_size
             case = Case(kind, algorithm, world_size, 0, count=block * world_size, counts=counts, matrix=matrix)
-            taken = Clockwork(case.programs(), machine).seconds
+            taken = SimulatedMachine(case.programs(), machine).seconds
             predicted = predict(algorithm, kind, block * world_size, world_size, machine)
             hidden = cost(algorithm, kind, block * world_size, world_size).worked * machine.gamma
             least = 0.65 if kind == "monitored_barrier" else 0.75

@@ -16,9 +16,9 @@ from aiocoll.algorithms.two_level.hosts import Hosts, host_numbers
 
 from ..each import each
 from .cases import Case, cases
-from .clockwork import Clockwork
 from .interpreter import execute
 from .proof import Proof
+from .simulated_machine import SimulatedMachine
 
 ALL = sorted(two_level.ALGORITHMS)
 TCP = Tuning().tcp
@@ -202,7 +202,7 @@ def test_predicted_times_approximate_the_simulated_times(kind: str, hosts: tuple
         algorithm = two_level.choose(kind, nbytes, hosts, ordered=False, portable=True, machine=TCP)
         if algorithm is not None:
             case = whole(kind, algorithm, hosts, block=max(nbytes // len(hosts), 1))
-            taken = Clockwork(case.programs(), TCP).seconds
+            taken = SimulatedMachine(case.programs(), TCP).seconds
             predicted = two_level.predict(algorithm, kind, case.count if nbytes else 0, hosts, TCP)
             assert 0.45 * taken <= predicted <= 1.8 * taken, (algorithm, nbytes, predicted / taken)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from aiocoll import AiocollError, GroupOptions, ProcessGroup, new_group
 from aiocoll.work import Work
-from tests.chaos.forked import Report, Reports, run_chosen, run_forked
+from tests.chaos.forked_ranks import Report, Reports, run_chosen, run_forked
 
 from ..internals import comm_of
 

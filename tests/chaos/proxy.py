@@ -20,7 +20,7 @@ from aiocoll.security.handshake import HELLO_SIZE, ClientHandshake, ConnKind
 from aiocoll.store import Store
 from aiocoll.transport.stream import addresses as address
 
-from ..internals import wrapped
+from ..internals import wrap_methods
 
 CHUNK = 1 << 16
 #: The kind of each connection that this process has dialled, by its HELLO message.
@@ -28,7 +28,7 @@ kinds: dict[bytes, ConnKind] = {}
 
 
 @pytest.fixture
-def overheard(monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded_connection_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record the kind of each connection that this process dials, for the proxies."""
 
     def record_kind(hello: Any, handshake: ClientHandshake) -> bytes:
@@ -36,7 +36,7 @@ def overheard(monkeypatch: pytest.MonkeyPatch) -> None:
         kinds[said] = handshake._identity.kind
         return said
 
-    wrapped(monkeypatch, client_hello=record_kind)
+    wrap_methods(monkeypatch, ClientHandshake, hello=record_kind)
     monkeypatch.setattr("tests.chaos.proxy.kinds", {})
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.disturbing import CALLS, WHAT, scenarios
-from tests.chaos.forked import run_scenarios
+from tests.chaos.forked_ranks import run_scenarios
+from tests.chaos.random_disturbances import CALLS, WHAT, scenarios
 
 #: The number of runs of each kind in `make test`.
 FEW = 4
@@ -35,7 +35,7 @@ def check_run(run: dict[str, Any]) -> None:
 @pytest.mark.parametrize("what", WHAT)
 def test_disturbed_calls_return_correct_results_or_raise_errors(what: str, tmp_path: Path) -> None:
     chosen = [number for number, each in enumerate(scenarios()) if each["what"] == what][:FEW]
-    runs, _ = run_scenarios("tests.chaos.disturbing", chosen, tmp_path)
+    runs, _ = run_scenarios("tests.chaos.random_disturbances", chosen, tmp_path)
     assert len(runs) == FEW
     for run in runs:
         check_run(run)
@@ -45,6 +45,6 @@ def test_disturbed_calls_return_correct_results_or_raise_errors(what: str, tmp_p
 def test_disturbed_calls_return_correct_results_or_raise_errors_in_400_runs(tmp_path: Path) -> None:
     all_numbers = list(range(len(scenarios())))
     assert len(all_numbers) == 400
-    runs, _ = run_scenarios("tests.chaos.disturbing", all_numbers, tmp_path)
+    runs, _ = run_scenarios("tests.chaos.random_disturbances", all_numbers, tmp_path)
     for run in runs:
         check_run(run)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.chaos.forked import run_scenarios
-from tests.chaos.killing import CALLS, SINGLE_COPY, SMALL, TRANSPORTS, WORLD_SIZE, scenarios
+from tests.chaos.forked_ranks import run_scenarios
+from tests.chaos.killed_ranks import CALLS, SINGLE_COPY, SMALL, TRANSPORTS, WORLD_SIZE, scenarios
 
 #: Seconds within which the other ranks must report the killed rank.
 SOON = 1.0
@@ -19,7 +19,7 @@ FEW = 20
 
 def results_of(chosen: list[int], temporary: Path) -> list[dict[str, Any]]:
     """Run the given scenarios; return their results."""
-    runs, log = run_scenarios("tests.chaos.killing", chosen, temporary)
+    runs, log = run_scenarios("tests.chaos.killed_ranks", chosen, temporary)
     assert log == ""
     return runs
 

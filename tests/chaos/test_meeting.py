@@ -11,9 +11,9 @@ import pytest
 from aiocoll import AiocollError, GroupOptions, RendezvousError, StoreUnavailableError, new_group
 from aiocoll.security.handshake import CONFIRM_SIZE, HELLO_SIZE, PROOF_SIZE, ConnKind
 from aiocoll.store import HashStore, Store, StoreServer, TCPStore
-from tests.chaos.proxy import Detour, Fault, Proxy, overheard  # noqa: F401
+from tests.chaos.proxy import Detour, Fault, Proxy, recorded_connection_kinds  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("overheard")
+pytestmark = pytest.mark.usefixtures("recorded_connection_kinds")
 
 KEY = b"k" * 32
 OPTIONS = GroupOptions(transport="unix", job_key=KEY)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.forked import LIMIT, run_scenarios
+from tests.chaos.forked_ranks import LIMIT, run_scenarios
 from tests.chaos.outboxes import CALLS, WHAT, WORLD_SIZES, members, scenarios
 
 #: Seconds within which a killed rank ("kill") and a stopped rank ("long") must be reported.

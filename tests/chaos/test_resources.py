@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import subprocess
 from collections.abc import Iterator
@@ -20,28 +19,11 @@ from aiocoll.store import FileStore, TCPStore
 from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.transport import StreamTransport
 
+from ..descriptors import descriptor_limit
+
 KEY = b"k" * 32
 #: Seconds after which ranks give up a rendezvous that cannot succeed.
 SHORT = 0.3
-
-
-@contextmanager
-def descriptor_limit(more: int) -> Iterator[None]:
-    """Let this process open at most `more` additional files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    used = {int(name) for name in os.listdir("/proc/self/fd")}
-    # The limit is on descriptor numbers, and each new descriptor takes the lowest free number.
-    limit = free
-    while more:
-        more -= limit not in used
-        limit += 1
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def meet(transport: str, timeout: float) -> list[Any]:

@@ -23,7 +23,7 @@ from aiocoll.security.handshake import CHALLENGE_SIZE, CONFIRM_SIZE, HELLO_SIZE,
 from aiocoll.store import HashStore, Store, StoreServer, TCPStore
 from aiocoll.transport.frame import HEADER, HEADER_SIZE
 from aiocoll.transport.stream.stream_options import StreamOptions
-from tests.chaos.proxy import Detour, Fault, Proxy, overheard  # noqa: F401
+from tests.chaos.proxy import Detour, Fault, Proxy, recorded_connection_kinds  # noqa: F401
 
 from ..internals import Limits
 
@@ -47,7 +47,7 @@ TOGETHER = 100
 FLIPS = (0x04, 0x01, 0x80, 0xFF)
 
 
-pytestmark = pytest.mark.usefixtures("overheard")
+pytestmark = pytest.mark.usefixtures("recorded_connection_kinds")
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def _shorten_deadlines(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
     """Shorten the deadlines that ranks with stalled links wait for."""
     shorter = (*StreamOptions.__init__.__defaults__[:5], 1.0, *StreamOptions.__init__.__defaults__[6:])
     monkeypatch.setattr(StreamOptions.__init__, "__defaults__", shorter)
-    limits(store_handshake=1.0, control_parting=0.3, linger=0.3)
+    limits(store_handshake_timeout=1.0, departure_timeout=0.3, linger=0.3)
 
 
 async def run_rank(store: Store, rank: int, flavour: str) -> str:

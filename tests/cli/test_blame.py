@@ -124,7 +124,7 @@ def test_rank_that_fails_because_of_another_rank_is_not_blamed(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], reaction: str
 ) -> None:
     """Let rank 1 fail first and end last."""
-    limits(run_release=30)
+    limits(run_release_timeout=30)
     script = SCRIPT.format(fault="raise ValueError('no data')", other=REACTIONS[reaction])
     script = script.replace("asyncio.run(main())", ENDING)
     os.mkfifo(launch.path / "fifo")
@@ -208,7 +208,7 @@ STUCK = """
 def test_launcher_prints_a_stopped_rank_last_if_the_stop_made_other_ranks_fail(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_release=0.2, run_grace=0.2)
+    limits(run_release_timeout=0.2, run_grace_period=0.2)
     os.mkfifo(launch.path / "fifo")
     assert main.main(["run", "-n", "2", launch.write(STUCK), str(launch.path / "fifo")]) == 1
     *others, error, last = capfd.readouterr().err.splitlines()
@@ -361,7 +361,7 @@ def test_launcher_prints_a_mismatch_once_with_both_calls(launch: Launch) -> None
 def test_launcher_prints_an_equal_error_of_all_ranks_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_release=30)
+    limits(run_release_timeout=30)
     script = launch.write("raise ValueError('no data')")
     assert main.main(["run", "-n", "3", script]) == 1
     others, *lines = capfd.readouterr().err.splitlines()

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import aiocoll
+from aiocoll import users
 from aiocoll.cli import checks, doctor
 from aiocoll.cli.checks import CheckResult, check_load, look
 from aiocoll.cli.main import main
@@ -28,7 +29,8 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.link import LOOPBACK_BUFFER
 
 from ..certificates import Authority, as_variables
-from ..internals import Limits, replaced
+from ..internals import Limits
+from ..redirected_files import redirect_files
 from ..rendezvous.test_launchers import SLURM as OF_SLURM
 
 LIMIT = 120
@@ -235,7 +237,7 @@ def test_doctor_reports_a_system_call_that_python_lacks_as_a_problem(monkeypatch
 
 
 def test_doctor_reports_unix_sockets_of_another_user_as_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, peer_uid=lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr(users, "peer_uid", lambda sock: os.geteuid() + 1)
     finding = finding_of("unix sockets")
     assert not finding.fine
     assert f"its own unix socket belongs to user {os.geteuid() + 1}, not to this user" in finding.value
@@ -246,7 +248,7 @@ def test_doctor_checks_leave_no_open_files(monkeypatch: pytest.MonkeyPatch) -> N
     before = os.listdir("/proc/self/fd")
     list(look(2))
     monkeypatch.setattr(os, "posix_fallocate", failing_call(errno.ENOSPC))
-    replaced(monkeypatch, peer_uid=failing_call(errno.ENOPROTOOPT))
+    monkeypatch.setattr(users, "peer_uid", failing_call(errno.ENOPROTOOPT))
     list(look(2))
     assert os.listdir("/proc/self/fd") == before
 
@@ -294,7 +296,7 @@ def test_doctor_reads_the_memory_limit_of_the_cgroup(
     (tmp_path / "self" / "cgroup").write_text("8:pids:/\n0::/job\n")
     (tmp_path / path).parent.mkdir(exist_ok=True)
     (tmp_path / path).write_text(f"{text}\n")
-    replaced(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path)
+    redirect_files(monkeypatch, {"/proc/self": tmp_path / "self", "/sys/fs/cgroup": tmp_path})
     assert finding_of("memory of the cgroup").value == value
 
 
@@ -302,11 +304,9 @@ def test_doctor_reads_the_memory_limit_of_the_cgroup(
 def test_doctor_reports_small_socket_buffers_as_a_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nbytes: int
 ) -> None:
-    folder = tmp_path / "sys" / "net" / "core"
-    folder.mkdir(parents=True)
     for name in ("rmem_max", "wmem_max"):
-        (folder / name).write_text(f"{nbytes}\n")
-    replaced(monkeypatch, proc_folder=tmp_path)
+        (tmp_path / name).write_text(f"{nbytes}\n")
+    redirect_files(monkeypatch, {"/proc/sys/net/core": tmp_path})
     for name in ("rmem_max", "wmem_max"):
         finding = finding_of(f"net.core.{name}")
         assert finding.fine, "the default of most systems is reported as a problem"
@@ -314,10 +314,11 @@ def test_doctor_reports_small_socket_buffers_as_a_hint(
 
 
 def test_doctor_omits_facts_from_unreadable_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    replaced(monkeypatch, proc_folder=tmp_path, cgroup_folder=tmp_path, shm_folder=tmp_path / "none")
+    redirect_files(monkeypatch, dict.fromkeys(("/proc/self", "/proc/sys", "/sys/fs/cgroup"), tmp_path))
+    monkeypatch.setattr(os, "statvfs", failing_call(errno.ENOENT))
     names = {finding.name for finding in look(1)}
     assert "open files" in names
-    assert not {"memory of the cgroup", "net.core.rmem_max", str(tmp_path / "none")} & names
+    assert not {"memory of the cgroup", "net.core.rmem_max", "/dev/shm"} & names
 
 
 def test_doctor_prints_no_limits_on_a_system_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +448,7 @@ def test_doctor_checks_the_certificate_of_the_users_ca(tmp_path: Path, monkeypat
 
 
 def test_doctor_reports_a_failed_rendezvous_as_a_problem(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:
-    limits(doctor_patience=1e-3)
+    limits(doctor_max_wait=1e-3)
     assert main(["doctor"]) == 1
     output = capsys.readouterr().out
     assert "failed (TimeoutError)" in output
@@ -484,7 +485,7 @@ def test_doctor_derives_single_copy_from_the_ptrace_scope_of_yama(
     scope: str, user: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "ptrace_scope").write_text(f"{scope}\n")
-    replaced(monkeypatch, yama_scope_file=str(tmp_path / "ptrace_scope"))
+    redirect_files(monkeypatch, {"/proc/sys/kernel/yama": tmp_path})
     monkeypatch.setattr(os, "geteuid", lambda: user)
     finding = finding_of("single copy")
     value, remedy = SCOPES["0" if user == 0 else scope]

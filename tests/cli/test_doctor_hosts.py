@@ -28,10 +28,10 @@ from aiocoll.options import GroupOptions
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
 from aiocoll.transport.byte_stream import ByteStream
 
-from ..internals import Limits, replaced
+from ..internals import Limits, replace_parts
 from ..pages import ROOT
 from ..ports import free_port
-from ..ranks import until
+from ..ranks import wait_until
 
 KEY = b"of this test and no other"
 LIMIT = 60
@@ -231,14 +231,14 @@ def listening_record(port: int) -> Any:
 async def test_doctor_reports_a_host_that_stops(
     meet: Meet, limits: Limits, port: int, rounds: int, name: str, text: str
 ) -> None:
-    limits(doctor_dial=0.1, doctor_slack=0.3, doctor_ping=0.1)
+    limits(doctor_dial_timeout=0.1, doctor_slack=0.3, doctor_ping_time=0.1)
     values = [CAME, listening_record(free_port())][:rounds]
     met, _ = await asyncio.gather(meet(0, 2), publish_as_host_1(port, *values))
     assert advice(met)[name] == text
 
 
 async def test_doctor_reports_a_refused_connection(meet: Meet, limits: Limits, port: int) -> None:
-    limits(doctor_dial=0.3)
+    limits(doctor_dial_timeout=0.3)
     unused_port = free_port()
     met, _ = await asyncio.gather(
         meet(0, 2), publish_as_host_1(port, CAME, listening_record(unused_port), REACHED, None)
@@ -254,7 +254,7 @@ async def test_doctor_reports_a_refused_connection(meet: Meet, limits: Limits, p
 
 
 async def test_doctor_reports_another_program_at_a_host_port(meet: Meet, limits: Limits, port: int) -> None:
-    limits(doctor_dial=0.3)
+    limits(doctor_dial_timeout=0.3)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -273,12 +273,12 @@ async def test_doctor_reports_a_connection_without_an_answer(
     meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accept connections, but send no byte back."""
-    limits(doctor_ping=0.1)
+    limits(doctor_ping_time=0.1)
 
     async def close_at_once(stream: ByteStream) -> None:
         stream.close()
 
-    replaced(monkeypatch, doctor_answer=close_at_once)
+    replace_parts(monkeypatch, echo_bytes=close_at_once)
     met, _ = await asyncio.gather(meet(0, 2), meet(1, 2))
     assert met.rows[1][0].trouble == ": the connection was made, and then no byte came back"
 
@@ -407,11 +407,11 @@ async def test_doctor_lists_the_arrived_hosts_at_a_terminal(
         def isatty(self) -> bool:
             return True
 
-    limits(progress_again=0.0)
+    limits(progress_interval=0.0)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     first = asyncio.create_task(meet(0, 2))  # type: ignore[arg-type]
-    await until(lambda: "\x1b[K1 of 2 hosts have come, " in terminal.getvalue())
+    await wait_until(lambda: "\x1b[K1 of 2 hosts have come, " in terminal.getvalue())
     met = await asyncio.gather(first, meet(1, 2))
     assert [each.reaches(0, 1) for each in met] == [True, True]
     shown = terminal.getvalue()

@@ -32,7 +32,7 @@ from aiocoll.cli.workload import Case
 from aiocoll.machine_load import LoadMeter, MachineLoad
 from aiocoll.testing import run_ranks
 
-from ..internals import replaced
+from ..internals import replace_parts
 
 ROOT = Path(__file__).parents[2]
 FULL = Path("/dev/full")
@@ -281,8 +281,8 @@ def run_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
         return [[Timing([1000], 0.0, 0)] * 3] * ranks
 
     found = [CheckResult("host", f"check {number}", "fine") for number in range(1000)]
-    replaced(monkeypatch, bench_processes=fake_timings, doctor_look=lambda *_: found)
-    replaced(monkeypatch, doctor_meeting=lambda ranks: ([], CheckResult("ranks", "meeting", "2 met")))
+    replace_parts(monkeypatch, run_bench_processes=fake_timings, run_doctor_checks=lambda *_: found)
+    replace_parts(monkeypatch, run_doctor_rendezvous=lambda ranks: ([], CheckResult("ranks", "meeting", "2 met")))
     monkeypatch.setattr(LoadMeter, "lap", lambda _: MachineLoad(0.0, 0.0, 0.0, None))
     errors = tmp_path / "errors"
 

@@ -15,7 +15,7 @@ import pytest
 from aiocoll.cli import main
 
 from ..internals import Limits
-from .mending import ELASTIC, MENDS, Ranks, enough, states
+from .repairing_programs import ELASTIC, REPAIRING, Ranks, enough, states
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
@@ -84,7 +84,7 @@ def test_elastic_group_survives_the_consecutive_loss_of_all_initial_ranks(launch
 def test_newcomer_that_is_lost_before_it_joins_is_replaced(launch: Launch, tmp_path: Path) -> None:
     """Let the newcomer for rank 1 die when it starts; the next newcomer joins."""
     dies = "    if os.environ['AIOCOLL_RESTART_COUNT'] == '1': os.kill(os.getpid(), 9)\n"
-    script = MENDS.replace("    asyncio.run(main())", f"{dies}    asyncio.run(main())")
+    script = REPAIRING.replace("    asyncio.run(main())", f"{dies}    asyncio.run(main())")
     job = launch("-n", SIZE, "--max-restarts", 2, script=script, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 3", SIZE)
@@ -98,7 +98,7 @@ def test_newcomer_that_is_lost_before_it_joins_is_replaced(launch: Launch, tmp_p
 
 def test_launcher_restarts_all_ranks_after_the_loss_of_all_ranks(launch: Launch, tmp_path: Path) -> None:
     """Allow one restart, which covers all ranks."""
-    job = launch("-n", SIZE, "--max-restarts", 1, script=MENDS, args=[enough(tmp_path)])
+    job = launch("-n", SIZE, "--max-restarts", 1, script=REPAIRING, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 3", SIZE)
     ranks.kill(0, 1, 2)
@@ -113,7 +113,7 @@ def test_launcher_restarts_all_ranks_after_the_loss_of_all_ranks(launch: Launch,
 
 def test_launcher_restarts_waiting_newcomers_after_the_loss_of_all_members(launch: Launch, tmp_path: Path) -> None:
     """Kill rank 0, the only member, while a newcomer for rank 1 waits for a group."""
-    script = MENDS.replace(
+    script = REPAIRING.replace(
         "        pg = await become_a_rank()", "        print('comes')\n        pg = await become_a_rank()"
     )
     script = script.replace(
@@ -138,7 +138,7 @@ def test_launcher_restarts_waiting_newcomers_after_the_loss_of_all_members(launc
 
 
 def test_failure_after_the_last_restart_ends_the_job(launch: Launch, tmp_path: Path) -> None:
-    job = launch("-n", SIZE, "--max-restarts", 1, script=MENDS, args=[enough(tmp_path)])
+    job = launch("-n", SIZE, "--max-restarts", 1, script=REPAIRING, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 3", SIZE)
     ranks.kill(1)
@@ -152,7 +152,7 @@ def test_failure_after_the_last_restart_ends_the_job(launch: Launch, tmp_path: P
 
 
 def test_rank_that_raises_is_replaced_and_its_traceback_is_printed(launch: Launch, tmp_path: Path) -> None:
-    script = MENDS.replace(
+    script = REPAIRING.replace(
         "total = await", "if os.environ.get('RANK') == '2' and state['steps'] == 5: raise ValueError('no data')\n"
         "                total = await",
     )  # fmt: skip
@@ -176,7 +176,7 @@ def test_rank_that_ends_with_success_is_not_replaced(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Let one rank end while the other continues."""
-    limits(run_settle=0)
+    limits(run_replace_after=0)
     script = launch.write("""
         import asyncio, os, select
         import aiocoll
@@ -232,7 +232,7 @@ def test_waiting_newcomer_is_stopped_when_the_other_ranks_end(launch: Launch) ->
 
 
 def test_dump_can_be_requested_from_newcomers(launch: Launch, tmp_path: Path) -> None:
-    job = launch("-n", 2, "--max-restarts", 1, script=MENDS, args=[enough(tmp_path)])
+    job = launch("-n", 2, "--max-restarts", 1, script=REPAIRING, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 2", 2)
     ranks.kill(1)
@@ -282,7 +282,7 @@ def test_program_that_cannot_start_is_restarted_up_to_the_limit(launch: Launch) 
 
 def test_failure_without_restarts_ends_the_job(launch: Launch, tmp_path: Path) -> None:
     """Use a group that could repair itself if restarts were allowed."""
-    job = launch("-n", 2, script=MENDS, args=[enough(tmp_path)])
+    job = launch("-n", 2, script=REPAIRING, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 2", 2)
     ranks.kill(1)
@@ -352,7 +352,7 @@ def test_restarted_ranks_meet_at_the_same_port(launch: Launch) -> None:
 def test_signal_to_the_launcher_ends_the_job_without_a_restart(
     launch: Launch, tmp_path: Path, number: signal.Signals
 ) -> None:
-    job = launch("-n", 2, "--max-restarts", 5, script=MENDS, args=[enough(tmp_path)])
+    job = launch("-n", 2, "--max-restarts", 5, script=REPAIRING, args=[enough(tmp_path)])
     ranks = Ranks(job)
     ranks.read("(member) of 2", 2)
     job.process.send_signal(number)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .mending import ELASTIC, MENDS, Ranks, enough, states
+from .repairing_programs import ELASTIC, REPAIRING, Ranks, enough, states
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Job, Launch
@@ -194,7 +194,7 @@ def test_launchers_start_newcomers_of_an_elastic_group_on_each_host(
 
 def test_loss_of_all_ranks_on_all_hosts_restarts_all_ranks(start: Start, tmp_path: Path) -> None:
     args = (enough(tmp_path),)
-    jobs = [start(host, "-n", 1, "--max-restarts", 4, script=MENDS, args=args) for host in range(2)]
+    jobs = [start(host, "-n", 1, "--max-restarts", 4, script=REPAIRING, args=args) for host in range(2)]
     hosts = [Ranks(job) for job in jobs]
     for ranks in hosts:
         ranks.read("(member) of 2", 1)

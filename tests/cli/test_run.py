@@ -163,7 +163,7 @@ def test_uncaught_exception_is_printed_with_the_rank_that_raised(launch: Launch)
 def test_ranks_that_ignore_the_end_of_the_job_are_killed(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_grace=0.1)
+    limits(run_grace_period=0.1)
     script = launch.write("""
         import os, signal, sys
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -265,9 +265,8 @@ def test_ranks_are_killed_with_their_launcher(launch: Launch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="waits for an end by a pidfd")
 def test_launcher_does_not_wait_for_a_process_that_a_rank_left_running(
-    launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
+    launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_drain=0.1)
     script = launch.write("""
         import subprocess, sys
         left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

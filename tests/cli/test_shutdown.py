@@ -61,18 +61,17 @@ SAVES = """
     [("SIGTERM", "SIGTERM", ()), ("SIGINT", "Ctrl-C", ()), ("SIGTERM", "SIGTERM", ("--max-restarts", "3"))],
 )
 def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_time_limit(
-    launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], name: str, again: str, options: tuple[str, ...]
+    launch: Launch, capfd: pytest.CaptureFixture[str], name: str, again: str, options: tuple[str, ...]
 ) -> None:
-    limits(run_report_after=0.2)
     script = launch.write(IGNORES)
-    code = main.main(["run", "-n", "2", "--kill-after", "0.6", *options, script, name])
+    code = main.main(["run", "-n", "2", "--kill-after", "2", *options, script, name])
     assert code == 128 + signal.Signals[name]
     lines = capfd.readouterr().err.splitlines()
     # The line at which Ctrl-C interrupts rank 0 depends on the progress of its interpreter.
     assert [line for line in lines if line.startswith("aiocoll run:") and "was interrupted" not in line] == [
-        f"aiocoll run: waiting for rank 1 to end after {name}; SIGKILL follows in 0 s, or at once after a second "
+        f"aiocoll run: waiting for rank 1 to end after {name}; SIGKILL follows in 1 s, or at once after a second "
         f"{again}",
-        f"aiocoll run: sent SIGKILL to rank 1, 1 s after {name}",
+        f"aiocoll run: sent SIGKILL to rank 1, 2 s after {name}",
         f"aiocoll run: stopped by {name}",
     ]
 
@@ -81,7 +80,7 @@ def test_ranks_that_ignore_a_signal_are_named_and_killed_after_the_time_limit(
 def test_second_signal_to_the_launcher_kills_the_ranks_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    limits(run_signal_twice=0)
+    limits(run_repeated_signal_time=0)
     assert main.main(["run", "-n", "1", launch.write(SENDS_AGAIN), name]) == 128 + signal.Signals[name]
     assert capfd.readouterr().err.splitlines() == [
         f"aiocoll run: sent SIGKILL to rank 0, after a second {name}",
@@ -92,7 +91,7 @@ def test_second_signal_to_the_launcher_kills_the_ranks_at_once(
 def test_rank_keeps_the_full_time_limit_when_another_rank_ends_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_release=0.05, run_grace=0.05)
+    limits(run_release_timeout=0.05, run_grace_period=0.05)
     assert main.main(["run", "-n", "2", launch.write(SAVES)]) == 143
     output = capfd.readouterr()
     assert output.out == "[1] saved\n"
@@ -110,7 +109,7 @@ class StoppedElsewhere(TwoHosts):
 def test_rank_keeps_the_full_time_limit_when_another_host_ends_at_once(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits(run_release=0.05, run_grace=0.05)
+    limits(run_release_timeout=0.05, run_grace_period=0.05)
 
     def environment(start: RankStart) -> dict[str, str]:
         return {**os.environ, "RANK": str(start.rank)}
@@ -122,12 +121,11 @@ def test_rank_keeps_the_full_time_limit_when_another_host_ends_at_once(
 
 @pytest.mark.slow
 def test_stuck_rank_is_named_with_its_line_while_the_launcher_waits(
-    launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
+    launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Handle SIGTERM in the event loops of the ranks, as servers do, while the loop of rank 1 is blocked."""
-    limits(run_report_after=2)
     script = launch.write("""
-        import asyncio, os, signal, time
+        import asyncio, os, signal, threading, time
         import aiocoll
 
         async def main():
@@ -136,7 +134,7 @@ def test_stuck_rank_is_named_with_its_line_while_the_launcher_waits(
             async with aiocoll.new_group() as pg:
                 await pg.barrier()
                 if pg.rank() == 1:
-                    os.kill(os.getppid(), signal.SIGTERM)
+                    threading.Timer(1, os.kill, (os.getppid(), signal.SIGTERM)).start()
                     time.sleep(600)
                 await stop.wait()
 

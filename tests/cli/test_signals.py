@@ -62,7 +62,7 @@ def test_launcher_receives_a_signal_that_arrives_just_before_its_main_thread_wai
 
 def test_launcher_forwards_a_signal_once_that_arrives_twice_at_once(limits: Limits) -> None:
     """Send the signal twice, as `timeout` does: to the launcher and to its process group."""
-    limits(run_signal_twice=LIMIT)
+    limits(run_repeated_signal_time=LIMIT)
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     with (
         signal_handler(signal.SIGTERM, signal.SIG_DFL),

@@ -27,7 +27,7 @@ from aiocoll.cli.workload import KINDS, OPS, Case
 from aiocoll.machine_load import LoadMeter, MachineLoad
 from aiocoll.native import IMPLEMENTATION, core
 
-from ..internals import Limits, replaced
+from ..internals import Limits, replace_parts
 
 ROOT = Path(__file__).parents[2]
 VERSION = (
@@ -96,8 +96,8 @@ def test_interrupted_command_ends_with_130(command: str, monkeypatch: pytest.Mon
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    replaced(monkeypatch, bench_processes=interrupt, doctor_look=interrupt, trace_collect=interrupt)
-    replaced(monkeypatch, doctor_meeting=interrupt)
+    replace_parts(monkeypatch, run_bench_processes=interrupt, run_doctor_checks=interrupt, collect_dumps=interrupt)
+    replace_parts(monkeypatch, run_doctor_rendezvous=interrupt)
     assert main([command, *(["dump"] if command == "trace" else [])]) == 130
 
 
@@ -107,7 +107,7 @@ def test_failed_benchmark_prints_its_reason(
     async def fail(*_: object, **__: object) -> None:
         raise ChildProcessError("rank 1 of 2 was killed by SIGKILL")
 
-    replaced(monkeypatch, bench_processes=fail)
+    replace_parts(monkeypatch, run_bench_processes=fail)
     assert main(["bench", "--json"]) == 1
     assert capsys.readouterr() == ("", "aiocoll bench: rank 1 of 2 was killed by SIGKILL\n")
 
@@ -124,7 +124,7 @@ def test_bench_reports_wrong_results_in_the_json_object_and_the_exit_code(
     load = [MachineLoad(9.0, 9.0, 9.0, 9.0)]
     monkeypatch.setattr(os, "getloadavg", lambda: (1.375, 0.0, 0.0))
     monkeypatch.setattr(LoadMeter, "lap", lambda _: load[0])
-    replaced(monkeypatch, bench_processes=fake_timings)
+    replace_parts(monkeypatch, run_bench_processes=fake_timings)
     argv = ["bench", "allreduce", "-n", "3", "--min", "4K", "--max", "4K", "--op", "max", "--dtype", "int16", "--json"]
     assert main(argv) == int(wrong > 0)
     out, err = capsys.readouterr()
@@ -169,7 +169,7 @@ def test_json_object_of_a_collective_without_reduction_has_no_op(
     async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
         return [[Timing([1000], 0.0, 0)]] * ranks
 
-    replaced(monkeypatch, bench_processes=fake_timings)
+    replace_parts(monkeypatch, run_bench_processes=fake_timings)
     assert main(["bench", "barrier", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert (output["op"], output["results"][0]["bytes"]) == (None, 0)
@@ -206,7 +206,7 @@ def test_printed_tables_fit_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsy
     async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
         return [[Timing([10**10 - 1], 1.0, 10**6 - 1)]] * ranks
 
-    replaced(monkeypatch, bench_processes=fake_timings)
+    replace_parts(monkeypatch, run_bench_processes=fake_timings)
     for kind in KINDS:
         for op in OPS if kind == "reduce_scatter" else OPS[:1]:
             main(["bench", kind, "-n", "1000", "--op", op, "--dtype", "float64", "--min", "2G", "--max", "2G"])
@@ -245,8 +245,11 @@ def test_report_text_is_equal_with_and_without_colours(
 ) -> None:
     found = [CheckResult("host", "disk", "full", "empty it", fine=False), CheckResult("host", "fan", "loud", "wait")]
     met = CheckResult("ranks", "meeting", "2 met")
-    replaced(
-        monkeypatch, doctor_look=lambda *_: found, doctor_meeting=lambda ranks: ([], met), doctor_load=lambda _: []
+    replace_parts(
+        monkeypatch,
+        run_doctor_checks=lambda *_: found,
+        run_doctor_rendezvous=lambda ranks: ([], met),
+        check_machine_load=lambda _: [],
     )
     monkeypatch.setenv("FORCE_COLOR", "1" if colours else "")
     assert main(["doctor"]) == 1
@@ -272,7 +275,7 @@ async def test_progress_line_is_updated_and_removed_at_the_end(limits: Limits, m
         reported.put_nowait(seconds)
         return f"at {seconds}"
 
-    limits(progress_again=0.0)
+    limits(progress_interval=0.0)
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
         with Progress() as progress:

@@ -20,9 +20,9 @@ from aiocoll.dump.files import FORMAT, file_name
 from aiocoll.engine.journal import HISTORY
 from aiocoll.testing import run_processes
 from aiocoll.testing.virtual import run_virtual
-from tests.cli import recorded
+from tests.cli import traced_ranks
 
-HERE = recorded.__file__
+HERE = traced_ranks.__file__
 
 
 def trace(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -62,7 +62,7 @@ async def test_trace_of_a_hang_names_the_collective_the_line_and_the_missing_ran
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = GroupOptions(dump_dir=str(tmp_path))
-    lines = await run_processes(3, recorded.hang, 2, 1, options=options)
+    lines = await run_processes(3, traced_ranks.hang, 2, 1, options=options)
     perfetto = tmp_path / "trace.json"
     code, output = trace(capsys, *files(tmp_path), "--perfetto", perfetto)
     assert code == 1
@@ -85,7 +85,7 @@ async def test_trace_of_a_hang_names_the_collective_the_line_and_the_missing_ran
 
 @pytest.mark.slow
 async def test_trace_of_a_mismatch_names_both_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    await run_processes(3, recorded.reduce_different_sizes, options=GroupOptions(dump_dir=str(tmp_path)))
+    await run_processes(3, traced_ranks.reduce_different_sizes, options=GroupOptions(dump_dir=str(tmp_path)))
     code, output = trace(capsys, *files(tmp_path))
     assert code == 1
     assert "failed: CollectiveMismatchError: Collectives differ in the following: counts, shape. Group" in output
@@ -104,7 +104,7 @@ async def test_signal_makes_a_living_rank_write_a_dump(
     loop: Any, blocked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = GroupOptions(dump_dir=str(tmp_path))
-    await run_processes(2, recorded.signal_each_other, str(tmp_path), blocked, options=options, loop=loop)
+    await run_processes(2, traced_ranks.signal_each_other, str(tmp_path), blocked, options=options, loop=loop)
     code, output = trace(capsys, *files(tmp_path))
     assert code == 0
     assert "no collective diverged" in output

@@ -18,7 +18,7 @@ from aiocoll.errors import RendezvousError
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.tuning import default_path, load
 
-from ..internals import Limits, replaced
+from ..internals import Limits
 
 ARGS = argparse.Namespace(tune=True)
 QUIET, BUSY = Machine(20e-6, 5e-6, 1e-9, 1e-10), Machine(80e-6, 4e-6, 2e-9, 2e-10)
@@ -38,7 +38,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict:
     async def measure_single_copy(*_: object) -> SingleCopy:
         return TUNING.single_copy
 
-    replaced(monkeypatch, tune_measure=measure, tune_single_copy=measure_single_copy)
+    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune, "measure_single_copy", measure_single_copy)
     return launches
 
 
@@ -53,7 +54,7 @@ def tuning_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 async def test_tune_measures_every_transport_with_two_processes(limits: Limits) -> None:
-    limits(tune_enough=0.0)
+    limits(tune_time_limit=0.0)
     launches = await tune.measure(launches=3, seconds=0.0)
     assert {"tcp", "unix"} <= launches.keys()
     for (machine,) in launches.values():
@@ -82,7 +83,7 @@ def test_tune_reports_unavailable_single_copy(
     async def measure_single_copy(*_: object) -> None:
         return None
 
-    replaced(monkeypatch, tune_single_copy=measure_single_copy)
+    monkeypatch.setattr(tune, "measure_single_copy", measure_single_copy)
     assert tune.run(ARGS) == 0
     assert load(None, {"XDG_CACHE_HOME": str(tuning_path.parents[1])}) == Tuning(tcp=QUIET, unix=QUIET)
     assert "single copy: processes of this host cannot read the memory of other processes\n" in capsys.readouterr().out
@@ -167,7 +168,7 @@ def test_failed_measurement_writes_no_tuning_file(
     async def measure(*_: object) -> dict:
         raise error
 
-    replaced(monkeypatch, tune_measure=measure)
+    monkeypatch.setattr(tune, "measure", measure)
     interrupted = isinstance(error, KeyboardInterrupt)
     assert main(["bench", "--tune"]) == (130 if interrupted else 1)
     assert capsys.readouterr().err == ("" if interrupted else f"aiocoll bench: {error}\n")

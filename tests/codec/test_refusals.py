@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import datetime as dt
-import enum
 import os
 import random
 import subprocess
@@ -12,7 +11,7 @@ import sys
 import zoneinfo
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
 import ml_dtypes
@@ -24,19 +23,7 @@ from aiocoll.codec import dumps, loads
 from aiocoll.errors import SerializationError
 
 from ..each import each
-
-
-class Point(NamedTuple):
-    x: int
-    y: int
-
-
-class Colour(enum.IntEnum):
-    RED = 1
-
-
-class Local:
-    """An object that the codec does not support."""
+from .classes import Colour, Local, Point
 
 
 def same_hash(count: int, first: int = 7) -> list[int]:

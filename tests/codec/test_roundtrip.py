@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import enum
 import math
 import random
 import struct
@@ -11,7 +10,7 @@ import sys
 import zoneinfo
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
 import ml_dtypes
@@ -22,19 +21,7 @@ from aiocoll.codec import MAX_BYTES, MAX_DEPTH, dumps, loads
 from aiocoll.errors import SerializationError
 
 from ..each import each
-
-
-class Point(NamedTuple):
-    x: int
-    y: int
-
-
-class Colour(enum.IntEnum):
-    RED = 1
-
-
-class Local:
-    """An object that the codec does not support."""
+from .classes import Colour, Point
 
 
 class Picklable:

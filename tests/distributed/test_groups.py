@@ -12,7 +12,7 @@ import aiocoll
 import aiocoll.distributed as dist
 from aiocoll import GroupClosedError, HashStore, ProcessGroup
 
-from ..ranks import LINKS, over, run_ranks
+from ..ranks import LINKS, parametrize_transports, run_ranks
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 WORLDS = (1, 2, 3, 4, 7)
@@ -41,7 +41,7 @@ async def test_new_group_supports_every_kind_of_call(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS[1:])
+@parametrize_transports(*LINKS[1:])
 async def test_subgroups_work_over_every_transport(pg: ProcessGroup) -> None:
     current, _ = await dist.new_subgroups(2, timeout=20)
     assert await dist.all_reduce(pg.rank(), group=current) == 1 + 4 * (pg.rank() // 2)

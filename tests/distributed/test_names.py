@@ -13,7 +13,7 @@ import pytest
 import aiocoll.distributed as dist
 from aiocoll import GroupError, ProcessGroup, SerializationError, Work
 
-from ..ranks import LINKS, over, run_ranks
+from ..ranks import LINKS, parametrize_transports, run_ranks
 
 WORLDS = (1, 2, 3, 4, 7)
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
@@ -283,7 +283,7 @@ async def test_distributed_functions_return_the_closed_form_results(pg: ProcessG
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS[1:])
+@parametrize_transports(*LINKS[1:])
 async def test_distributed_functions_return_the_closed_form_results_over_every_transport(pg: ProcessGroup) -> None:
     for each in CASES.values():
         await each(pg.rank(), pg.size())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import os
 import re
 import signal
 from collections.abc import Iterator
-from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -18,17 +18,15 @@ from aiocoll.cli import start
 from aiocoll.dump import signals
 from tests.ranks import run_ranks
 
-from ..internals import replaced
-
 
 async def single_rank_group(name: str | None = None) -> ProcessGroup:
     return await new_group(store=HashStore(), rank=0, world_size=1, name=name)
 
 
 @pytest.fixture
-def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the default action of the signal, and hide listeners that other tests left to the garbage collector."""
-    replaced(monkeypatch, signal_listeners=WeakSet())
+def default() -> Iterator[None]:
+    """Restore the default action of the signal, and collect groups that other tests have left, since they listen."""
+    gc.collect()
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     yield
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, "the default action was not restored"

@@ -12,8 +12,8 @@ from aiocoll import ReduceOp
 from aiocoll.elements import buffers
 from aiocoll.elements.buffers import view
 
-from ..lookalikes import JaxArray
-from ..ranks import over
+from ..fake_libraries import JaxArray
+from ..ranks import parametrize_transports
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -69,7 +69,7 @@ def test_unsupported_jax_dtype_is_refused(name: str, make_array: Callable[[Any],
 
 
 @pytest.mark.ranks(3)
-@over("memory", "shm")
+@parametrize_transports("memory", "shm")
 async def test_jax_arrays_work_in_calls(pg: Any, make_array: Callable[[Any], Any]) -> None:
     mine = make_array(np.full(3, 2.0 ** pg.rank(), "bfloat16"))
     total = await pg.allreduce(mine)

@@ -15,7 +15,7 @@ from aiocoll.elements.buffers import clash, overlaps, view
 from aiocoll.elements.device import UNKNOWN, CopyBack, DeviceArray
 from aiocoll.elements.dtypes import by_code, by_name
 
-from ..lookalikes import Cupy, JaxArray, Torch
+from ..fake_libraries import Cupy, JaxArray, Torch
 
 FLOAT32 = by_name("float32")
 #: NumPy dtypes that carry the bytes of dtypes unknown to NumPy.

@@ -13,7 +13,7 @@ import numpy as np
 
 from aiocoll import ProcessGroup
 
-from ..internals import comm_of, early_bytes, forget_stalls, unmade_groups
+from ..internals import clear_stall_reports, comm_of, early_bytes, unmade_groups
 
 #: Bytes of the messages of a flood: short ones are eager, long ones need a grant.
 SHORT, LONG = 64 * 1024, 1024 * 1024
@@ -100,7 +100,7 @@ async def operate_long(pg: ProcessGroup, count: int, warm: int) -> tuple[int, in
     await operate(pg, warm)
     before = memory_in_use()
     await operate(pg, count)
-    forget_stalls(pg)  # a rank that the machine has paused leaves records of stalls
+    clear_stall_reports(pg)  # a rank that the machine has paused leaves records of stalls
     after = memory_in_use()
     return after[0] - before[0], after[1] - before[1]
 

@@ -85,7 +85,7 @@ def test_blocked_thread_without_a_frame_is_reported_at_an_unknown_line() -> None
 
 async def test_blocked_loop_warning_names_the_users_line(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     """Block in a call that is three frames deep in the standard library."""
-    limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
+    limits(watchdog_interval=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     watch.start()
     try:
@@ -102,7 +102,7 @@ async def test_blocked_loop_warning_names_the_users_line(limits: Limits, caplog:
 
 
 async def test_line_that_blocks_repeatedly_is_logged_once(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
+    limits(watchdog_interval=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     never: concurrent.futures.Future[None] = concurrent.futures.Future()
     watch.start()

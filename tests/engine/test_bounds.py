@@ -20,8 +20,8 @@ from aiocoll.errors import PeerProtocolError, ProtocolError
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind
 
-from ..internals import Limits, comm_of, unasked, waiting_bytes
-from ..ranks import LINKS, over, run_ranks, until
+from ..internals import Limits, comm_of, ungranted_bytes, waiting_bytes
+from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
 from .jobs import resident
 
 MIB = 1 << 20
@@ -121,7 +121,7 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
 @pytest.mark.parametrize("transport", LINKS)
 async def test_flood_of_early_messages_is_refused_at_the_limits(transport: str, what: str, limits: Limits) -> None:
     flood, most, words = FLOODS[what]
-    limits(link_window=NARROW, ask_window=NARROW, early_grants=FEW, unmade_groups=FEW)
+    limits(link_window=NARROW, ready_window=NARROW, early_grants=FEW, unmade_groups=FEW)
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -132,10 +132,10 @@ async def test_flood_of_early_messages_is_refused_at_the_limits(transport: str, 
             channel = comm_of(pg).channels[1]
             link = channel.link
             assert link is not None
-            allowed = most if isinstance(most, int) else (most[0] - unasked(channel)) // most[1]
+            allowed = most if isinstance(most, int) else (most[0] - ungranted_bytes(channel)) // most[1]
             for number in range(allowed):
                 flood(link, pg, number)
-                await until(lambda: link.writable)
+                await wait_until(lambda: link.writable)
             for _ in range(20):
                 await asyncio.sleep(0)
             assert not work.done()
@@ -150,7 +150,7 @@ async def test_flood_of_early_messages_is_refused_at_the_limits(transport: str, 
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS[1:])
+@parametrize_transports(*LINKS[1:])
 async def test_flood_of_messages_for_an_unknown_group_takes_little_memory(pg: ProcessGroup) -> None:
     await pg.barrier()
     work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
@@ -160,7 +160,7 @@ async def test_flood_of_messages_for_an_unknown_group_takes_little_memory(pg: Pr
         assert link is not None
         for number in range(400 * MIB // SEGMENT):
             send_frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0, payload=SEGMENT_OF_ONES)
-            await until(lambda: link.writable)
+            await wait_until(lambda: link.writable)
             if work.done():
                 break
     with pytest.raises(PeerProtocolError):
@@ -171,7 +171,7 @@ async def test_flood_of_messages_for_an_unknown_group_takes_little_memory(pg: Pr
 @pytest.fixture
 def _narrow(limits: Limits) -> None:
     """Narrow the windows to a few dozen frames, so that they often fill and reopen."""
-    limits(link_window=40 * LEAST, ask_window=60 * LEAST, window_lot=10 * LEAST)
+    limits(link_window=40 * LEAST, ready_window=60 * LEAST, window_batch=10 * LEAST)
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ async def test_ranks_that_obey_the_windows_never_reach_the_limits_of_early_messa
             await receive(number)
         for work in works:
             await work
-        await until(lambda: waiting_bytes(one) == 0 and unasked(one) < 20 * LEAST)
+        await wait_until(lambda: waiting_bytes(one) == 0 and ungranted_bytes(one) < 20 * LEAST)
 
     async with asyncio.timeout(30):
         await run_ranks(2, rank, transport=transport)
@@ -236,7 +236,7 @@ async def test_small_message_is_sent_eagerly_if_its_size_fits_the_window(transpo
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         channel = comm_of(pg).channels[1 - pg.rank()]
-        fill = LINK_WINDOW - room - unasked(channel)
+        fill = LINK_WINDOW - room - ungranted_bytes(channel)
         sizes = [*(fill // EAGER_WINDOW * [EAGER_WINDOW]), fill % EAGER_WINDOW]
         if pg.rank() == 1:
             await sent.wait()
@@ -245,7 +245,7 @@ async def test_small_message_is_sent_eagerly_if_its_size_fits_the_window(transpo
             assert ((await pg.recv(np.zeros(8), 0)) == 1).all()
             return
         works = [pg.send(np.zeros(size, "uint8"), 1) for size in sizes]
-        await until(lambda: unasked(channel) == LINK_WINDOW - room)
+        await wait_until(lambda: ungranted_bytes(channel) == LINK_WINDOW - room)
         last = pg.send(np.ones(8), 1)
         for _ in range(20):
             await asyncio.sleep(0)

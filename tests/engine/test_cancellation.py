@@ -14,7 +14,7 @@ from aiocoll import ProcessGroup, Recv, ReduceOp, Send, Work
 from aiocoll.testing.virtual import run_virtual
 
 from ..internals import comm_of
-from ..ranks import over, run_ranks
+from ..ranks import parametrize_transports, run_ranks
 
 SIZE = 3
 #: Numbers of float64 elements: a few, and more than an eager message may have.
@@ -125,7 +125,7 @@ def test_collective_continues_after_its_await_is_cancelled(name: str, seconds: f
 @pytest.mark.slow
 @pytest.mark.parametrize("n", COUNTS)
 @pytest.mark.ranks(SIZE)
-@over("unix")
+@parametrize_transports("unix")
 async def test_collective_over_sockets_continues_after_its_await_is_cancelled(pg: ProcessGroup, n: int) -> None:
     for name in CALLS:
         if name != "keyed":

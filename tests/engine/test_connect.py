@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, PeerLostError, ProcessGroup
+from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.transport.stream.transport import StreamTransport
 
-from ..internals import Limits, replaced, wrapped
+from ..internals import Limits, wrap_methods
 from ..ranks import run_ranks
 
 
@@ -19,7 +20,7 @@ from ..ranks import run_ranks
 async def test_silent_rank_is_dialled_again_while_its_process_lives(
     lives: bool, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    limits(connect_again=0.0)
+    limits(reconnect_interval=0.0)
     dials: list[int] = []
 
     async def dial_without_answer(dial: Any, transport: StreamTransport, peer: int, *args: Any) -> Any:
@@ -31,8 +32,8 @@ async def test_silent_rank_is_dialled_again_while_its_process_lives(
 
     async def rank(pg: ProcessGroup) -> Any:
         if pg.rank() == 1:
-            wrapped(monkeypatch, dial=dial_without_answer)
-            replaced(monkeypatch, peer_seen=lambda *_: lives)
+            wrap_methods(monkeypatch, StreamTransport, connect=dial_without_answer)
+            monkeypatch.setattr(FailureDetector, "is_known_alive", lambda *_: lives)
         call = pg.recv(np.zeros(1), 1) if pg.rank() == 0 else pg.send(np.ones(1), 0)
         if lives:
             return float((await call)[0])
@@ -53,7 +54,7 @@ async def test_dial_is_cancelled_at_the_shutdown_of_its_rank(monkeypatch: pytest
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            replaced(monkeypatch, dial=dial_without_answer)
+            monkeypatch.setattr(StreamTransport, "connect", dial_without_answer)
             work = pg.send(np.ones(1), 1)
             await dialling.wait()
             pg.abort("a test")

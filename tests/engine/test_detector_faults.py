@@ -27,7 +27,7 @@ from aiocoll.engine.failure.watchdog import BLOCKED_AFTER, ROUND
 from aiocoll.errors import RendezvousError
 from aiocoll.process import PidFd, ProcessId, this_process
 
-from ..internals import replaced_call
+from ..internals import replace_call
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes can be observed on Linux only")
 
@@ -300,7 +300,7 @@ def run(seed: int, living_pid: int) -> None:
         with ExitStack() as patches:
             patches.enter_context(mock.patch("aiocoll.engine.failure.watchdog.threading", fakes))
             if fault.call in CALLS:
-                patches.enter_context(replaced_call(CALLS[fault.call], fault.call, fault.around))
+                patches.enter_context(replace_call(CALLS[fault.call], fault.call, fault.around))
             if not setup.start():
                 assert fault.call == "Thread.start"
                 assert "cannot start its watchdog thread (can't start new thread)" in setup.refusal

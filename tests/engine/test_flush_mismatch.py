@@ -16,8 +16,8 @@ from aiocoll.engine.operations.manifest import ROOM, Manifest
 from aiocoll.engine.operations.signature import Signature, description
 
 from ..internals import comm_of
-from ..ranks import LINKS, over, run_ranks
-from ..steady import run_steadily
+from ..ranks import LINKS, parametrize_transports, run_ranks
+from ..steady_loop import run_steadily
 
 Record = Callable[[ProcessGroup], object]
 
@@ -129,7 +129,7 @@ def test_coalescing_blocks_with_different_calls_are_reported_as_a_mismatch(name:
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize("which", [0, 1])
 async def test_coalescing_block_against_plain_calls_is_reported_as_a_mismatch(pg: ProcessGroup, which: int) -> None:
     tensors = [x() for _ in range(3)]

@@ -13,7 +13,7 @@ from aiocoll import PeerLostError, ProcessGroup
 from aiocoll.engine.job.context import Context
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import comm_of, spied
+from ..internals import comm_of, observe_calls
 
 #: Shortest and longest latency of a frame in seconds. Only frames of the same link stay in order: half of all goodbyes
 #: on a control link arrive before earlier data on the data link.
@@ -117,7 +117,7 @@ def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, worl
 def test_closing_the_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the notice of a rank's end replaces the goodbye."""
     sent: list[str] = []
-    spied(monkeypatch, control_said=lambda _, message: sent.append(message["t"]))
+    observe_calls(monkeypatch, send_control_message=lambda _, message: sent.append(message["t"]))
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()

@@ -15,7 +15,7 @@ from aiocoll.testing import run_ranks
 from aiocoll.testing.virtual import run_virtual
 
 from ..internals import Limits, comm_of, unmade_groups
-from ..ranks import until
+from ..ranks import wait_until
 from .jobs import memory_in_use
 
 SHM = GroupOptions(transport="shm")
@@ -165,7 +165,7 @@ async def test_closed_groups_leave_no_record_on_any_rank(options: GroupOptions |
             await group.wait_revoked()
             await group.shutdown()
         await pg.barrier()
-        await until(lambda: not len(comm_of(pg).endpoint.registry.closed))
+        await wait_until(lambda: not len(comm_of(pg).endpoint.registry.closed))
         assert not unmade_groups(pg)
         for channel in comm_of(pg).channels:
             if channel.shared is not None:
@@ -189,7 +189,7 @@ async def test_agreements_of_closed_groups_leave_no_record() -> None:
             await old.shutdown()
         assert await group.allreduce(1) == 3
         await pg.barrier()
-        await until(lambda: not len(comm_of(pg).endpoint.registry.closed))
+        await wait_until(lambda: not len(comm_of(pg).endpoint.registry.closed))
         assert not comm_of(pg).endpoint.agreements.voters
         await pg.barrier()
 

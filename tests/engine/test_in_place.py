@@ -30,8 +30,14 @@ from aiocoll.transport.frame import HEADER, SEGMENT
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import ReferenceWriter
 
-from ..internals import comm_of, plans_of, replaced, spied, without_accelerator, wrapped
-from ..ranks import over
+from ..internals import (
+    comm_of,
+    observe_methods,
+    plan_without_accelerator,
+    plans_of,
+    wrap_methods,
+)
+from ..ranks import parametrize_transports
 
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
 
@@ -102,7 +108,7 @@ def prefer_reading_in_place(pg: ProcessGroup, way: str = "in place") -> None:
     """Make this rank read large arrays in place, or through chunk queues with ``way="through queues"``."""
     comm = comm_of(pg)
     if way != "through queues":
-        without_accelerator(pg)
+        plan_without_accelerator(pg)
     comm.tuning = comm.tuning._replace(single_copy=SingleCopy(0, 0, 0))
 
 
@@ -118,7 +124,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def record_reference(writer: ReferenceWriter, header: bytes, *_: Any) -> None:
         seen.append(HEADER.unpack(header)[7])
 
-    spied(monkeypatch, written_by_reference=record_reference)
+    observe_methods(monkeypatch, ReferenceWriter, write=record_reference)
     return seen
 
 
@@ -199,7 +205,7 @@ async def test_payload_is_sent_in_frames_if_the_ring_has_no_space_for_a_referenc
         for _ in range(3):
             await CALLS[kind](pg, LARGE)
 
-    wrapped(monkeypatch, written_by_reference=write)
+    wrap_methods(monkeypatch, ReferenceWriter, write=write)
     await run_ranks(3, rank, options=SHM)
     assert calls
 
@@ -213,12 +219,12 @@ async def test_array_in_memory_that_peers_cannot_read_is_sent_in_frames(
         for _ in range(2):
             await CALLS[kind](pg, LARGE)
 
-    replaced(monkeypatch, placed=lambda *_, **__: None)
+    monkeypatch.setattr(ReferenceWriter, "find", lambda *_, **__: None)
     await run_ranks(3, rank, options=SHM)
 
 
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 async def test_elements_that_do_not_divide_the_segment_size_are_not_split(pg: ProcessGroup) -> None:
     """Use elements of 24 and 12 bytes, of which a segment is not a multiple."""
     three = np.dtype([("a", "f8"), ("b", "f8"), ("c", "i8")])
@@ -240,7 +246,7 @@ async def test_elements_that_do_not_divide_the_segment_size_are_not_split(pg: Pr
     "op", [ReduceOp.AVG, ReduceOp.PREMUL_SUM(0.5), ReduceOp.custom(lambda a, b, out: np.maximum(a, b, out=out))]
 )
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 async def test_reading_in_place_supports_all_ops(pg: ProcessGroup, op: ReduceOp) -> None:
     prefer_reading_in_place(pg)
     tensor = np.full(LARGE, pg.rank() + 1.0)
@@ -291,7 +297,7 @@ def test_arrays_at_or_above_the_size_limit_of_the_collective_are_read_in_place(
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "scatter", "alltoall"])
 async def test_message_below_the_size_limit_is_not_read_in_place(kind: str, references: list[int]) -> None:
     async def rank(pg: ProcessGroup, limit: int) -> None:
-        without_accelerator(pg)
+        plan_without_accelerator(pg)
         comm = comm_of(pg)
         comm.tuning = comm.tuning._replace(single_copy=SingleCopy(math.inf, limit, limit))
         await CALLS[kind](pg, 9 * FITS)
@@ -358,7 +364,7 @@ async def test_aborted_call_never_delivers_data_written_after_the_abort(kind: st
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_timeout_error_names_the_rank_that_has_not_read_the_array(pg: ProcessGroup) -> None:
     prefer_reading_in_place(pg)
     await CALLS["allreduce"](pg, LARGE)

@@ -26,7 +26,7 @@ from aiocoll.algorithms.select import RULES
 from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import group_of, wrapped
+from ..internals import group_of, wrap_methods
 
 #: Shortest and longest latency of a frame in seconds, if the ranks have links in memory.
 LATENCY = (0.0005, 0.02)
@@ -195,16 +195,16 @@ TABLE = [
 ]
 
 
-class Told(NamedTuple):
+class CaseReport(NamedTuple):
     """The mismatch report of one rank: text and ranks of the error, and the times of the call and of the error."""
 
     text: str
     ranks: tuple[int, ...]
     called: float
-    heard: float
+    failed: float
 
 
-async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, float]) -> Told:
+async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, float]) -> CaseReport:
     """Make this rank's calls of `case` after its delay; check their outcome and return the report."""
     is_odd = pg.rank() == odd
     memory = Memory(pg.rank(), is_odd)
@@ -219,7 +219,7 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
     called = clock()
     done = [work.done() for work in works]
     cause = await pg.wait_revoked()
-    heard = clock()
+    failed = clock()
     assert isinstance(cause, CollectiveMismatchError)
     for work, early in zip(works, done, strict=True):
         assert work.done()
@@ -233,10 +233,10 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
     # Let frames that are still in flight arrive; they must not write to the arrays.
     await asyncio.sleep(0)
     memory.check(alone=pg.size() == 2)
-    return Told(str(cause), cause.ranks, called, heard)
+    return CaseReport(str(cause), cause.ranks, called, failed)
 
 
-def check(case: Case, odd: int, world_size: int, reports: list[Told]) -> None:
+def check(case: Case, odd: int, world_size: int, reports: list[CaseReport]) -> None:
     """Check that all ranks have the same report, in time."""
     assert {each.text for each in reports} == {reports[0].text}
     text, ranks, *_ = reports[0]
@@ -247,7 +247,7 @@ def check(case: Case, odd: int, world_size: int, reports: list[Told]) -> None:
     arguments = r"(shape=\[[\d, ]*\], dtype=\w+, device=\w+, |shape=\[\], device=cpu, )"
     call = rf"[A-Z_]+\({arguments}[^;]*SequenceNumber=\d+(, key=k)?\)"
     assert re.search(rf": rank {one} called {call}; rank {two} called {call}$", text), text
-    assert max(each.heard for each in reports) <= max(each.called for each in reports) + SOON
+    assert max(each.failed for each in reports) <= max(each.called for each in reports) + SOON
     assert world_size > max(ranks)
 
 
@@ -413,7 +413,7 @@ def test_silent_coordinator_does_not_delay_a_mismatch_report(monkeypatch: pytest
         if group_of(stalls).rank != 0:
             original(stalls, *message)
 
-    wrapped(monkeypatch, stall_heard=handle)
+    wrap_methods(monkeypatch, StallInspector, handle=handle)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -441,7 +441,7 @@ def test_late_stall_report_does_not_mark_an_answering_rank_slow(
             original(stalls, peer, message)
 
     loop = asyncio.get_running_loop
-    wrapped(monkeypatch, stall_heard=handle)
+    wrap_methods(monkeypatch, StallInspector, handle=handle)
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(0 if pg.rank() else 6)
@@ -470,7 +470,7 @@ def slow_warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
         await asyncio.sleep(9 if pg.rank() in (1, 2) else 0)
         await pg.barrier()
 
-    wrapped(monkeypatch, stall_heard=handle)
+    wrap_methods(monkeypatch, StallInspector, handle=handle)
     with caplog.at_level(logging.INFO, logger="aiocoll"):
         run_virtual(4, rank, latency=LATENCY)
     return [each.getMessage().partition("rank 3: ")[2] for each in caplog.records if "rank 3: " in each.getMessage()]

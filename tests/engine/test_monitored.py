@@ -12,7 +12,7 @@ from aiocoll import ProcessGroup
 from aiocoll.errors import CollectiveTimeoutError
 from aiocoll.testing.virtual import run_virtual
 
-from ..ranks import LINKS, over, run_ranks
+from ..ranks import LINKS, parametrize_transports, run_ranks
 
 
 @pytest.mark.parametrize("transport", LINKS)
@@ -86,7 +86,7 @@ def test_monitored_barrier_error_without_a_report_refers_to_rank_0() -> None:
 
 
 @pytest.mark.ranks(5)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_monitored_barrier_error_uses_the_rank_numbers_of_its_subgroup(pg: ProcessGroup) -> None:
     """Let ranks 2 and 4 of the world make no call; in the subgroup they are ranks 1 and 2."""
     part = await pg.split_group([1, 2, 4])

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupOptions, ProcessGroup, Work
+from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import spied
+from ..internals import observe_methods
 
 LATENCY = (0.0005, 0.002)
 
@@ -101,7 +102,7 @@ def test_number_of_stall_report_messages_grows_linearly_with_the_ranks(monkeypat
         nonlocal messages_sent
         messages_sent += 1
 
-    spied(monkeypatch, stall_told=count)
+    observe_methods(monkeypatch, StallInspector, handle=count)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 5:

@@ -14,7 +14,7 @@ from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.transport.shm.slots import CommonWriter
 
 from ..internals import comm_of, use_same_slots
-from ..ranks import until
+from ..ranks import wait_until
 from .test_slot_program import call, check, check_failure, jobs, posts
 
 
@@ -124,7 +124,7 @@ async def test_rank_that_has_left_a_group_blocks_no_slot() -> None:
         assert any(lane in readers for readers in common_lane(a[0])._readers)
         identity = comm_of(a[0]).id
         await a[2].shutdown()
-        await until(lambda: comm_of(a[0]).left)
+        await wait_until(lambda: comm_of(a[0]).left)
         lines = common_lane(a[0])._lines
         assert not any(
             lane in readers and lines[(slot << 3) + 1] == identity

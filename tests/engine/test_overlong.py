@@ -12,7 +12,7 @@ import pytest
 from aiocoll import GroupError, ProcessGroup, Work
 from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 
-from ..internals import comm_of, without_accelerator
+from ..internals import comm_of, plan_without_accelerator
 from ..ranks import LINKS, run_ranks
 
 #: Surplus bytes: two elements.
@@ -65,7 +65,7 @@ async def test_message_longer_than_announced_fails_the_group(transport: str, nam
     ready = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
-        without_accelerator(pg)  # the accelerator sends no frames
+        plan_without_accelerator(pg)  # the accelerator sends no frames
         # Open all links; after this call, no frames are in flight.
         await pg.alltoall_object([None] * 2)
         whole = np.full(times * count + 4, MARK)

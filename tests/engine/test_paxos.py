@@ -16,7 +16,7 @@ from aiocoll import GroupError, PeerLostError, ProcessGroup
 from aiocoll.engine.consensus.voter import Voter
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import comm_of, replaced
+from ..internals import comm_of
 
 #: Shortest and longest latency of a frame in seconds.
 LATENCY = (0.0005, 0.02)
@@ -68,7 +68,7 @@ def shrunk_groups(
         return small.global_ranks
 
     with monkeypatch.context() as patch:
-        replaced(patch, vote_said=between)
+        patch.setattr(Voter, "send", between)
         return run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 

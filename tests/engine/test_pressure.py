@@ -15,8 +15,8 @@ from aiocoll.engine.links.flow_control import LINK_WINDOW
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing import run_processes
 
-from ..internals import comm_of, unasked
-from ..ranks import LINKS, options, over, run_ranks, until
+from ..internals import comm_of, ungranted_bytes
+from ..ranks import LINKS, options, parametrize_transports, run_in_two_groups, run_ranks, wait_until
 from . import jobs
 
 MIB = 1024 * 1024
@@ -28,12 +28,12 @@ async def fill_the_window(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for _ in range(LINK_WINDOW // EAGER_WINDOW):
             pg.send(np.zeros(EAGER_WINDOW, "uint8"), 1, tag=9)
-        await until(lambda: unasked(comm_of(pg).channels[1]) == LINK_WINDOW)
+        await wait_until(lambda: ungranted_bytes(comm_of(pg).channels[1]) == LINK_WINDOW)
 
 
 @pytest.mark.parametrize("nbytes", [1, EAGER_WINDOW, EAGER_WINDOW + 1, 3_000_000])
 @pytest.mark.ranks(2, timeout=5)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_message_that_exceeds_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
     """Check the receive of a message that, unannounced, would hang or get a later message with the same tag."""
     await fill_the_window(pg)
@@ -49,7 +49,7 @@ async def test_message_that_exceeds_a_full_window_is_announced(pg: ProcessGroup,
 
 
 @pytest.mark.ranks(2, timeout=5)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_object_that_exceeds_a_full_window_is_announced(pg: ProcessGroup) -> None:
     await fill_the_window(pg)
     got = await pg.broadcast_object(bytes(EAGER_WINDOW + 1) if pg.rank() == 0 else None, 0)
@@ -76,30 +76,24 @@ async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> Non
 @pytest.mark.parametrize("transport", LINKS)
 async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transport: str, tasks: bool) -> None:
     """Let each rank call two groups in its own order, with small calls that must not wait for large messages."""
-    store = HashStore()
-    over = options(transport)
 
-    async def rank(rank: int) -> None:
-        async with (
-            new_group(store=store, rank=rank, world_size=2, options=over) as one,
-            new_group(store=store, rank=rank, world_size=2, options=over) as two,
-        ):
-            mine, room = np.full(64 * MIB, rank, "uint8"), np.full(64 * MIB, 9, "uint8")
-            sending = two.send(mine, 1 - rank)
-            giants = [(one, 64 * MIB, "ab"), (two, 8 * MIB, "cd")]
-            if rank:
-                giants = [(two, 8 * MIB, "dc"), (one, 64 * MIB, "ba")]
-            running = [asyncio.create_task(exchange(*giant, tasks)) for giant in giants]
-            for number in range(50):
-                assert await one.allreduce(number) == 2 * number
-            # Post the receive last: the message waits for the receive, and no other call waits for the message.
-            await two.recv(room, 1 - rank)
-            await sending
-            await asyncio.gather(*running)
-            assert (room == 1 - rank).all()
+    async def body(one: ProcessGroup, two: ProcessGroup) -> None:
+        rank = one.rank()
+        mine, room = np.full(64 * MIB, rank, "uint8"), np.full(64 * MIB, 9, "uint8")
+        sending = two.send(mine, 1 - rank)
+        giants = [(one, 64 * MIB, "ab"), (two, 8 * MIB, "cd")]
+        if rank:
+            giants = [(two, 8 * MIB, "dc"), (one, 64 * MIB, "ba")]
+        running = [asyncio.create_task(exchange(*giant, tasks)) for giant in giants]
+        for number in range(50):
+            assert await one.allreduce(number) == 2 * number
+        # Post the receive last: the message waits for the receive, and no other call waits for the message.
+        await two.recv(room, 1 - rank)
+        await sending
+        await asyncio.gather(*running)
+        assert (room == 1 - rank).all()
 
-    await asyncio.gather(rank(0), rank(1))
-    await store.aclose()
+    await run_in_two_groups(body, transport)
 
 
 @pytest.mark.slow
@@ -137,22 +131,22 @@ async def test_ten_thousand_concurrent_collectives_complete(transport: str, keye
 @pytest.mark.parametrize("transport", LINKS)
 async def test_data_for_groups_that_do_not_exist_yet_counts_toward_the_window(transport: str) -> None:
     store = HashStore()
-    over = options(transport)
+    group_options = options(transport)
     count, nbytes = 100, 100_000
 
     async def rank(rank: int) -> None:
-        async with new_group(store=store, rank=rank, world_size=2, options=over) as one:
+        async with new_group(store=store, rank=rank, world_size=2, options=group_options) as one:
             works = []
             if rank == 0:
-                two = await new_group(store=store, rank=0, world_size=2, options=over)
+                two = await new_group(store=store, rank=0, world_size=2, options=group_options)
                 for number in range(count):
                     data = np.full(nbytes, number, "uint8")
                     works += [two.broadcast(data, 0), two.send(data, 1), one.send(data, 1, 5)]
             await one.barrier()
             if rank == 1:
-                await until(lambda: jobs.unclaimed_bytes(one) > LINK_WINDOW - 2 * nbytes)
+                await wait_until(lambda: jobs.unclaimed_bytes(one) > LINK_WINDOW - 2 * nbytes)
                 assert jobs.unclaimed_bytes(one) <= LINK_WINDOW
-                two = await new_group(store=store, rank=1, world_size=2, options=over)
+                two = await new_group(store=store, rank=1, world_size=2, options=group_options)
                 for number in range(count):
                     for work in (
                         two.broadcast(np.zeros(nbytes, "uint8"), 0),

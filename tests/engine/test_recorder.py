@@ -16,7 +16,7 @@ from aiocoll.engine.journal import HISTORY, MESSAGES, Journal
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.unretrieved import line_of
-from tests.ranks import LINKS, over, run_ranks
+from tests.ranks import LINKS, parametrize_transports, run_ranks
 
 from ..internals import comm_of, dispatcher_of
 
@@ -26,7 +26,7 @@ def recorder(pg: ProcessGroup) -> Journal:
 
 
 @pytest.mark.ranks(1, 2, 3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_recorder_entry_contains_the_source_line_and_times_of_the_call(pg: ProcessGroup) -> None:
     before = dispatcher_of(pg).runtime.stamp()
     await pg.allreduce(np.zeros((2, 3), np.float32))
@@ -46,7 +46,7 @@ async def test_recorder_entry_contains_the_source_line_and_times_of_the_call(pg:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_recorder_keeps_messages_separate_from_collectives(pg: ProcessGroup) -> None:
     await pg.barrier()
     other = 1 - pg.rank()
@@ -69,7 +69,7 @@ async def test_recorder_keeps_messages_separate_from_collectives(pg: ProcessGrou
 
 
 @pytest.mark.ranks(2)
-@over("unix")
+@parametrize_transports("unix")
 async def test_recorded_start_of_a_message_is_its_first_frame(pg: ProcessGroup) -> None:
     x = np.zeros(3 * SEGMENT, np.uint8)
     await (pg.recv(x, 0) if pg.rank() else pg.send(x, 1))

@@ -15,15 +15,25 @@ from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.job.ids import group_id
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
+from aiocoll.engine.matching.outbound import OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import P2P
+from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.errors import PeerProtocolError
 from aiocoll.testing import run_processes
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 
-from ..internals import comm_of, failing, group_of, spied, unmade_groups
-from ..ranks import LINKS, options, over, run_ranks, until
+from ..internals import (
+    comm_of,
+    group_of,
+    make_calls_fail,
+    make_methods_fail,
+    observe_methods,
+    unmade_groups,
+)
+from ..ranks import LINKS, options, parametrize_transports, run_ranks, wait_until
 
 #: A function that sends a malformed message, given the group of all ranks and the group of ranks 0 and 1.
 Misuse = Callable[[ProcessGroup, ProcessGroup], Any]
@@ -178,7 +188,7 @@ async def test_group_ignores_frames_of_ranks_outside_the_group(transport: str) -
                 send_control_message(control_link(pg, 0), {**message, "g": identity, "cause": CAUSE})
         await pg.barrier()
         if pg.rank() == 0:
-            await until(lambda: len(unmade_groups(pg)) == 1)
+            await wait_until(lambda: len(unmade_groups(pg)) == 1)
         await pg.barrier()
         assert await pair.allreduce(1) == pair.size()
 
@@ -199,7 +209,7 @@ async def test_malformed_message_fails_its_groups_with_an_error_that_names_the_r
             await pair.allreduce(np.ones(1))
             waiting.append(pg.rank())
         else:
-            await until(lambda: len(waiting) == 2)
+            await wait_until(lambda: len(waiting) == 2)
             named = comm_of(pg).endpoint.group_id  # the group of ranks 0 and 1, which this rank has not made
             identity = named(f"{comm_of(pg).id}\0split\0{(comm_of(pg).id, 0, None, (0, 1))}")
             MISUSES[what](pg, _GroupId(identity))  # type: ignore[arg-type]
@@ -234,9 +244,9 @@ async def test_exception_in_a_frame_handler_fails_its_groups_with_an_error_that_
         pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
         work = pg.recv(np.zeros(1), 1 if pg.rank() == 0 else 0)
         waiting.append(pg.rank())
-        await until(lambda: len(waiting) == 3)
+        await wait_until(lambda: len(waiting) == 3)
         if pg.rank() == 2:
-            spied(monkeypatch, message_delivered=refuse)
+            observe_methods(monkeypatch, Matching, deliver=refuse)
             pg.send(np.zeros(1), 0).add_done_callback(lambda _: None)
         await check_failure(pg, work, error.__name__)
         if pair.size() == 2:
@@ -268,13 +278,13 @@ async def test_exception_in_a_control_message_handler_fails_its_groups_and_names
         if pair.size() == 2:
             assert (await pair.allreduce(np.ones(1))).tolist() == [2.0]
 
-    spied(monkeypatch, stall_heard=refuse)
+    observe_methods(monkeypatch, StallInspector, handle=refuse)
     await run_ranks(3, rank, transport=transport)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(2, 4, 7)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_refused_rank_receives_the_reason_of_the_refusal(pg: ProcessGroup) -> None:
     """Refuse the hub and other ranks, with large transfers to the refused rank in flight."""
     await open_links(pg)
@@ -326,7 +336,10 @@ async def test_exception_in_a_frame_handler_is_reported_to_ranks_in_other_proces
 # -- errors in timers and operations
 
 #: Functions that timers call: after a long wait of an operation, and when the answers about it are complete.
-CALLBACKS = {"a report": "stall_reported", "an answer": "stall_gathered"}
+CALLBACKS: dict[str, Callable[[pytest.MonkeyPatch, Exception], None]] = {
+    "a report": lambda patch, error: make_methods_fail(patch, error, StallInspector, "report"),
+    "an answer": lambda patch, error: make_calls_fail(patch, error, "answer_stall_requests"),
+}
 
 
 @pytest.mark.ranks(3)
@@ -335,7 +348,7 @@ async def test_exception_in_a_timer_fails_the_group_with_an_error_that_names_the
     pg: ProcessGroup, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await pg.barrier()
-    failing(monkeypatch, LookupError("planted"), CALLBACKS[where])
+    CALLBACKS[where](monkeypatch, LookupError("planted"))
     work: Any = pg.recv(np.zeros(1), 0) if pg.rank() == 2 else pg.allreduce(np.ones(1))
     with pytest.raises(GroupError, match=r"failed on rank ., where the library raised LookupError: planted"):
         async with asyncio.timeout(2 * SOON):
@@ -343,10 +356,10 @@ async def test_exception_in_a_timer_fails_the_group_with_an_error_that_names_the
 
 
 #: Steps of an operation: the internal call that fails, and a user's call that reaches it.
-STEPS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
-    "at the call": ("receive_entered", lambda pg: pg.recv(np.zeros(1), 0)),
-    "as bytes leave": ("message_sent", lambda pg: pg.send(np.zeros(1), 0)),
-    "as it looks into shared memory": ("one_shot_looked", lambda pg: pg.allreduce(np.zeros(1))),
+STEPS: dict[str, tuple[type, str, Callable[[ProcessGroup], Any]]] = {
+    "at the call": (PostedReceive, "enter", lambda pg: pg.recv(np.zeros(1), 0)),
+    "as bytes leave": (OutboundMessage, "sent", lambda pg: pg.send(np.zeros(1), 0)),
+    "as it looks into shared memory": (SlotProgram, "look", lambda pg: pg.allreduce(np.zeros(1))),
 }
 
 
@@ -357,7 +370,7 @@ STEPS: dict[str, tuple[str, Callable[[ProcessGroup], Any]]] = {
 async def test_exception_in_an_operation_fails_the_group_with_an_error_that_names_the_rank(
     transport: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part, start = STEPS[step]
+    owner, method, start = STEPS[step]
 
     def broken(operation: Operation, *_: Any) -> None:
         if operation.comm.rank == 1:
@@ -368,7 +381,7 @@ async def test_exception_in_an_operation_fails_the_group_with_an_error_that_name
         work = pg.recv(np.zeros(1), 0, tag=5) if pg.rank() == 2 else None
         await pg.barrier()
         if pg.rank() == 1:
-            spied(monkeypatch, **{part: broken})
+            observe_methods(monkeypatch, owner, **{method: broken})
         with pytest.raises(GroupError, match="failed on rank 1, where the library raised LookupError: planted"):
             async with asyncio.timeout(SOON):
                 await (work or (start(pg) if pg.rank() == 1 else pg.recv(np.zeros(1), 2, tag=5)))
@@ -397,7 +410,7 @@ async def test_data_beyond_the_end_of_a_message_is_refused(transport: str, what:
             work = pg.broadcast(np.zeros(100), 1)
             waiting.append(comm_of(pg).entered)
         else:
-            await until(lambda: waiting)
+            await wait_until(lambda: waiting)
             work = pg.recv(np.zeros(1), 0)
             pg.broadcast(np.zeros(100), 1, key="other").add_done_callback(lambda _: None)
             signature = comm_of(pg).journal.last().signature  # type: ignore[union-attr]

@@ -12,8 +12,8 @@ import pytest
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
 
-from ..internals import Limits, comm_of, make_pure
-from ..ranks import over, until
+from ..internals import Limits, comm_of, disable_accelerator
+from ..ranks import parametrize_transports, wait_until
 from ..shared_memory import QUEUE
 from .test_slot_program import call, check, check_failure, jobs, rank_array, shrunk_groups
 
@@ -30,7 +30,7 @@ def _no_stall_reports(limits: Limits) -> None:
 
     Also lift the time budget, so that an operation does all it can at each look, even on a slow machine.
     """
-    limits(report_after=1000.0, ring_budget=100.0)
+    limits(report_after=1000.0, loop_budget=100.0)
 
 
 @pytest.mark.parametrize("pieces", range(1, 10))
@@ -103,7 +103,7 @@ async def test_large_arrays_are_sent_through_the_chunk_queue(world_size: int, co
 
 
 @pytest.mark.ranks(2, 3, 4, 7)
-@over("shm")
+@parametrize_transports("shm")
 async def test_large_arrays_are_sent_in_frames_until_a_link_exists(pg: ProcessGroup) -> None:
     calls = []
     for _ in range(4):
@@ -117,7 +117,7 @@ async def test_array_pieces_larger_than_a_chunk_are_sent_in_frames(world_size: i
     """Use a link whose chunk size is smaller than the one that the peers' cards announce."""
     async with jobs(world_size) as (pgs,):
         for pg in pgs:
-            make_pure(pg)
+            disable_accelerator(pg)
             for peer in comm_of(pg).others:
                 shared = comm_of(pg).channels[peer].shared
                 assert shared is not None
@@ -142,7 +142,7 @@ async def test_chunk_queue_is_used_by_one_operation_while_other_operations_use_f
 async def test_chunks_of_a_rank_that_has_left_are_still_read(world_size: int, limits: Limits) -> None:
     """Let rank 0 leave while its peers have read a part of the data; a time limit allows one chunk per look."""
     async with jobs(world_size) as (pgs,):
-        limits(ring_budget=-1.0)
+        limits(loop_budget=-1.0)
         calls = [call(pg, 300_000) for pg in pgs]
         first, *others = (operation for pg in pgs for operation in comm_of(pg).in_flight.pending)
         while not first.done:
@@ -216,7 +216,7 @@ async def test_relay_completes_when_its_last_frame_arrives() -> None:
         gate = channel.link = GatedLink(channel.link)  # type: ignore[assignment]
         calls = [call(zero, 2 * PIECE), call(one, 2 * PIECE)]
         (operation,) = comm_of(zero).in_flight.pending
-        await until(lambda: not operation.awaited_ranks())
+        await wait_until(lambda: not operation.awaited_ranks())
         assert not calls[0][1].done()
         gate.open = True
         channel.drained(gate)
@@ -256,7 +256,7 @@ async def check_free_queue(pgs: list[ProcessGroup]) -> None:
 async def test_next_ordered_call_queues_its_chunks_behind_unread_chunks() -> None:
     async with jobs(2) as (pgs,):
         for pg in pgs:
-            make_pure(pg)
+            disable_accelerator(pg)
         # Rank 0 has put all its chunks of the first call, and rank 1 has read none.
         calls = [call(pgs[1], PIECE + 1), call(pgs[0], PIECE + 1), call(pgs[0], 300_000)]
         assert holds_queue(pgs[0])[-1]
@@ -294,7 +294,7 @@ async def test_chunks_queued_after_the_peer_has_failed_block_no_other_group() ->
 def _short_queues(limits: Limits) -> None:
     """Limit queues to `FEW` chunks."""
     if CHUNKS > FEW:
-        limits(chunks=FEW)
+        limits(chunk_count=FEW)
 
 
 @pytest.mark.usefixtures("_short_queues")
@@ -302,7 +302,7 @@ async def test_writer_that_waits_for_a_free_chunk_is_woken_once(monkeypatch: pyt
     """Check the wake-up of ranks in other processes, which may sleep; ranks of one loop would find a chunk anyway."""
     async with jobs(2) as (pgs,):
         for pg in pgs:
-            make_pure(pg)
+            disable_accelerator(pg)
         calls = [call(pgs[1], 6 * PIECE), call(pgs[0], 6 * PIECE)]
         look(pgs[0])
         full = pieces_put(pgs[0], 1) == FEW
@@ -321,7 +321,7 @@ async def test_writer_that_waits_for_a_free_chunk_is_woken_once(monkeypatch: pyt
 async def test_writer_that_waits_behind_chunks_of_a_failed_group_is_woken() -> None:
     async with jobs(2, "ab") as (a, b):
         for pg in (*a, *b):
-            make_pure(pg)
+            disable_accelerator(pg)
         count = 2 * PIECE + 1
         # Rank 0 no longer needs the chunk queue, which holds unread chunks and behind them a chunk of another group.
         calls = [call(a[1], count), call(a[0], count)]

@@ -18,9 +18,9 @@ from aiocoll.engine.consensus.voter import Voter
 from aiocoll.group.parts import parts_of
 from aiocoll.store import HashStore
 from tests.engine.hosts import Hosts
-from tests.ranks import hub
 
-from ..internals import comm_of, replaced, wrapped
+from ..internals import comm_of, wrap_methods
+from ..ranks import check_group, hub_of
 
 Body = Callable[[ProcessGroup], Any]
 
@@ -77,20 +77,11 @@ class Job:
 
     def cut(self, one: Iterable[int], other: Iterable[int]) -> None:
         """Hold back all frames between two sets of ranks. No rank notices it."""
-        network = hub(self.groups[0])
+        network = hub_of(self.groups[0])
         for a in one:
             for b in other:
                 network.block(a, b)
                 network.block(b, a)
-
-
-async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check that collectives of a group work; return its ranks."""
-    tensor = np.full(30_000, 2.0 ** pg.rank())
-    await pg.allreduce(tensor)
-    assert (tensor == 2.0 ** pg.size() - 1).all()
-    assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
-    return pg.global_ranks
 
 
 async def wait_for_loss(pg: ProcessGroup) -> PeerLostError:
@@ -226,7 +217,7 @@ def test_agreement_succeeds_despite_another_death_at_any_message(
                 await pg.allreduce(np.ones(3))
             return await recover(pg)
 
-        replaced(monkeypatch, vote_said=send_and_kill)
+        monkeypatch.setattr(Voter, "send", send_and_kill)
         results = job.run(5, body, seed)
         living = tuple(rank for rank in range(5) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"message {step}, seed {seed}"
@@ -339,9 +330,9 @@ def test_shrink_of_two_ranks_times_out_and_can_be_retried() -> None:
 
 
 def test_silent_coordinator_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ignore_on_rank_1(handle: Any, voter: Voter, *message: Any) -> None:
-        if voter.rank != 1:
-            handle(voter, *message)
+    def drop_for_rank_1(send: Any, voter: Voter, rank: int, message: Any) -> None:
+        if rank != 1:
+            send(voter, rank, message)
 
     async def body(pg: ProcessGroup) -> Any:
         if pg.rank() in (0, 1):
@@ -352,7 +343,7 @@ def test_silent_coordinator_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 8 <= now() - start < 8.5  # two seconds for an answer of the silent coordinator, and six for its vote
         return await check_group(small)
 
-    wrapped(monkeypatch, vote_heard=ignore_on_rank_1)
+    wrap_methods(monkeypatch, Voter, send=drop_for_rank_1)
     assert Job().run(4, body) == [None, None, (2, 3), (2, 3)]
 
 
@@ -531,7 +522,7 @@ def test_agreement_succeeds_despite_any_deaths_at_any_messages(seeds: range, mon
             await asyncio.sleep(chance.choice([0, 0.01, 1.5]))
             return await recover(pg)
 
-        replaced(monkeypatch, vote_said=send_and_kill)
+        monkeypatch.setattr(Voter, "send", send_and_kill)
         results = job.run(world_size, body, seed)
         living = tuple(rank for rank in range(world_size) if rank not in job.killed)
         assert [results[rank] for rank in living] == [living] * len(living), f"seed {seed}"

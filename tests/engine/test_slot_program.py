@@ -18,7 +18,7 @@ from aiocoll.transport.shm.slots import SlotReader
 from aiocoll.work import Work
 
 from ..internals import comm_of, use_same_slots
-from ..ranks import options, over, until
+from ..ranks import options, parametrize_transports, wait_until
 
 #: Elements of float64 that fit into the line of a slot, into a small slot, and into a middle slot.
 COUNTS = [1, 5, 6, 512, 513, 8192]
@@ -30,7 +30,7 @@ Started = tuple[Work[Any], Callable[[], None]]
 async def open_links(pgs: list[ProcessGroup]) -> None:
     """Open all data links."""
     await asyncio.gather(*(pg.allgather(None, np.zeros(1)) for pg in pgs))
-    await until(lambda: all(comm_of(pg).channels[peer].shared for pg in pgs for peer in comm_of(pg).others))
+    await wait_until(lambda: all(comm_of(pg).channels[peer].shared for pg in pgs for peer in comm_of(pg).others))
 
 
 @asynccontextmanager
@@ -127,7 +127,7 @@ async def test_contributions_that_fit_are_sent_through_slots(world_size: int, co
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize("count", COUNTS)
 async def test_calls_before_a_shared_memory_link_exists_use_frames(pg: ProcessGroup, count: int) -> None:
     calls = [call(pg, count) for _ in range(20)]
@@ -228,7 +228,7 @@ async def test_keyed_calls_finish_although_ranks_start_in_opposite_orders(count:
 
 
 @pytest.mark.ranks(2, 3, 4, 7)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize("count", [*COUNTS, 100_000])
 @pytest.mark.parametrize("linked", [False, True])
 async def test_rank_can_leave_as_soon_as_it_has_its_result(pg: ProcessGroup, count: int, linked: bool) -> None:

@@ -14,7 +14,7 @@ from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 
 from ..internals import comm_of
-from ..ranks import over
+from ..ranks import parametrize_transports
 from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts
 
 #: A function that starts a call; it returns the work and a function that checks the results.
@@ -76,7 +76,7 @@ async def test_blocks_of_different_lengths_give_the_closed_form_results(call: Ca
 
 @CALLS
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [0, 513, 2]])
 async def test_calls_before_a_shared_memory_link_exists_use_frames(
     call: Call, counts: list[int], pg: ProcessGroup

@@ -12,7 +12,7 @@ from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 
 from ..internals import comm_of
-from ..ranks import over
+from ..ranks import parametrize_transports
 from .test_slot_program import COUNTS, call, check, check_failure, jobs, overwrite_freed_slots, posts, rank_array
 
 WORLD_SIZES = [5, 7, 17]
@@ -39,7 +39,7 @@ async def test_ranks_post_to_rank_0_which_posts_to_all(world_size: int) -> None:
 
 
 @pytest.mark.ranks(5, 7)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize("count", COUNTS)
 async def test_calls_before_a_shared_memory_link_exists_use_frames(pg: ProcessGroup, count: int) -> None:
     calls = [call(pg, count) for _ in range(20)]
@@ -139,7 +139,7 @@ async def test_abort_of_one_rank_fails_the_call_on_all(gone: int) -> None:
 
 
 @pytest.mark.ranks(5, 7)
-@over("shm")
+@parametrize_transports("shm")
 async def test_rank_can_leave_as_soon_as_it_has_its_result(pg: ProcessGroup) -> None:
     array, work = call(pg)
     await work

@@ -18,7 +18,7 @@ from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
 from ..internals import comm_of
-from ..ranks import over
+from ..ranks import parametrize_transports
 from .test_slot_program import Started, finish, jobs, overwrite_freed_slots, posts, until_revoked
 
 #: More elements of float64 than a slot holds.
@@ -177,7 +177,7 @@ async def test_gather_root_without_counts_reports_a_mismatched_post() -> None:
 
 @CALLS
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [0, 513, 2], [LARGE, 1, 600]])
 async def test_calls_before_a_shared_memory_link_exists_use_frames(
     call: Call, counts: list[int], pg: ProcessGroup

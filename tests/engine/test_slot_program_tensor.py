@@ -15,8 +15,8 @@ from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
 from ..internals import comm_of
-from ..ranks import over
-from ..steady import run_steadily
+from ..ranks import parametrize_transports
+from ..steady_loop import run_steadily
 from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts, until_revoked
 
 #: Starts a call with a number of elements and a root, which scans ignore; returns its work and a check of its results.
@@ -87,7 +87,7 @@ async def test_rank_posts_its_tensor_only_to_the_ranks_that_need_the_tensor(call
 
 @CALLS
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize("count", [0, 1, 513])
 async def test_calls_before_a_shared_memory_link_exists_use_frames(call: Call, count: int, pg: ProcessGroup) -> None:
     calls = [call(pg, count, root % 3) for root in range(20)]

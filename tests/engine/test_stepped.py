@@ -20,7 +20,7 @@ from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.work import Work
 
 from ..internals import dispatcher_of
-from ..ranks import LINKS, over, run_ranks, until
+from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
 
 INT64 = by_name("int64")
 Steps = Callable[[Dispatcher], StepGenerator[Any]]
@@ -45,7 +45,7 @@ def add(d: Dispatcher, name: str, values: np.ndarray) -> StepGenerator[None]:
 
 
 @pytest.mark.ranks(1, 2, 3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_step_of_a_call_receives_the_results_of_earlier_steps(pg: ProcessGroup) -> None:
     def steps(d: Dispatcher) -> StepGenerator[list[int]]:
         first = yield from calculate_in_thread(lambda: d.rank + 1)
@@ -117,7 +117,7 @@ async def test_failed_call_closes_the_generator_of_its_steps() -> None:
                 raise
 
         work = start(pg, steps)
-        await until(lambda: begun)
+        await wait_until(lambda: begun)
         if pg.rank() == 1:
             pg.abort("on purpose")
         with pytest.raises(GroupError, match="on purpose"):
@@ -170,7 +170,7 @@ async def test_later_step_that_waits_for_a_long_time_is_logged(caplog: pytest.Lo
 
         work = start(pg, steps)
         if pg.rank() == 0:
-            await until(is_logged)
+            await wait_until(is_logged)
             held.set()
         await work
 

@@ -20,7 +20,7 @@ from aiocoll.process import GONE, STOPPED, UNKNOWN
 from aiocoll.transport.stream.plain_stream import PlainStream
 
 from ..internals import Limits
-from ..ranks import LINKS, over
+from ..ranks import LINKS, parametrize_transports
 
 
 class Reports:
@@ -59,7 +59,7 @@ async def running_watchdog(states: Callable[[int], str] = {}.__getitem__) -> Asy
 def quick(limits: Limits) -> None:
     """Divide the time constants of the watchdog by twenty."""
     limits(
-        watchdog_round=watchdog.ROUND / 20,
+        watchdog_interval=watchdog.ROUND / 20,
         unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
         blocked_after=watchdog.BLOCKED_AFTER / 20,
     )
@@ -218,7 +218,7 @@ def test_loop_that_does_not_run_is_not_reported_as_blocked(caplog: pytest.LogCap
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_ranks_of_one_process_have_no_watchdog(pg: ProcessGroup) -> None:
     await pg.barrier()
     assert not [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveMismatchError, HashStore, ProcessGroup, ReduceOp, Work, new_group
+from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp, Work
 from aiocoll.engine.links.channel import WINDOW_LOT, Channel
 from aiocoll.engine.links.flow_control import LINK_WINDOW
 from aiocoll.engine.operations.plan import EAGER_WINDOW
@@ -18,8 +18,8 @@ from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 from aiocoll.transport.shm.process_memory import can_read
 
-from ..internals import comm_of, early_bytes, spied, unasked, without_accelerator
-from ..ranks import LINKS, options, over, run_ranks
+from ..internals import comm_of, early_bytes, observe_methods, plan_without_accelerator, ungranted_bytes
+from ..ranks import LINKS, parametrize_transports, run_in_two_groups, run_ranks
 
 MIB = 1024 * 1024
 
@@ -29,7 +29,7 @@ class FrameRecorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.frames: list[tuple[int, Header]] = []
-        spied(monkeypatch, frame_delivered=self._tapped)
+        observe_methods(monkeypatch, Channel, deliver=self._tapped)
 
     def _tapped(self, channel: Channel, _: Any, header: Header, __: memoryview | None) -> None:
         self.frames.append((channel.peer, header))
@@ -76,7 +76,7 @@ async def test_unexpected_large_message_fills_one_window_and_blocks_no_other_mes
     window = 0 if is_announced else EAGER_WINDOW
 
     async def rank(pg: ProcessGroup) -> None:
-        without_accelerator(pg)
+        plan_without_accelerator(pg)
         giant = np.full(64 * MIB, pg.rank(), "uint8")
         if pg.rank() == 0:
             work = pg.broadcast(giant, 0, key="giant")
@@ -99,7 +99,7 @@ async def test_unexpected_large_message_fills_one_window_and_blocks_no_other_mes
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PREMUL_SUM(2)], ids=["arena-or-links", "links"])
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_large_messages_in_opposite_orders_complete(pg: ProcessGroup, op: ReduceOp) -> None:
     tensors = {key: np.full(64 * MIB // 4, 1 + pg.rank(), "float32") for key in ("a", "b")}
     works = [pg.allreduce(tensors[key], op, key=key) for key in ("ab" if pg.rank() else "ba")]
@@ -152,29 +152,23 @@ async def test_frames_of_several_messages_are_interleaved(tap: FrameRecorder) ->
 @pytest.mark.parametrize("transport", LINKS)
 async def test_failed_group_returns_its_eager_bytes_to_the_window(transport: str) -> None:
     """Let two groups share a link; early bytes of the failed group must not fill the other group's window forever."""
-    store = HashStore()
-    over = options(transport)
 
-    async def rank(rank: int) -> None:
-        async with (
-            new_group(store=store, rank=rank, world_size=2, options=over) as one,
-            new_group(store=store, rank=rank, world_size=2, options=over) as two,
-        ):
-            if rank == 0:
-                for _ in range(30):
-                    one.broadcast(np.zeros(LINK_WINDOW // 32, "uint8"), 0)
-            await settle(two)
-            if rank == 1:
-                assert waiting_early_bytes(one) > LINK_WINDOW // 2
-                one.abort()
-            await one.wait_revoked()
-            await settle(two)
-            if rank == 0:
-                assert unasked(comm_of(two).channels[1]) < LINK_WINDOW // 2
-            assert waiting_early_bytes(one) == 0
+    async def body(one: ProcessGroup, two: ProcessGroup) -> None:
+        rank = one.rank()
+        if rank == 0:
+            for _ in range(30):
+                one.broadcast(np.zeros(LINK_WINDOW // 32, "uint8"), 0)
+        await settle(two)
+        if rank == 1:
+            assert waiting_early_bytes(one) > LINK_WINDOW // 2
+            one.abort()
+        await one.wait_revoked()
+        await settle(two)
+        if rank == 0:
+            assert ungranted_bytes(comm_of(two).channels[1]) < LINK_WINDOW // 2
+        assert waiting_early_bytes(one) == 0
 
-    await asyncio.gather(rank(0), rank(1))
-    await store.aclose()
+    await run_in_two_groups(body, transport)
 
 
 async def check_window(pg: ProcessGroup) -> None:
@@ -197,10 +191,10 @@ async def check_window(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_all_consumed_bytes_are_returned_to_the_window(pg: ProcessGroup) -> None:
     """Send messages with several times the bytes of the window, which never fill a returned batch exactly."""
-    without_accelerator(pg)  # the accelerator sends no frames
+    plan_without_accelerator(pg)  # the accelerator sends no frames
     nbytes = 200_003
     for number in range(5 * LINK_WINDOW // nbytes):
         await pg.broadcast(np.zeros(nbytes, "uint8"), 0)
@@ -211,7 +205,7 @@ async def test_all_consumed_bytes_are_returned_to_the_window(pg: ProcessGroup) -
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@over("memory", "unix")
+@parametrize_transports("memory", "unix")
 @pytest.mark.parametrize("fate", ["received", "aborted", "never made"])
 @pytest.mark.parametrize("sort", ["collectives", "messages"])
 async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: ProcessGroup, sort: str, fate: str) -> None:
@@ -267,7 +261,7 @@ def test_data_for_a_closed_group_is_returned_to_the_window() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize("seed", range(3))
 async def test_keyed_calls_complete_in_any_order(pg: ProcessGroup, seed: int) -> None:
     sizes = [0, 1, 1000, 100_000, 3_000_000]

@@ -14,7 +14,7 @@ from aiocoll.gpu.launcher import Launched
 
 from ..fakes.cuda import FakeCuda, Gate
 from ..internals import waiter_of
-from ..ranks import until
+from ..ranks import wait_until
 
 
 @contextmanager
@@ -118,7 +118,7 @@ class Batch(GatedCall):
 
     async def wait_until_queued(self, calls: int) -> None:
         """Wait until `calls` device calls are on the stream and the completion thread waits for the first one."""
-        await until(lambda: self._waits.is_set() and len(self._waiter._calls) == calls)
+        await wait_until(lambda: self._waits.is_set() and len(self._waiter._calls) == calls)
 
     def _called(self, call: str) -> None:
         if call == "event_synchronize":

@@ -7,9 +7,9 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -21,15 +21,21 @@ from aiocoll.gpu.device import Device, close_devices
 from aiocoll.gpu.events import Events
 from aiocoll.gpu.provider import provide, runtime
 
+from ..fake_libraries import Torch
 from ..fakes.cuda import FakeCuda, Gate
 from ..fakes.nccl import FakeNccl
 from ..internals import dispatcher_of
-from ..lookalikes import Torch
-from ..ranks import until
+from ..ranks import run_ranks, wait_until
 from .adapted import select_adapter
 
 #: How calls handle CUDA arrays: by NCCL, or staged through the host.
 WAYS = ("nccl", "staged")
+
+
+class SupportsClear(Protocol):
+    """A list, a counter or another record that can be cleared."""
+
+    def clear(self) -> None: ...
 
 
 class Gpus:
@@ -111,6 +117,19 @@ def gpus(devices: int, way: str = "nccl", library: Callable[[FakeCuda], Any] = F
     assert made.cuda.full == made.cuda.held_up == []
 
 
+async def run_with_gpus(world_size: int, body: Callable[..., Awaitable[Any]], *args: Any, **options: Any) -> list[Any]:
+    """Run `body(pg, gpu, *args)` on ranks with a fake device each; return the results in rank order."""
+    with gpus(world_size) as gpu:
+        return await run_ranks(world_size, body, gpu, *args, **options)
+
+
+async def clear_counts(pg: ProcessGroup, counts: SupportsClear) -> None:
+    """Clear counts of all ranks while none of them makes a call."""
+    await pg.barrier()
+    counts.clear()
+    await pg.barrier()
+
+
 def join_threads() -> None:
     """Wait for device threads that a test left stuck and that can end now."""
     for thread in threading.enumerate():
@@ -127,7 +146,7 @@ def host(tensor: Any) -> NDArray[Any]:
 async def wait_for_idle_launcher(pg: ProcessGroup, gpu: Gpus) -> None:
     """Wait until the launcher thread is idle; until then, calls are launched through that thread."""
     device = gpu.shared_device(pg.rank())
-    await until(lambda: not device.is_launching)
+    await wait_until(lambda: not device.is_launching)
 
 
 async def repeat_allreduce(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -> Any:

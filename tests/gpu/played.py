@@ -18,9 +18,9 @@ from aiocoll.elements.dtypes import by_name
 from aiocoll.gpu.provider import by_ctypes
 from aiocoll.testing.skips import _gpus
 
+from ..fake_libraries import Torch
 from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
-from ..lookalikes import Torch
 from ..reductions import DTYPES
 from . import stub_cupy
 from .adapted import libcuda, libnccl

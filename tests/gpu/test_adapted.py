@@ -13,7 +13,7 @@ from aiocoll.gpu.provider import runtime
 
 from ..ranks import run_ranks
 from .device_kinds import ADAPTER, ADAPTERS
-from .groups import WAYS, Gpus, check_block_of_every_kind, gpus, host
+from .groups import WAYS, Gpus, check_block_of_every_kind, gpus, host, run_with_gpus
 
 adapters = pytest.mark.parametrize("adapter", ADAPTERS)
 
@@ -52,8 +52,7 @@ async def test_failed_group_fails_its_calls_in_flight(adapter: str, monkeypatch:
             with pytest.raises(GroupError, match="enough"):
                 await work
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @adapters
@@ -68,5 +67,4 @@ async def test_call_that_nccl_refuses_raises_an_error(adapter: str, monkeypatch:
             await pg.allreduce(tensor)
         assert host(tensor).tolist() == [1.0] * 3
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)

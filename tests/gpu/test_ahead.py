@@ -26,8 +26,8 @@ from aiocoll.gpu.waiter import AT_MOST
 
 from ..fakes.streams import ROOM
 from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
-from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, repeat_allreduce, wait_for_idle_launcher
+from ..ranks import run_ranks, wait_until
+from .groups import Gpus, clear_counts, gpus, host, repeat_allreduce, run_with_gpus, wait_for_idle_launcher
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 LARGE = 40_000
@@ -56,9 +56,7 @@ async def test_repeated_call_is_launched_before_the_comparison_and_a_first_call_
         await first
         second = pg.allreduce(tensor)  # this call follows itself for the first time, so it is not launched ahead
         await second
-        await pg.barrier()
-        calls.clear()
-        await pg.barrier()
+        await clear_counts(pg, calls)
         await wait_for_idle_launcher(pg, gpu)
         works = [pg.allreduce(tensor) for _ in range(5)]
         # All calls are on the device before any rank has received a message from another one.
@@ -92,7 +90,7 @@ async def test_repeated_call_is_launched_without_a_loop_iteration() -> None:
 async def test_deferred_call_uses_its_device_even_if_another_device_is_current(
     limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits(device_ask_every=1000)  # so that the launcher stays idle
+    limits(device_check_interval=1000)  # so that the launcher stays idle
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, cuda = pg.rank(), gpu.cuda
@@ -139,8 +137,7 @@ async def test_on_stream_does_not_wait_for_other_ranks() -> None:
         await work
         assert host(tensor).tolist() == [2.0] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_await_ends_when_the_device_is_done_and_all_ranks_have_confirmed_the_call() -> None:
@@ -154,7 +151,7 @@ async def test_await_ends_when_the_device_is_done_and_all_ranks_have_confirmed_t
             work = pg.allreduce(tensor)
             await work.on_stream()
             waiter = waiter_of(gpu.shared_device(rank), dispatcher_of(pg).device_calls.state.communicator.stream)  # type: ignore[union-attr]
-            await until(lambda: confirmed and waiter.is_idle)
+            await wait_until(lambda: confirmed and waiter.is_idle)
             await gpu.shared_device(rank).run(lambda: None)
             assert not work.done()
         program.confirm(confirmed[-1])
@@ -177,13 +174,12 @@ async def test_launch_never_waits_for_space_in_a_full_stream(behind: str, key: b
         device = gpu.shared_device(0)
         gate = gpu.cuda.gate(stream if behind == "the group's" else gpu.stream(0), 0)
         works = [pg.allreduce(tensor, key=str(number) if key else None) for number in range(count)]
-        await until(lambda: len(waiter_of(device, stream)._held) == count - AT_MOST and not device.is_launching)
+        await wait_until(lambda: len(waiter_of(device, stream)._held) == count - AT_MOST and not device.is_launching)
         gate.open()
         await asyncio.gather(*(work.join() for work in works))
         assert [work.is_success() for work in works] == [True] * count
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_staged_and_host_calls_keep_their_order_among_launched_calls() -> None:
@@ -210,8 +206,7 @@ async def test_staged_and_host_calls_keep_their_order_among_launched_calls() -> 
             assert [host(each).tolist() for each in into] == [[peer] * (1 + rank) for peer in range(size)]
             assert (host(other).tolist(), host(root).tolist()) == ([float(size)] * 2, [size - 1] * 2)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_number_of_recorded_pairs_of_consecutive_calls_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +219,7 @@ async def test_number_of_recorded_pairs_of_consecutive_calls_is_limited(monkeypa
             assert len(program_of(pg)._known) == 1
         assert not dispatcher_of(pg).device_calls.state.communicator._connected  # type: ignore[union-attr]
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_verify_before_on_one_rank_makes_all_ranks_compare_calls_before_launch(
@@ -244,8 +238,7 @@ async def test_verify_before_on_one_rank_makes_all_ranks_compare_calls_before_la
             assert (host(tensor) == 1).all()
             await repeat_allreduce(pg, gpu)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 # -- mismatches
@@ -271,8 +264,7 @@ async def test_mismatch_of_launched_calls_names_both_calls_and_fails_the_group(o
                 await work
         return str(cause)
 
-    with gpus(3) as gpu:
-        texts = await run_ranks(3, body, gpu)
+    texts = await run_with_gpus(3, body)
     assert len(set(texts)) == 1
     assert f"rank {other} called BROADCAST(shape=[2]" in texts[0]
     assert "called ALLREDUCE(shape=[3]" in texts[0]
@@ -308,8 +300,7 @@ async def test_different_shapes_are_reported_as_a_mismatch() -> None:
         assert "differ in the following: shape" in str(await pg.wait_revoked())
         await asyncio.gather(work, return_exceptions=True)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_different_blocks_are_reported_as_a_mismatch() -> None:
@@ -320,8 +311,7 @@ async def test_different_blocks_are_reported_as_a_mismatch() -> None:
         with pytest.raises(CollectiveMismatchError, match=r"member 1 is ALLREDUCE.* on rank 0, ALLREDUCE.* on rank 1"):
             await pg.allreduce_coalesced(tensors)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_host_call_instead_of_a_device_call_is_reported_as_a_mismatch() -> None:
@@ -340,8 +330,7 @@ async def test_host_call_instead_of_a_device_call_is_reported_as_a_mismatch() ->
         assert isinstance(cause, CollectiveMismatchError)
         assert "rank 0 called BROADCAST(shape=[3], dtype=float64, device=cpu" in str(cause)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_repeated_or_early_order_message_fails_the_group() -> None:
@@ -375,8 +364,7 @@ async def test_order_message_without_a_recorded_call_order_fails_the_group(monke
             comm.channels[1].send_control({"t": "device", "g": comm.id, "confirmed": 1})
         assert isinstance(await pg.wait_revoked(), GroupError)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 # -- keyed calls and messages
@@ -406,10 +394,9 @@ async def test_keyed_calls_and_messages_get_a_common_position_among_ordered_call
             assert program_of(pg).through is not None
         for _ in range(5):
             await pg.allreduce(tensor)
-        await until(lambda: program_of(pg).through is None)
+        await wait_until(lambda: program_of(pg).through is None)
 
-    with gpus(4) as gpu:
-        await run_ranks(4, body, gpu)
+    await run_with_gpus(4, body)
 
 
 @pytest.mark.parametrize("what", ["key", "message"])
@@ -442,8 +429,7 @@ async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: 
         await pg.allreduce(tensor, key="again")
         assert host(tensor).tolist() == [8.0] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_nccl_only_group_waits_for_an_agreed_position_instead_of_staging(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +444,7 @@ async def test_nccl_only_group_waits_for_an_agreed_position_instead_of_staging(m
         await pg.barrier()
         if rank:
             other, over = pg.allreduce(keyed, key="other"), asyncio.Event()
-            await until(lambda: program_of(pg).through is not None)
+            await wait_until(lambda: program_of(pg).through is not None)
             comm_of(pg).call_later(pacing.MAX_WAIT, over.set)  # expires after rank 0's timer in the shared loop
             await over.wait()
             work = pg.allreduce(tensor)
@@ -467,8 +453,7 @@ async def test_nccl_only_group_waits_for_an_agreed_position_instead_of_staging(m
         await asyncio.gather(work.join(), other.join())
         assert gpu.cuda.calls["copy_to_host"] == copies
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_operation_with_an_agreed_position_waits_for_earlier_calls() -> None:
@@ -483,8 +468,7 @@ async def test_operation_with_an_agreed_position_waits_for_earlier_calls() -> No
         await pg.allreduce(tensor)
         assert begun
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 # -- failures
@@ -501,8 +485,7 @@ async def test_error_names_a_rank_that_leaves_before_its_call(leaver: int) -> No
         with pytest.raises(PeerLostError, match=f"needs rank {leaver}, which has left"):
             await pg.allreduce(tensor)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_call_completes_although_a_rank_leaves_after_its_call() -> None:
@@ -527,8 +510,7 @@ async def test_error_names_a_rank_that_never_makes_the_call() -> None:
         assert isinstance(cause, CollectiveTimeoutError)
         assert list(cause.ranks) == [2]
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 # -- the comparison and pacing on rank 0

@@ -16,9 +16,9 @@ from aiocoll.gpu.device import Device
 
 from ..fakes.arrays import FakeArray
 from ..internals import Limits, dispatcher_of, nccl_end
-from ..ranks import run_ranks, until
+from ..ranks import run_ranks, wait_until
 from .devices import GatedCall, fake_cuda, launch_call
-from .groups import Gpus, gpus, host
+from .groups import Gpus, gpus, host, run_with_gpus
 
 COUNTS = (1, 1000, 300_000)
 
@@ -32,7 +32,7 @@ async def occupy_device(pg: ProcessGroup, gpu: Gpus) -> Any:
     if pg.rank():
         return None
     work = pg.allreduce(tensor)
-    await until(lambda: nccl_end(pg).in_flight)
+    await wait_until(lambda: nccl_end(pg).in_flight)
     return work
 
 
@@ -82,8 +82,7 @@ async def test_copying_threads_do_not_invalidate_stream_captures() -> None:
         await release_device(pg, gpu, work)
         assert gpu.cuda.disturbed == []
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_missing_page_locked_memory_is_allocated_when_the_device_is_idle(limits: Limits) -> None:
@@ -102,9 +101,9 @@ async def test_missing_page_locked_memory_is_allocated_when_the_device_is_idle(l
         else:
             await pg.recv_object(0)
         await release_device(pg, gpu, work)
-        await until(lambda: device.staging.kept > before)
+        await wait_until(lambda: device.staging.kept > before)
         await pg.barrier()
-        limits(staging_kept=0)
+        limits(max_free_staging_bytes=0)
         work = await occupy_device(pg, gpu)
         await pg.allreduce(tensor, ReduceOp.BOR, key="bits")
         assert device.staging.kept == 0
@@ -114,10 +113,9 @@ async def test_missing_page_locked_memory_is_allocated_when_the_device_is_idle(l
         else:
             await pg.recv_object(0)
         await release_device(pg, gpu, work)
-        await until(lambda: gpu.cuda.live()["pinned"] == 2 * bounce.NBYTES)
+        await wait_until(lambda: gpu.cuda.live()["pinned"] == 2 * bounce.NBYTES)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "stream_create"])
@@ -134,8 +132,7 @@ async def test_failed_copy_of_a_staged_call_fails_the_group(call: str) -> None:
         assert call in str(await pg.wait_revoked())
         await asyncio.gather(*filter(None, calls), return_exceptions=True)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("failing", ["stream_wait", "event_record"])
@@ -160,8 +157,7 @@ async def test_failed_cuda_call_before_a_staging_copy_fails_the_group(failing: s
         assert failing in str(await pg.wait_revoked())
         await asyncio.gather(*filter(None, [earlier, work]), return_exceptions=True)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_device_is_not_idle_while_calls_run_on_an_abandoned_stream() -> None:
@@ -175,7 +171,7 @@ async def test_device_is_not_idle_while_calls_run_on_an_abandoned_stream() -> No
         assert device.staging.kept == 0
         gated.open()
         await ended
-        await until(lambda: device.staging.kept > 0)
+        await wait_until(lambda: device.staging.kept > 0)
         assert await device.run(lambda: device.page_locked(100)) is not None
 
 

@@ -14,10 +14,11 @@ from aiocoll import ProcessGroup
 from aiocoll.gpu.calls.communicator import DeviceCommunicator
 from aiocoll.gpu.launcher import Launched
 from aiocoll.gpu.waiter import AT_MOST
+from aiocoll.runtime import Runtime
 
-from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, spied, wrapped
-from ..ranks import run_ranks, until
-from .groups import Gpus, check_allreduce, check_failure, gpus, host, ones, start_unless_revoked
+from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, observe_calls, observe_methods, wrap_parts
+from ..ranks import run_ranks, wait_until
+from .groups import Gpus, check_allreduce, check_failure, gpus, host, ones, run_with_gpus, start_unless_revoked
 
 
 def communicator_of(pg: ProcessGroup) -> DeviceCommunicator:
@@ -30,8 +31,8 @@ def communicator_of(pg: ProcessGroup) -> DeviceCommunicator:
 def record_queries(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
     """Make error queries of communicators frequent; return a list to which each query appends an entry."""
     queries: list[int] = []
-    limits(device_ask_every=0.001)
-    spied(monkeypatch, device_ask=lambda _: queries.append(1))
+    limits(device_check_interval=0.001)
+    observe_calls(monkeypatch, check_device_error=lambda _: queries.append(1))
     return queries
 
 
@@ -52,9 +53,9 @@ async def test_async_error_is_queried_by_one_query_at_a_time_and_a_late_result_i
         nccl_end(pg).async_error = slow_query
         gate = gpu.gate(0)
         work = start_unless_revoked(pg, gpu)
-        await until(lambda: questions)
+        await wait_until(lambda: questions)
         so_far = len(queries)
-        await until(lambda: len(queries) > so_far + 3)
+        await wait_until(lambda: len(queries) > so_far + 3)
         assert len(questions) == 1
         pg.abort("enough")
         answer.set()
@@ -62,8 +63,7 @@ async def test_async_error_is_queried_by_one_query_at_a_time_and_a_late_result_i
         await check_failure(pg, work, "enough")
         gate.open()
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_event_loop_yields_the_gil_until_the_launcher_thread_has_enqueued_a_call(
@@ -82,12 +82,12 @@ async def test_event_loop_yields_the_gil_until_the_launcher_thread_has_enqueued_
         device = dispatcher_of(pg).device_calls.state.device  # type: ignore[union-attr]
         waiting = device.run(lambda: free.wait(10))
         work = start_unless_revoked(pg, gpu)
-        await until(lambda: len(yields) >= 4)
+        await wait_until(lambda: len(yields) >= 4)
         free.set()
         await waiting
         await work
         launched = max(checks, key=lambda each: len(checks[each]))
-        await until(lambda: checks[launched][-1][1])
+        await wait_until(lambda: checks[launched][-1][1])
         waits = [waited for waited, _ in checks[launched]]
         assert waits == [min(0.001 * 2**number, 0.016) for number in range(len(waits))]
         found = [enqueued for each in checks.values() for _, enqueued in each]
@@ -95,13 +95,13 @@ async def test_event_loop_yields_the_gil_until_the_launcher_thread_has_enqueued_
         assert len(yields) <= found.count(False)
         gate = gpu.gate(0)
         works = [start_unless_revoked(pg, gpu) for _ in range(2 * AT_MOST)]
-        await until(lambda: not device.is_launching)
+        await wait_until(lambda: not device.is_launching)
         checks.clear()
         # A check may already count a call that was launched after the previous check.
-        await until(lambda: any(not enqueued for each in checks.values() for _, enqueued in each))
+        await wait_until(lambda: any(not enqueued for each in checks.values() for _, enqueued in each))
         yields.clear()
         checks.clear()
-        await until(lambda: sum(map(len, checks.values())) > 4)
+        await wait_until(lambda: sum(map(len, checks.values())) > 4)
         assert len(checks) == 1, "more than one of the waiting calls was checked"
         assert not yields
         gate.open()
@@ -110,9 +110,9 @@ async def test_event_loop_yields_the_gil_until_the_launcher_thread_has_enqueued_
     def record_check(_: DeviceCommunicator, launched: Launched, waited: float) -> None:
         checks[launched].append((waited, launched.enqueued))
 
-    spied(monkeypatch, device_give_way=record_check, device_given_way=lambda _: yields.append(1))
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    observe_calls(monkeypatch, yield_to_launcher=record_check)
+    observe_methods(monkeypatch, Runtime, yield_gil=lambda _: yields.append(1))
+    await run_with_gpus(1, body)
 
 
 async def test_async_error_is_not_queried_before_the_communicator_exists(
@@ -123,7 +123,7 @@ async def test_async_error_is_not_queried_before_the_communicator_exists(
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         work = pg.allreduce(tensor := ones(pg, gpu))
-        await until(lambda: len(queries) > 3)
+        await wait_until(lambda: len(queries) > 3)
         assert not communicator_of(pg).is_begun
         make.set()
         assert await work is tensor
@@ -134,7 +134,7 @@ async def test_async_error_is_not_queried_before_the_communicator_exists(
 
 
 async def test_communicator_that_is_created_after_the_end_of_its_group_is_aborted(limits: Limits) -> None:
-    limits(device_release=0.05)
+    limits(device_release_timeout=0.05)
     make = threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -142,7 +142,7 @@ async def test_communicator_that_is_created_after_the_end_of_its_group_is_aborte
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
         await pg.shutdown()
         make.set()
-        await until(lambda: calls and calls[-1] == "abort")
+        await wait_until(lambda: calls and calls[-1] == "abort")
 
     with gpus(1) as gpu:
         gpu.nccl.hooks.append(lambda call: call != "init" or make.wait(10))
@@ -155,12 +155,11 @@ async def test_failed_communicator_ends_a_group_without_waiting_calls() -> None:
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
         await check_failure(pg, None, "group .* failed on rank 0, device 0: init: unhandled cuda error")
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_communicator_is_destroyed_although_another_rank_has_left_the_group(limits: Limits) -> None:
-    limits(device_parting=60)
+    limits(device_departure_timeout=60)
     ends: dict[int, Any] = {}
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -171,7 +170,7 @@ async def test_communicator_is_destroyed_although_another_rank_has_left_the_grou
             comm_of(pg).timeout = 0.05
         elif pg.rank() == 1:
             closing = asyncio.ensure_future(communicator_of(pg).close())
-            await until(lambda: 0 in comm_of(pg).left)
+            await wait_until(lambda: 0 in comm_of(pg).left)
             assert not closing.done()
             await pg.send_object("all ready", 2)
             await closing
@@ -179,8 +178,7 @@ async def test_communicator_is_destroyed_although_another_rank_has_left_the_grou
             await pg.recv_object(1)
         await pg.shutdown()
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
     assert [(ends[rank].destroyed, ends[rank].aborted) for rank in range(3)] == [
         (False, True),
         (True, False),
@@ -195,8 +193,7 @@ async def test_error_in_the_first_of_several_agreed_calls_fails_the_other_calls(
         for work in works:
             await check_failure(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_cancelled_on_stream_does_not_affect_the_on_stream_of_another_call() -> None:
@@ -213,8 +210,7 @@ async def test_cancelled_on_stream_does_not_affect_the_on_stream_of_another_call
             await pg.recv_object(0)
             await pg.allreduce(ones(pg, gpu))
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
@@ -226,7 +222,7 @@ async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
         is_first = group_of(end).rank == int(group_of(end).name.endswith("other"))
         return await parted(end) and (is_first or await asyncio.sleep(0.05, True))
 
-    wrapped(monkeypatch, device_parted=late)
+    wrap_parts(monkeypatch, wait_for_device_peers=late)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         groups = [await pg.split_group([[0, 1]], group_name=name) for name in ("one", "other")]
@@ -234,14 +230,13 @@ async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
             assert each is not None
             await check_allreduce(each, gpu)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
     assert "has not ended" not in caplog.text
 
 
 async def test_communicator_is_not_aborted_during_a_call(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     """Check that an abort waits for a call that does not return, and blocks neither the loop nor other groups."""
-    limits(device_aborting=0.02)
+    limits(device_abort_timeout=0.02)
     calling, go_on = threading.Event(), threading.Event()
 
     def block_broadcast(call: str) -> None:
@@ -253,13 +248,13 @@ async def test_communicator_is_not_aborted_during_a_call(limits: Limits, caplog:
         await check_allreduce(pg, gpu)
         end: Any = nccl_end(pg)
         work = pg.broadcast(ones(pg, gpu), 0)
-        await until(calling.is_set)
+        await wait_until(calling.is_set)
         pg.abort("enough")
         await check_failure(pg, work, "enough")
-        await until(lambda: "or did not return from a call of it" in caplog.text)
+        await wait_until(lambda: "or did not return from a call of it" in caplog.text)
         assert not end.aborted
         go_on.set()
-        await until(lambda: end.aborted)
+        await wait_until(lambda: end.aborted)
 
     with gpus(1) as gpu:
         gpu.nccl.hooks.append(block_broadcast)
@@ -277,21 +272,20 @@ async def test_group_is_closed_only_after_its_communicator_is_aborted(monkeypatc
         monkeypatch.setattr(end, "abort", lambda: go_on.wait(10) and abort())
         pg.abort("enough")
         shut = asyncio.ensure_future(pg.shutdown())
-        await until(lambda: gpu.cuda.calls["stream_destroy"] == destroyed + 2)
+        await wait_until(lambda: gpu.cuda.calls["stream_destroy"] == destroyed + 2)
         await asyncio.sleep(0)
         assert not shut.done()
         go_on.set()
         await shut
         assert end.aborted
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
 async def test_communicator_ends_after_its_running_error_query(end: str, limits: Limits) -> None:
     """Check the end of a communicator while its error query runs in the launcher."""
-    limits(device_ask_every=0.001)
+    limits(device_check_interval=0.001)
     querying, go_on = threading.Event(), threading.Event()
 
     def slow_query(call: str) -> None:
@@ -306,7 +300,7 @@ async def test_communicator_ends_after_its_running_error_query(end: str, limits:
         made: Any = nccl_end(pg)
         gate = gpu.gate(0)
         work = start_unless_revoked(pg, gpu)
-        await until(querying.is_set)
+        await wait_until(querying.is_set)
         gate.open()
         if end == "abort":
             pg.abort("enough")
@@ -319,10 +313,9 @@ async def test_communicator_ends_after_its_running_error_query(end: str, limits:
         assert not made.destroyed
         go_on.set()
         await shut
-        await until(lambda: made.aborted or made.destroyed)
+        await wait_until(lambda: made.aborted or made.destroyed)
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 @pytest.mark.parametrize("connect", [None, "1"])

@@ -18,7 +18,7 @@ from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
 from ..internals import Limits, dispatcher_of
-from ..ranks import run_ranks, until
+from ..ranks import run_ranks, wait_until
 from .devices import fake_cuda, launch_call
 from .groups import WAYS, Gpus, gpus
 
@@ -71,7 +71,7 @@ async def test_late_communicator_is_created_on_the_correct_device_and_aborted(mo
         monkeypatch.delenv(CONNECT, raising=False)  # start as in a process without an earlier communicator
         name = await pg.broadcast_object(name, 0)
         side._agreement.handle_late({"decision": Decision(True, "all have it", name)})
-        await until(lambda: called.count("abort") == 2)
+        await wait_until(lambda: called.count("abort") == 2)
 
     with gpus(3) as gpu:
         called = gpu.calls()
@@ -93,7 +93,7 @@ async def test_worker_threads_use_the_device_of_the_group() -> None:
         late = device.run(lambda: busy.wait(10), lambda result: undone.append(cuda.current()))
         late.cancel()
         busy.set()
-        await until(lambda: undone)
+        await wait_until(lambda: undone)
         assert undone == [1]
     assert sorted(cuda.contexts) == [1]
 
@@ -134,7 +134,7 @@ def test_thread_selects_a_previously_used_device_again() -> None:
 
 async def test_communicator_is_ended_on_its_device(limits: Limits) -> None:
     """Check the device also for ranks that do not end the communicator together."""
-    limits(device_parting=0.01)
+    limits(device_departure_timeout=0.01)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = gpu.tensor(np.ones(3), USED[pg.rank()])

@@ -22,7 +22,7 @@ from aiocoll.gpu.waiter import AT_MOST
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..internals import Limits, waiter_of
-from ..ranks import until
+from ..ranks import wait_until
 from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_nothing, launch_call
 
 
@@ -78,7 +78,7 @@ async def test_device_call_runs_after_earlier_work_on_the_callers_stream(cuda: F
     cuda.kernel(user, lambda: ran.append("before"))
     launched, ended = launch_call(device, comm, lambda: cuda.kernel(comm, lambda: ran.append("call")), before=user)
     after = cuda.gate(user)
-    await until(lambda: launched.enqueued)
+    await wait_until(lambda: launched.enqueued)
     assert ran == []
     before.open()
     await ended
@@ -126,7 +126,7 @@ async def test_deferred_device_call_runs_after_the_marked_work(cuda: FakeCuda, d
         cuda.kernel(stream, lambda: ran.append("call"))
 
     launched, ended = launch_call(device, stream, call, before=None)
-    await until(lambda: launched.enqueued)
+    await wait_until(lambda: launched.enqueued)
     assert ran == []
     first.open()
     await ended
@@ -220,17 +220,17 @@ async def test_end_of_a_short_call_is_detected_without_the_completion_thread(cud
 
 async def test_launcher_stops_polling_when_a_new_call_is_queued(cuda: FakeCuda, device: Device, limits: Limits) -> None:
     looks = 1 << 14  # so many polls take a second or more
-    limits(device_looks=looks)
+    limits(device_poll_count=looks)
     stream = device.stream()
     held = GatedCall(cuda, stream)
     launched, ended = launch_call(device, stream, held)
-    await until(lambda: launched.enqueued and cuda.calls["event_done"])
+    await wait_until(lambda: launched.enqueued and cuda.calls["event_done"])
     assert cuda.calls["event_synchronize"] == 0
     other, done = launch_call(device, device.stream())
     await done
     assert other.enqueued
     assert cuda.calls["event_done"] < looks
-    await until(lambda: cuda.calls["event_synchronize"])
+    await wait_until(lambda: cuda.calls["event_synchronize"])
     held.open()
     await ended
 
@@ -241,7 +241,7 @@ async def test_completion_thread_that_already_waits_detects_the_ends_of_later_ca
     stream = device.stream()
     held = GatedCall(cuda, stream)
     first, second = launch_call(device, stream, held)[1], launch_call(device, stream)[1]
-    await until(lambda: cuda.calls["event_synchronize"])
+    await wait_until(lambda: cuda.calls["event_synchronize"])
     looks = cuda.calls["event_done"]
     third = launch_call(device, stream)[1]
     await launch_call(device, device.stream())[1]
@@ -251,7 +251,7 @@ async def test_completion_thread_that_already_waits_detects_the_ends_of_later_ca
     assert first.done()
     assert second.done()
     waiter = waiter_of(device, stream)
-    await until(lambda: not waiter._is_awake)
+    await wait_until(lambda: not waiter._is_awake)
     waits = cuda.calls["event_synchronize"]
     await launch_call(device, stream)[1]
     assert cuda.calls["event_synchronize"] == waits
@@ -302,7 +302,7 @@ async def test_completion_thread_is_woken_once_at_the_end_of_a_loop_iteration(
     waken = waiter._wake_thread
     monkeypatch.setattr(waiter, "_wake_thread", lambda: (wakes.append(len(calls)), waken()))
     for several in (1, 5, 5, 1):
-        await until(lambda: not waiter._is_awake)
+        await wait_until(lambda: not waiter._is_awake)
         wakes.clear()
         calls: list[int] = []
         await asyncio.gather(*await launch_at_once(device, stream, calls, several))
@@ -356,9 +356,9 @@ async def test_references_of_an_unawaited_call_live_until_the_device_is_done(cud
     del waiting
     gc.collect()
     assert kept.freed_in == []
-    await until(lambda: hasattr(held, "gate"))
+    await wait_until(lambda: hasattr(held, "gate"))
     held.open()
-    await until(lambda: len(kept.freed_in) == 2)
+    await wait_until(lambda: len(kept.freed_in) == 2)
     await launch_call(device, stream)[1]
 
 
@@ -452,7 +452,7 @@ async def test_batch_of_ended_calls_is_reported_before_calls_that_end_later(
         device.launch(stream, do_nothing, None, lambda error, number=number: reported.append(number))
     await batch.wait_until_queued(AT_MOST)
     batch.open()
-    await until(lambda: more)
+    await wait_until(lambda: more)
     await more[0]
     assert reported == list(range(AT_MOST + 1))
 

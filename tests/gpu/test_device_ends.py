@@ -26,7 +26,7 @@ from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
 from ..internals import Limits, waiter_of
-from ..ranks import until
+from ..ranks import wait_until
 from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_nothing, launch_call
 
 FLOAT32, SUM = 7, 0
@@ -135,7 +135,7 @@ async def test_failed_device_fails_all_pending_calls(cuda: FakeCuda, device: Dev
     stream = device.stream()
     held = GatedCall(cuda, stream)
     calls = [launch_call(device, stream, held)] + [launch_call(device, stream) for _ in range(9)]
-    await until(lambda: calls[-1][0].enqueued)
+    await wait_until(lambda: calls[-1][0].enqueued)
     cuda.fail("unspecified launch failure")
     for _, ended in calls:
         with pytest.raises(DeviceError, match="unspecified launch failure") as caught:
@@ -287,10 +287,10 @@ async def test_process_exit_waits_for_device_functions_in_threads(device: Device
     """Check that the wait for a function that does not return has a limit."""
     go_on = threading.Event()
     call = device.run_in_thread(lambda: go_on.wait(10))
-    limits(device_exiting=0.01)
+    limits(device_exit_timeout=0.01)
     module._wait_for_threads()
     assert not call.done()
-    limits(device_exiting=10.0)
+    limits(device_exit_timeout=10.0)
     threading.Timer(0.02, go_on.set).start()
     module._wait_for_threads()
     assert go_on.is_set()
@@ -324,7 +324,7 @@ async def test_result_that_no_task_awaits_is_released(device: Device, caplog: py
     for call in (device.run(lambda: 7, release_result), device.run(lambda: 8)):
         call.cancel()
     busy.set()
-    await until(lambda: caplog.records)
+    await wait_until(lambda: caplog.records)
     assert undone == [(7, True)]
     assert "releasing its result failed: DeviceError('abort: no')" in caplog.text
 
@@ -351,7 +351,7 @@ async def test_device_stream_is_closed_after_its_pending_work(cuda: FakeCuda, de
     held = GatedCall(cuda, stream)
     _, ended = launch_call(device, stream, held)
     closing = asyncio.create_task(device.close_stream(stream, 10))
-    await until(lambda: hasattr(held, "gate"))
+    await wait_until(lambda: hasattr(held, "gate"))
     assert not closing.done()
     with pytest.raises(ValueError, match=f"stream {stream:#x} is closed, or is not one of CUDA device 0"):
         launch_call(device, stream)
@@ -361,7 +361,7 @@ async def test_device_stream_is_closed_after_its_pending_work(cuda: FakeCuda, de
     assert cuda.live()["streams"] == 0
     before = threading.active_count()
     assert await device.close_stream(device.stream(), 10)
-    await until(lambda: threading.active_count() <= before)
+    await wait_until(lambda: threading.active_count() <= before)
 
 
 async def test_stuck_device_stream_is_abandoned(
@@ -397,7 +397,7 @@ async def test_failed_stream_creation_leaves_no_device_thread(cuda: FakeCuda, de
     cuda.fail_next("stream_create", "out of memory")
     with pytest.raises(DeviceError, match="out of memory"):
         device.stream()
-    await until(lambda: threading.active_count() == before)
+    await wait_until(lambda: threading.active_count() == before)
 
 
 async def test_abort_ends_a_waiting_device_call(cuda: FakeCuda) -> None:

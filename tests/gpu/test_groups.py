@@ -24,12 +24,13 @@ from aiocoll import (
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.calls import cards, native
 from aiocoll.gpu.calls.agreed import Agreed
+from aiocoll.group.dispatch.call_cache import PLANS
 
 from ..fakes.arrays import FakeArray
 from ..internals import Limits, comm_of, dispatcher_of, plans_of, set_nccl_only
-from ..ranks import run_ranks, until
+from ..ranks import run_ranks, wait_until
 from ..reductions import numpy_dtype
-from .groups import WAYS, Gpus, check_allreduce, gpus, host
+from .groups import WAYS, Gpus, check_allreduce, gpus, host, run_with_gpus
 from .stub_cupy import unload_cupy_api
 
 both = pytest.mark.parametrize("way", WAYS)
@@ -288,8 +289,7 @@ async def test_on_stream_of_an_nccl_call_does_not_wait_for_the_data() -> None:
         gpu.cuda.stream_synchronize(stream, rank)
         assert seen[0].tolist() == [2] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.ranks(2)
@@ -369,7 +369,7 @@ async def test_device_arrays_are_freed_without_the_garbage_collector(way: str) -
             gone = weakref.ref(tensor)
             await pg.allreduce(tensor)
             del tensor
-            await until(lambda gone=gone: gone() is None)
+            await wait_until(lambda gone=gone: gone() is None)
 
     gc.disable()
     try:
@@ -526,8 +526,7 @@ async def test_estimate_refuses_device_arrays() -> None:
             pg.allreduce(1)
         assert len(estimate.calls) == 1
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_premul_sum_factor_is_applied_on_the_device() -> None:
@@ -542,7 +541,9 @@ async def test_premul_sum_factor_is_applied_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "bfloat16", "float64", "complex64"])
-async def test_device_calls_that_nccl_supports_are_not_staged(dtype: str) -> None:
+async def test_device_calls_that_nccl_supports_are_not_staged(dtype: str, limits: Limits) -> None:
+    limits(device_slot_wait=1e6)  # on a loaded machine, calls that wait for long are staged
+
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
 
@@ -584,8 +585,7 @@ async def test_empty_device_arrays_launch_no_nccl_call() -> None:
         await pg.barrier()
         assert gpu.cuda.calls["event_synchronize"] == before
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @both
@@ -619,10 +619,9 @@ async def test_allgather_accepts_an_input_that_overlaps_two_adjacent_outputs() -
             await pg.allgather(views, own)
             assert [part.tolist() for part in parts] == [[peer + 1.0] * counts[peer] for peer in range(size)]
         await pg.barrier()
-        await until(lambda: not gpu.cuda._scratch)
+        await wait_until(lambda: not gpu.cuda._scratch)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 @both
@@ -661,7 +660,7 @@ async def test_completion_thread_does_not_invalidate_stream_captures(way: str) -
         gpu.cuda.capture(captured, True)
         gate = gpu.gate(0)
         work = pg.allreduce(gpu.tensor(np.ones(3), 0))
-        await until(lambda: gpu.cuda.calls["event_synchronize"] > waits)
+        await wait_until(lambda: gpu.cuda.calls["event_synchronize"] > waits)
         gate.open()
         await work
         gpu.cuda.capture(captured, False)
@@ -684,8 +683,7 @@ async def test_hook_receives_nccl_or_the_host_transport_as_transport_name() -> N
         await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
         assert carried == [("ALLREDUCE", "nccl"), ("SCAN", "memory")]
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_scan_is_refused_by_the_nccl_implementation() -> None:
@@ -695,8 +693,7 @@ async def test_scan_is_refused_by_the_nccl_implementation() -> None:
         with pytest.raises(ValueError, match="NCCL cannot carry out scan: stage it"):
             native.make_enqueue(plan, native.PACKED)
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_wrong_control_messages_about_devices_are_refused() -> None:
@@ -711,8 +708,7 @@ async def test_wrong_control_messages_about_devices_are_refused() -> None:
         with pytest.raises(TypeError, match="'2' is not of type int"):
             cards.read_card({"library": "2"})
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_error_in_a_staged_call_fails_the_call() -> None:
@@ -720,7 +716,7 @@ async def test_error_in_a_staged_call_fails_the_call() -> None:
         await check_allreduce(pg, gpu)
         gate = gpu.gate(0)
         work = pg.scan(gpu.tensor(np.ones(3), 0))
-        await until(lambda: comm_of(pg).in_flight.pending)
+        await wait_until(lambda: comm_of(pg).in_flight.pending)
         (operation,) = comm_of(pg).in_flight.pending
         operation._copy_outputs(None, ZeroDivisionError("a bug"))  # type: ignore[attr-defined]
         with pytest.raises(ZeroDivisionError, match="a bug"):
@@ -728,19 +724,17 @@ async def test_error_in_a_staged_call_fails_the_call() -> None:
         gate.open()
         await check_allreduce(pg, gpu)
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
-async def test_device_calls_work_with_a_small_plan_cache(limits: Limits) -> None:
-    limits(kept_plans=1)
-
+async def test_device_calls_work_with_a_small_plan_cache() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        for shape in ((1,), (2,), (1,), (2, 1), (1, 2), (2, 1)):
+        shapes = [(1,), (2,), (2, 1), (1, 2)]
+        for shape in (*shapes, *((length,) for length in range(3, PLANS + 3)), *shapes):
             await pg.allreduce(gpu.tensor(np.ones(shape), 0))
+        assert len(plans_of(pg)) <= PLANS
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_on_stream_accepts_the_cuda_stream_protocol() -> None:
@@ -757,8 +751,7 @@ async def test_on_stream_accepts_the_cuda_stream_protocol() -> None:
         await work.on_stream(stream)
         await work
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_device_of_an_array_is_found_by_its_address() -> None:

@@ -19,10 +19,23 @@ from aiocoll import (
     ReduceOp,
     testing,
 )
+from aiocoll.gpu.calls.device_state import DeviceState
+from aiocoll.gpu.device import Device
 
-from ..internals import nccl_end, set_nccl_only, spied
-from ..ranks import run_ranks, until
-from .groups import WAYS, Gpus, check_allreduce, check_block_of_every_kind, check_failure, gpus, host, start_list
+from ..internals import nccl_end, observe_methods, set_nccl_only
+from ..ranks import run_ranks, wait_until
+from .groups import (
+    WAYS,
+    Gpus,
+    check_allreduce,
+    check_block_of_every_kind,
+    check_failure,
+    clear_counts,
+    gpus,
+    host,
+    run_with_gpus,
+    start_list,
+)
 
 both = pytest.mark.parametrize("way", WAYS)
 sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -31,22 +44,23 @@ SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
 class Counts:
-    """Counts of NCCL calls, launches and agreements since `reset`, over all ranks."""
+    """Counts of NCCL calls, launches and agreements since `clear`, over all ranks."""
 
     def __init__(self, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nccl: Counter[str] = Counter()
         self.launches = 0
         self.agreements = 0
         gpu.nccl.hooks.append(lambda call: self.nccl.update([call]))
-        spied(monkeypatch, device_launch=self._launched, device_judge=self._judged)
+        observe_methods(monkeypatch, Device, launch=self._count_launch)
+        observe_methods(monkeypatch, DeviceState, compare_calls=self._count_agreement)
 
-    def _launched(self, *_: Any, **__: Any) -> None:
+    def _count_launch(self, *_: Any, **__: Any) -> None:
         self.launches += 1
 
-    def _judged(self, *_: Any) -> None:
+    def _count_agreement(self, *_: Any) -> None:
         self.agreements += 1
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         self.nccl.clear()
         self.launches = self.agreements = 0
 
@@ -62,9 +76,7 @@ async def test_block_of_every_kind_of_call_gives_correct_results(way: str, world
 async def test_block_is_launched_once_as_one_nccl_call_group(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         await check_allreduce(pg, gpu)
-        await pg.barrier()
-        counts.reset()
-        await pg.barrier()
+        await clear_counts(pg, counts)
         await check_block_of_every_kind(pg, gpu)
         await pg.barrier()
         assert counts.nccl["group_start"] == counts.nccl["group_end"] == pg.size()
@@ -79,9 +91,7 @@ async def test_each_list_call_is_one_nccl_call_group(monkeypatch: pytest.MonkeyP
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
-        await pg.barrier()
-        counts.reset()
-        await pg.barrier()
+        await clear_counts(pg, counts)
         ones = [gpu.tensor(np.full(each, each + 1.0), rank) for each in range(5)]
         assert await pg.allreduce_coalesced(ones) == ones
         assert [host(each).tolist() for each in ones] == [[size * (each + 1)] * each for each in range(5)]
@@ -105,9 +115,7 @@ async def test_unsupported_calls_of_a_block_are_staged(world_size: int, monkeypa
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
-        await pg.barrier()
-        counts.reset()
-        await pg.barrier()
+        await clear_counts(pg, counts)
         stream = gpu.stream(rank)
         gate = gpu.cuda.gate(stream, rank)
         first, last = (gpu.tensor(np.full(3, rank + 1.0), rank) for _ in range(2))
@@ -165,8 +173,7 @@ async def test_keyed_lists_and_calls_of_several_tasks_complete() -> None:
         names = range(3) if pg.rank() != 1 else reversed(range(3))
         await asyncio.gather(*(one(name) for name in names))
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 # -- refused blocks
@@ -284,8 +291,7 @@ async def test_cancelled_await_leaves_the_block_in_flight() -> None:
         assert await work == tensors
         assert host(tensors[1]).tolist() == [2] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @both
@@ -337,24 +343,21 @@ async def test_abort_waits_for_the_launcher() -> None:
 
         gpu.nccl.hooks.append(slow)
         work = start_list(pg, gpu)
-        await until(calling.is_set)
+        await wait_until(calling.is_set)
         pg.abort("enough")
         await check_failure(pg, work, "enough")
         assert not end.aborted
         go_on.set()
-        await until(lambda: end.aborted)
+        await wait_until(lambda: end.aborted)
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_separate_output_arrays_on_one_rank_use_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
-        await pg.barrier()
-        counts.reset()
-        await pg.barrier()
+        await clear_counts(pg, counts)
         whole, one = gpu.tensor(np.zeros((size, 2)), rank), gpu.tensor(np.ones(2), rank)
         # The outputs are adjacent rows of one array, except on rank 0, where they are separate arrays.
         parts = [gpu.torch.Tensor(row, "float64", rank) for row in whole.values]
@@ -399,9 +402,7 @@ async def test_list_call_on_many_arrays_is_one_nccl_call_group(monkeypatch: pyte
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
-        await pg.barrier()
-        counts.reset()
-        await pg.barrier()
+        await clear_counts(pg, counts)
         whole = gpu.tensor(np.full((500, 3), rank + 1), rank)
         rows = [gpu.torch.Tensor(row, "int64", rank) for row in whole.values]
         assert await pg.allreduce_coalesced(rows) == rows

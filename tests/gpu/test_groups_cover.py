@@ -12,11 +12,11 @@ import pytest
 from aiocoll import ProcessGroup
 
 from ..group.test_collectives import MARGIN, MOVING, REDUCING, Call, everything, label, valid
-from ..internals import spied
+from ..internals import observe_calls
 from ..pairwise import Case, cover
 from ..ranks import run_ranks
 from ..reductions import OPS, WIDE, equal, numpy_dtype
-from .groups import WAYS, Gpus, gpus
+from .groups import WAYS, Gpus, gpus, run_with_gpus
 
 SIZES = (1, 2, 3, 4, 7)
 COUNTS = ("0", "1", "p-1", "p+1", "1000")
@@ -108,9 +108,8 @@ async def test_only_reductions_that_nccl_does_not_support_are_staged(
                 await check(pg, [case], gpu)
                 assert staged[pg.rank()] - before == (not is_native(kind, op, dtype)), label(case)
 
-    spied(monkeypatch, device_stage=count_staged)
-    with gpus(world_size) as gpu:
-        await run_ranks(world_size, body, gpu)
+    observe_calls(monkeypatch, stage_inputs=count_staged)
+    await run_with_gpus(world_size, body)
 
 
 @pytest.mark.matrix

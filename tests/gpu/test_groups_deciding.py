@@ -17,9 +17,9 @@ from aiocoll.gpu.calls.cards import Decision
 from aiocoll.gpu.calls.device_state import DeviceState
 from aiocoll.gpu.turns import Turn, Turns
 
-from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrapped
-from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, uses_nccl
+from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrap_methods, wrap_parts
+from ..ranks import run_ranks, wait_until
+from .groups import Gpus, gpus, host, run_with_gpus, uses_nccl
 
 LARGE = EAGER_WINDOW + 1
 
@@ -39,7 +39,7 @@ async def test_group_agrees_on_nccl_after_only_messages_were_exchanged(late: int
         await pg.barrier()
         if rank == late:
             work = pg.send(gpu.tensor(np.zeros(1), rank), others[0])
-        await until(lambda: uses_nccl(pg))
+        await wait_until(lambda: uses_nccl(pg))
         if rank == late:
             await work
             await pg.send(tensor, others[1])
@@ -78,9 +78,8 @@ async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest
         assert host(one).tolist() == [rank + (rank + 1) % 3] * 3
         assert host(two).tolist() == [rank + (rank - 1) % 3] * 3
 
-    wrapped(monkeypatch, device_decided=decide_late)
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    wrap_parts(monkeypatch, on_backend_decision=decide_late)
+    await run_with_gpus(3, body)
 
 
 async def test_groups_with_devices_in_opposite_orders_do_not_wait_for_each_other(
@@ -94,7 +93,7 @@ async def test_groups_with_devices_in_opposite_orders_do_not_wait_for_each_other
 
         return take(turns, later)
 
-    wrapped(monkeypatch, take_turn=take_delayed)
+    wrap_methods(monkeypatch, Turns, take=take_delayed)
 
     async def body(pg: ProcessGroup, gpu: Gpus, devices: list[int]) -> None:
         tensor = gpu.tensor(np.ones(3), devices[pg.rank()])
@@ -123,7 +122,7 @@ async def test_failed_group_passes_its_device_turn_to_the_next_group(monkeypatch
         assert other is not None
         lost = stuck.allreduce(gpu.tensor(np.ones(1), rank), timeout=0.1)
         if rank == 0:
-            await until(lambda: bool(suppressed))
+            await wait_until(lambda: bool(suppressed))
         work = other.allreduce(tensor := gpu.tensor(np.ones(1), rank))
         with pytest.raises(CollectiveTimeoutError):
             await lost
@@ -131,9 +130,8 @@ async def test_failed_group_passes_its_device_turn_to_the_next_group(monkeypatch
         assert uses_nccl(other)
         assert host(tensor).tolist() == [2]
 
-    wrapped(monkeypatch, take_turn=take_and_suppress)
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    wrap_methods(monkeypatch, Turns, take=take_and_suppress)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -141,7 +139,7 @@ async def test_rank_can_create_its_group_after_the_calls_of_other_ranks(late: in
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if rank == late:
-            await until(lambda: unmade_groups(pg)) if rank == 0 else await pg.recv_object(0)
+            await wait_until(lambda: unmade_groups(pg)) if rank == 0 else await pg.recv_object(0)
         elif rank == 0:
             pg.send_object(None, late)
         part = await pg.split_group([[0, 1], [2]])
@@ -152,8 +150,7 @@ async def test_rank_can_create_its_group_after_the_calls_of_other_ranks(late: in
         assert uses_nccl(part)
         assert not any(group.messages for group in unmade_groups(pg).values())
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_device_messages_for_closed_groups_or_groups_of_other_ranks_are_dropped() -> None:
@@ -164,13 +161,12 @@ async def test_device_messages_for_closed_groups_or_groups_of_other_ranks_are_dr
         await part.shutdown()
         for identity in (comm_of(part).id, 7):
             endpoint.control.send(1 - pg.rank(), {"t": "device", "g": identity, "ready": True, "shares": False})
-        await until(lambda: unmade_groups(pg))
+        await wait_until(lambda: unmade_groups(pg))
         assert list(unmade_groups(pg)) == [7]
         endpoint.registry.early.refuse_group(7, 1 - pg.rank(), None, (1 - pg.rank(),), pg.rank())
         assert not unmade_groups(pg)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 class SuppressedTurn:
@@ -190,7 +186,7 @@ class SuppressedTurn:
                 return take(turns, lambda: None)
             return take(turns, call)
 
-        wrapped(monkeypatch, take_turn=take_and_suppress)
+        wrap_methods(monkeypatch, Turns, take=take_and_suppress)
 
     def select_device(self, gpu: Gpus, device: int) -> None:
         self.turns = gpu.shared_device(device).turns
@@ -214,7 +210,7 @@ async def test_leaving_rank_does_not_block_other_groups(
 ) -> None:
     """Check a rank that leaves while a turn is pending: the devices stay usable for other groups."""
     turns = SuppressedTurn(monkeypatch)
-    limits(agreement_parting=0.05)
+    limits(backend_decision_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -222,12 +218,12 @@ async def test_leaving_rank_does_not_block_other_groups(
         assert part is not None
         assert other is not None
         await send_around(part, gpu)
-        await until(lambda: turns.calls)
+        await wait_until(lambda: turns.calls)
         await pg.barrier()
         if rank == leaver:
             await part.shutdown()
         else:
-            await until(lambda: leaver in comm_of(part).left)
+            await wait_until(lambda: leaver in comm_of(part).left)
         await other.allreduce(gpu.tensor(np.ones(2), rank))
         assert uses_nccl(other)
         if rank != leaver:
@@ -246,14 +242,14 @@ async def test_leaving_rank_still_creates_the_communicator_that_other_ranks_wait
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     turns = SuppressedTurn(monkeypatch)
-    limits(device_parting=0.05)
+    limits(device_departure_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         part = await pg.split_group([[0, 1, 2]])
         assert part is not None
         await send_around(part, gpu)
-        await until(lambda: turns.calls)
+        await wait_until(lambda: turns.calls)
         if rank == 1:
             ending = asyncio.ensure_future(part.shutdown())
             await asyncio.sleep(0)
@@ -263,7 +259,7 @@ async def test_leaving_rank_still_creates_the_communicator_that_other_ranks_wait
         if rank == 1:
             await ending
         else:
-            await until(lambda: uses_nccl(part))
+            await wait_until(lambda: uses_nccl(part))
 
     with gpus(3) as gpu:
         turns.select_device(gpu, 2)
@@ -281,14 +277,14 @@ async def test_group_stages_arrays_if_a_rank_left_before_the_agreement_on_nccl()
             await part.shutdown()
         elif rank == 0:
             await part.recv(short, 1)
-            await until(lambda: 1 in comm_of(part).left)
+            await wait_until(lambda: 1 in comm_of(part).left)
             await pg.send_object(None, 2)
             await part.recv(short, 2)
         else:
             await pg.recv_object(0)
             await part.send(short, 0)
         if rank != 1:
-            await until(
+            await wait_until(
                 lambda: (
                     dispatcher_of(part).device_calls is not None
                     and dispatcher_of(part).device_calls.state.decision is not None
@@ -297,8 +293,7 @@ async def test_group_stages_arrays_if_a_rank_left_before_the_agreement_on_nccl()
             assert dispatcher_of(part).device_calls is not None
             assert dispatcher_of(part).device_calls.state.decision == Decision(False, "rank 1 has left")
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_turn_messages_after_the_nccl_decision_are_ignored() -> None:
@@ -308,7 +303,7 @@ async def test_turn_messages_after_the_nccl_decision_are_ignored() -> None:
         rank, member = pg.rank(), comm_of(pg)
         tensor = gpu.tensor(np.ones(1), rank)
         await pg.allreduce(tensor)
-        await until(lambda: uses_nccl(pg))
+        await wait_until(lambda: uses_nccl(pg))
         member.endpoint.control.send(
             1 - rank, {"t": "device", "g": member.id, **({"ready": True, "shares": False} if rank else {"turn": True})}
         )
@@ -316,8 +311,7 @@ async def test_turn_messages_after_the_nccl_decision_are_ignored() -> None:
         await pg.barrier()
         assert not gpu.shared_device(rank).turns._row
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 CARD = {"library": 22809, "why": "", "bus": "", "unfinished": False, "float8": False, "ahead": True}
@@ -371,15 +365,14 @@ async def test_invalid_device_message_fails_the_group(sender: int, note: dict[st
         if rank == sender:
             member.endpoint.control.send(1 - rank, {"t": "device", "g": member.id, **note})
         elif when == "before":
-            await until(lambda: member.devices._kept or member.cause)
+            await wait_until(lambda: member.devices._kept or member.cause)
             with pytest.raises(GroupRevokedError):
                 pg.send(gpu.tensor(np.ones(1), rank), sender)
         error = await pg.wait_revoked()
         assert isinstance(error, PeerProtocolError)
         assert f"rank {sender}" in str(error)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_rank_that_fails_during_the_nccl_agreement_blocks_no_other_rank() -> None:
@@ -394,7 +387,7 @@ async def test_rank_that_fails_during_the_nccl_agreement_blocks_no_other_rank() 
         work = first.allreduce(gpu.tensor(np.ones(1), rank))
         if rank == 2:
             deciding = dispatcher_of(first).device_calls.state._agreement  # type: ignore[union-attr]
-            await until(lambda: deciding._settled is not None)
+            await wait_until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")
             # A late decision for staging creates no communicator, so the rank ignores the decision.
@@ -420,7 +413,7 @@ async def test_device_message_of_a_nonmember_is_kept_for_another_group_with_the_
         identity = Split(comm_of(pg).id, 0, None, (0, 1)).identity()
         note = {"t": "device", "g": identity, "ready": True, "shares": False}
         if rank == 0:
-            await until(lambda: len(made) == 2)
+            await wait_until(lambda: len(made) == 2)
             early.keep_message(identity, 2, note, direct=False)
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None
@@ -432,5 +425,4 @@ async def test_device_message_of_a_nonmember_is_kept_for_another_group_with_the_
         if rank == 0:
             assert unmade_groups(pg)[identity].messages == [(2, note)]
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)

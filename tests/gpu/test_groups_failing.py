@@ -21,7 +21,7 @@ from aiocoll import (
 from aiocoll.gpu.api import DeviceError
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end
-from ..ranks import hub, run_ranks, until
+from ..ranks import hub_of, run_ranks, wait_until
 from .groups import (
     WAYS,
     Gpus,
@@ -30,6 +30,7 @@ from .groups import (
     end_group,
     gpus,
     ones,
+    run_with_gpus,
     start_allreduce,
     start_list,
     start_unless_revoked,
@@ -88,7 +89,7 @@ async def test_error_names_a_lost_rank_during_device_calls(way: str, call: Any) 
             gate = gpu.gate(0)
             work = call(pg, gpu)
             await asyncio.sleep(0)
-            hub(pg).cut(0, 1)
+            hub_of(pg).cut(0, 1)
             await check_failure(pg, work, "rank . .* is lost", PeerLostError)
             gate.open()
         else:
@@ -177,16 +178,16 @@ async def test_staging_memory_is_reused_only_when_the_device_is_done(call: str) 
             await pg.wait_revoked()
             return
         staging = gpu.shared_device(0).staging
-        await until(lambda: staging.kept > 0)
+        await wait_until(lambda: staging.kept > 0)
         kept, gate = staging.kept, gpu.gate(0)
         work = start_call(pg, gpu)
-        await until(lambda: staging.kept < kept)
+        await wait_until(lambda: staging.kept < kept)
         pg.abort("enough")
         with pytest.raises(GroupError, match="enough"):
             await work
         assert staging.kept < kept
         gate.open()
-        await until(lambda: staging.kept == kept)
+        await wait_until(lambda: staging.kept == kept)
 
     with gpus(2, "staged") as gpu:
         await run_ranks(2, body, gpu)
@@ -210,8 +211,7 @@ async def test_message_on_a_stream_captured_within_its_block_is_refused() -> Non
         await works[2]
         assert into.values.tolist() == [1] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @both
@@ -265,7 +265,7 @@ async def test_error_names_a_failed_device(way: str) -> None:
     ],
 )
 async def test_refused_nccl_call_fails_the_group(failing: str, call: Any, limits: Limits) -> None:
-    limits(device_release=0.05)  # seconds for which other ranks wait for a rank that failed to start
+    limits(device_release_timeout=0.05)  # seconds for which other ranks wait for a rank that failed to start
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
@@ -274,8 +274,7 @@ async def test_refused_nccl_call_fails_the_group(failing: str, call: Any, limits
             pg, start_unless_revoked(pg, gpu, call), f"failed on rank ., device .: {failing}: unhandled cuda error"
         )
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_failed_call_in_an_nccl_group_fails_the_group() -> None:
@@ -287,8 +286,7 @@ async def test_failed_call_in_an_nccl_group_fails_the_group() -> None:
             pg, pg.alltoall(outputs, inputs), "ALLTOALL .* failed on rank ., device .: send: invalid usage"
         )
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_asynchronous_nccl_error_fails_the_group() -> None:
@@ -303,8 +301,7 @@ async def test_asynchronous_nccl_error_fails_the_group() -> None:
             pg, start_unless_revoked(pg, gpu), "failed on rank 0, device 0: NCCL: remote process exited"
         )
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +323,7 @@ async def test_asynchronous_nccl_error_fails_the_group() -> None:
 async def test_communicator_that_is_never_created_is_reported(
     hosts: tuple[int, ...], chosen: str | None, match: str, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    limits(device_release=0.05)
+    limits(device_release_timeout=0.05)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     if chosen is not None:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
@@ -339,12 +336,11 @@ async def test_communicator_that_is_never_created_is_reported(
             pg, work, f"NCCL has not created the communicator on device .: .*{match}", CollectiveTimeoutError
         )
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_hanging_abort_is_logged(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    limits(device_release=0.1, device_aborting=0.05)
+    limits(device_release_timeout=0.1, device_abort_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
@@ -359,8 +355,7 @@ async def test_hanging_abort_is_logged(limits: Limits, caplog: pytest.LogCapture
         await pg.shutdown()
         gate.open()
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
     assert "NCCL did not abort the communicator within 0.05 s" in caplog.text
 
 
@@ -387,13 +382,12 @@ async def test_shutdown_destroys_the_communicator() -> None:
         ends.append(nccl_end(pg))
         await pg.shutdown()
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
     assert [(end.destroyed, end.aborted) for end in ends] == [(True, False)] * 3
 
 
 async def test_rank_that_closes_alone_aborts_the_communicator(limits: Limits) -> None:
-    limits(device_parting=0.05)
+    limits(device_departure_timeout=0.05)
     ends: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -406,8 +400,7 @@ async def test_rank_that_closes_alone_aborts_the_communicator(limits: Limits) ->
         await pg.barrier()
         await other.shutdown()
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
     assert [end.destroyed or end.aborted for end in ends] == [True] * 2
 
 
@@ -426,7 +419,7 @@ async def test_bitwise_ops_are_staged_in_groups_with_nccl() -> None:
 
 
 async def test_late_rank_detects_at_shutdown_that_the_other_ranks_have_left(limits: Limits) -> None:
-    limits(device_parting=60)
+    limits(device_departure_timeout=60)
     ends: list[Any] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -437,12 +430,11 @@ async def test_late_rank_detects_at_shutdown_that_the_other_ranks_have_left(limi
         if pg.rank() == 0:
             communicator.abort()  # type: ignore[union-attr]
         else:
-            await until(lambda: 0 in comm_of(pg).left)
+            await wait_until(lambda: 0 in comm_of(pg).left)
         await pg.shutdown()
         assert comm_of(pg).cause is None
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
     assert [end.aborted for end in ends] == [True] * 2
 
 
@@ -468,8 +460,7 @@ async def test_on_stream_raises_the_failure_of_its_call() -> None:
         with pytest.raises(GroupError, match=r"ALLREDUCE .* failed on rank 0, device 0: all_reduce: no memory"):
             await pg.allreduce(ones(pg, gpu)).on_stream()
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_failed_async_error_query_fails_the_group() -> None:
@@ -485,8 +476,7 @@ async def test_failed_async_error_query_fails_the_group() -> None:
         await check_failure(pg, start_unless_revoked(pg, gpu), "failed on rank 0, device 0: async_error: no answer")
         gate.open()
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_failed_stream_creation_fails_the_group() -> None:
@@ -495,12 +485,11 @@ async def test_failed_stream_creation_fails_the_group() -> None:
         gpu.cuda.fail_next("stream_create", "out of memory")
         await check_failure(pg, work, "group .* failed on rank 0, device 0: stream_create: out of memory")
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 async def test_too_long_call_description_fails_the_group(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits(compared_size=8)
+    limits(max_object_bytes=8)
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -508,8 +497,7 @@ async def test_too_long_call_description_fails_the_group(limits: Limits, monkeyp
             pg, start_unless_revoked(pg, gpu), "ALLREDUCE was not compared: rank 1 sent an object of .* bytes"
         )
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("call", ["bus_id", "capability", "stream_create"])
@@ -522,5 +510,4 @@ async def test_refused_first_call_leaves_no_objects(call: str) -> None:
         assert not comm_of(pg).on_revoked + comm_of(pg).on_departed
         await check_allreduce(pg, gpu)
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)

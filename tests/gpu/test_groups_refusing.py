@@ -13,7 +13,7 @@ from aiocoll.gpu.calls import cards
 
 from ..internals import set_nccl_only
 from ..ranks import run_ranks
-from .groups import WAYS, Gpus, check_allreduce, gpus, host
+from .groups import WAYS, Gpus, check_allreduce, gpus, host, run_with_gpus
 
 both = pytest.mark.parametrize("way", WAYS)
 SETTING = "NCCL_COMM_BLOCKING"
@@ -74,8 +74,7 @@ async def test_groups_of_any_backend_refuse_nonblocking_nccl_communicators(backe
         set_nccl_only(pg, backends.get("cuda") == "nccl")
         assert "cannot use CUDA arrays: rank 1 has" in await first_call(pg, gpu.tensor(np.ones(2), pg.rank()), (1,))
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_groups_that_compare_calls_refuse_nonblocking_nccl_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +92,7 @@ async def test_empty_call_with_nonblocking_nccl_communicators_is_refused() -> No
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         assert "rank 0 has" in await first_call(pg, gpu.tensor(np.ones(0), pg.rank()), (0,))
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_messages_work_with_nonblocking_nccl_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +107,7 @@ async def test_messages_work_with_nonblocking_nccl_communicators(monkeypatch: py
                 assert set(host(into)) == {1 - rank}
             assert "ranks 0, 1 have" in await refusal_of(pg.allreduce(out))
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize(

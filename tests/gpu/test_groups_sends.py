@@ -23,11 +23,12 @@ from aiocoll import (
 )
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.gpu.calls import matching
+from aiocoll.gpu.calls.matching import BatchMatching
 
-from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replaced
-from ..ranks import LINKS, run_ranks, until
+from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of
+from ..ranks import LINKS, run_ranks, wait_until
 from ..reductions import WIDE
-from .groups import Gpus, check_allreduce, gpus, host, uses_nccl
+from .groups import Gpus, check_allreduce, clear_counts, gpus, host, run_with_gpus, uses_nccl
 
 #: Counts of 8-byte elements: the smallest message that NCCL sends, and the largest that it does not send.
 LARGE, SMALL = EAGER_WINDOW // 8 + 1, EAGER_WINDOW // 8
@@ -59,10 +60,7 @@ async def test_long_messages_use_nccl_and_short_messages_are_sent_without_waitin
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
-        await pg.barrier()
-        if rank == 0:
-            counted.clear()
-        await pg.barrier()
+        await clear_counts(pg, counted)
         if rank == 0:
             assert await pg.send(short := filled(gpu, 0, 1, SMALL), 1) is short
             await pg.barrier()
@@ -109,10 +107,7 @@ async def test_ring_exchange_in_a_batch_is_one_nccl_call_group(world_size: int) 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await create_communicator(pg, gpu)
-        await pg.barrier()
-        if rank == 0:
-            counted.clear()
-        await pg.barrier()
+        await clear_counts(pg, counted)
         for turn in range(3):
             sent, received = filled(gpu, rank, rank + turn), filled(gpu, rank, -1)
             result = await pg.batch([Recv(received, (rank - 1) % size), Send(sent, (rank + 1) % size)])
@@ -130,10 +125,7 @@ async def test_messages_of_a_block_are_one_nccl_call_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await create_communicator(pg, gpu)
-        await pg.barrier()
-        if rank == 0:
-            counted.clear()
-        await pg.barrier()
+        await clear_counts(pg, counted)
         into = {peer: filled(gpu, rank, -1) for peer in range(size) if peer != rank}
         short = filled(gpu, rank, -1, 3)
         async with pg.coalescing():
@@ -166,8 +158,7 @@ async def test_all_ranks_can_send_long_messages_before_they_receive() -> None:
             await asyncio.gather(*(work.join() for work in [*received, *sent]))
             assert all(has_value(tensor, peer) for peer, tensor in into.items())
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_order_of_messages_and_collectives_can_differ_between_ranks() -> None:
@@ -183,8 +174,7 @@ async def test_order_of_messages_and_collectives_can_differ_between_ranks() -> N
             assert has_value(summed, 3)
             assert rank == 2 or has_value(tensor, turn)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_batch_starts_in_parts_if_other_ranks_wait_for_its_messages() -> None:
@@ -203,8 +193,7 @@ async def test_batch_starts_in_parts_if_other_ranks_wait_for_its_messages() -> N
             assert has_value(await pg.recv(filled(gpu, 2, -1), 1), 1)
             assert has_value(await pg.recv(filled(gpu, 2, -1), 0), 2)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 @pytest.mark.parametrize("sender", ["device", "host"])
@@ -212,10 +201,7 @@ async def test_device_array_can_be_received_into_a_host_array_and_vice_versa(sen
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
-        await pg.barrier()
-        if rank == 0:
-            counted.clear()
-        await pg.barrier()
+        await clear_counts(pg, counted)
         for _ in range(2):
             on_device = (rank == 0) == (sender == "device")
             array = np.full(LARGE, 3.0 if rank == 0 else 0.0)
@@ -245,8 +231,7 @@ async def test_incoming_iterator_takes_an_unexpected_device_message() -> None:
             source, array = await anext(pg.incoming(3))
             assert (source, array.tolist()) == (0, [5.0] * LARGE)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_message_requested_by_an_incoming_iterator_is_staged() -> None:
@@ -259,7 +244,7 @@ async def test_message_requested_by_an_incoming_iterator_is_staged() -> None:
             counted.clear()
             await pg.send(filled(gpu, 0, 5), 1, tag=3)
         else:
-            await until(lambda: comm_of(pg).matching._waiting)
+            await wait_until(lambda: comm_of(pg).matching._waiting)
             step = asyncio.ensure_future(anext(pg.incoming(3)))
             await asyncio.sleep(0)
             step.cancel()
@@ -297,8 +282,7 @@ async def test_messages_of_any_rank_arrive_in_send_order() -> None:
             for index in range(2):
                 await pg.send(filled(gpu, rank, 100 * rank + index), 0)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_noncontiguous_device_array_receives_a_message_in_place() -> None:
@@ -314,8 +298,7 @@ async def test_noncontiguous_device_array_receives_a_message_in_place() -> None:
             assert await pg.recv(turned, 0) is turned
             assert host(tensor).ravel().tolist() == list(range(2 * LARGE))
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_withdrawn_receive_does_not_delay_its_batch() -> None:
@@ -333,8 +316,7 @@ async def test_withdrawn_receive_does_not_delay_its_batch() -> None:
             await pg.send(filled(gpu, 1, 7), 0)
             assert has_value(await pg.recv(filled(gpu, 1, -1), 0), 8)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_nccl_message_of_another_length_is_reported_as_a_mismatch() -> None:
@@ -348,8 +330,7 @@ async def test_nccl_message_of_another_length_is_reported_as_a_mismatch() -> Non
         assert re.search(rf"shape=\[{LARGE}\].*shape=\[{LARGE + 1}\]", str(error))
         await asyncio.wait([work.get_future()])
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_timeout_error_of_an_unreceived_send_names_the_receiver() -> None:
@@ -361,8 +342,7 @@ async def test_timeout_error_of_an_unreceived_send_names_the_receiver() -> None:
                 await work
         await pg.wait_revoked()
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_timeout_error_of_a_short_message_names_the_busy_device() -> None:
@@ -375,12 +355,11 @@ async def test_timeout_error_of_a_short_message_names_the_busy_device() -> None:
             gate.open()
         await pg.wait_revoked()
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_timeout_error_names_rank_0_if_rank_0_does_not_start_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, device_matched=lambda *_: None)
+    monkeypatch.setattr(BatchMatching, "matched", lambda *_: None)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -399,8 +378,7 @@ async def test_timeout_error_names_rank_0_if_rank_0_does_not_start_a_message(mon
         with pytest.raises(CollectiveTimeoutError):
             await work
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
@@ -422,8 +400,7 @@ async def test_timeout_error_of_a_message_names_a_slow_device(stuck: int) -> Non
         with pytest.raises(GroupError):
             await work
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("call", ["send", "recv", "group_end"])
@@ -444,8 +421,7 @@ async def test_failed_nccl_message_fails_the_group(call: str) -> None:
         with pytest.raises(GroupError):
             await work
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("count", [LARGE, SMALL, 0])
@@ -469,24 +445,23 @@ async def test_on_stream_orders_later_work_after_a_received_message(count: int) 
         assert has_value(copy, 1)
         assert stream != other
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("when", ["before", "matched"])
 async def test_messages_continue_after_rank_0_has_left(when: str, limits: Limits) -> None:
-    limits(device_patience=1e6, device_parting=0.05)
+    limits(device_batch_wait=1e6, device_departure_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
         if rank == 0:
             if when == "matched":
-                await until(lambda: dispatcher_of(pg).device_calls is not None and bool(matched_units(pg)))
+                await wait_until(lambda: dispatcher_of(pg).device_calls is not None and bool(matched_units(pg)))
             await pg.shutdown()
             return
         if when == "before":
-            await until(lambda: 0 in comm_of(pg).left)
+            await wait_until(lambda: 0 in comm_of(pg).left)
         other = 3 - rank
         # Keep the batch of rank 1 incomplete until rank 0 has left.
         tensors = [filled(gpu, rank, 2 * rank + index) for index in range(2)]
@@ -496,7 +471,7 @@ async def test_messages_continue_after_rank_0_has_left(when: str, limits: Limits
         else:
             first = pg.recv(into[0], other)
             if when == "matched":
-                await until(lambda: 0 in comm_of(pg).left)
+                await wait_until(lambda: 0 in comm_of(pg).left)
             await first
             work = pg.recv(into[1], other, tag=1)
         await work
@@ -504,8 +479,7 @@ async def test_messages_continue_after_rank_0_has_left(when: str, limits: Limits
             assert has_value(into[0], 2)
             assert has_value(into[1], 3)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_rank_that_leaves_during_an_nccl_message_fails_the_group() -> None:
@@ -516,7 +490,7 @@ async def test_rank_that_leaves_during_an_nccl_message_fails_the_group() -> None
         tensor = filled(gpu, rank, 0)
         work = pg.recv(tensor, 0) if rank else pg.send(tensor, 1)
         if gate is not None:
-            await until(lambda: any(each.is_waiting_for_device() for each in comm_of(pg).in_flight.pending))
+            await wait_until(lambda: any(each.is_waiting_for_device() for each in comm_of(pg).in_flight.pending))
             pg.timeout = 0.01
             asyncio.get_running_loop().call_later(0.1, gate.open)
             await pg.shutdown()
@@ -527,23 +501,22 @@ async def test_rank_that_leaves_during_an_nccl_message_fails_the_group() -> None
             await work
         assert await pg.wait_revoked() is not None
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_device_messages_are_staged_after_a_rank_has_left(limits: Limits) -> None:
     """Check that matched but unstarted messages are also staged, since NCCL needs all ranks."""
-    limits(device_patience=1e6, device_parting=0.05)
+    limits(device_batch_wait=1e6, device_departure_timeout=0.05)
     held = asyncio.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
         if rank == 0:
-            await until(lambda: len(matched_units(pg)) == 2)
+            await wait_until(lambda: len(matched_units(pg)) == 2)
             counted.clear()
             held.set()
-            await until(lambda: 3 in comm_of(pg).left)
+            await wait_until(lambda: 3 in comm_of(pg).left)
             for unit in list(matched_units(pg).values()):
                 matching_of(pg)._stop_waiting(unit)
             assert has_value(await pg.recv(filled(gpu, 0, -1), 1), 5)
@@ -573,15 +546,12 @@ async def test_device_messages_are_staged_after_a_rank_has_left(limits: Limits) 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
 async def test_messages_of_a_failed_batch_do_not_start(end: str, limits: Limits) -> None:
-    limits(device_patience=1e6, device_parting=0.05)
+    limits(device_batch_wait=1e6, device_departure_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
-        await pg.barrier()
-        if rank == 0:
-            counted.clear()
-        await pg.barrier()
+        await clear_counts(pg, counted)
         tensors = [filled(gpu, rank, 0) for _ in range(2)]
         if rank == 1:
             batch = pg.batch([Send(tensors[0], 0), Recv(tensors[1], 0, tag=1)])
@@ -592,7 +562,7 @@ async def test_messages_of_a_failed_batch_do_not_start(end: str, limits: Limits)
             await asyncio.gather(batch, return_exceptions=True)
         else:
             work = pg.recv(tensors[0], 1)
-            await until(lambda: matched_units(pg))
+            await wait_until(lambda: matched_units(pg))
             await pg.send_object(None, 1)
             if end == "abort":
                 pg.abort("enough")
@@ -613,7 +583,7 @@ async def test_messages_of_a_failed_batch_do_not_start(end: str, limits: Limits)
 
 @pytest.mark.parametrize("captured", ["send", "recv"])
 async def test_block_does_not_wait_for_a_refused_message(captured: str, limits: Limits) -> None:
-    limits(device_patience=1e6)
+    limits(device_batch_wait=1e6)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -634,8 +604,7 @@ async def test_block_does_not_wait_for_a_refused_message(captured: str, limits: 
             gpu.cuda.capture(stream, False, rank)
             assert isinstance(work.exception(), RuntimeError)
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_match_notice_for_unknown_messages_is_ignored() -> None:
@@ -653,8 +622,7 @@ async def test_match_notice_for_unknown_messages_is_ignored() -> None:
         await pg.allreduce(tensor)
         assert has_value(tensor, 2)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_subgroup_in_another_order_exchanges_messages() -> None:
@@ -669,8 +637,7 @@ async def test_subgroup_in_another_order_exchanges_messages() -> None:
         await part.batch([Send(sent, 1 - rank), Recv(into, 1 - rank)])
         assert has_value(into, 1 - rank)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -709,8 +676,7 @@ async def test_random_message_programs_end_with_correct_results(seed: int) -> No
             assert all(has_value(tensor, value) for tensor, value in expected)
             assert not sums or has_value(summed, 6)
 
-    with gpus(world_size) as gpu:
-        await run_ranks(world_size, body, gpu)
+    await run_with_gpus(world_size, body)
 
 
 @pytest.mark.parametrize("transport", LINKS)
@@ -723,11 +689,10 @@ async def test_ranks_without_a_link_to_rank_0_exchange_messages(transport: str) 
             await pg.recv(short, rank - 1)
         if rank < 2:
             await pg.send(short, rank + 1)
-        await until(lambda: uses_nccl(pg))
+        await wait_until(lambda: uses_nccl(pg))
         long = filled(gpu, rank, rank)
         if rank:
             await (pg.send(long, 2) if rank == 1 else pg.recv(long, 1))
             assert has_value(long, 1)
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu, transport=transport)
+    await run_with_gpus(3, body, transport=transport)

@@ -19,9 +19,9 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.elements.dtypes import by_name
 
+from ..fake_libraries import Cupy, Torch
 from ..fakes.cuda import Gate
 from ..fakes.nccl import FakeCommunicator
-from ..lookalikes import Cupy, Torch
 from ..ranks import run_ranks
 from .groups import WAYS, Gpus, gpus
 

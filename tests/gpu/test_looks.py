@@ -19,9 +19,9 @@ from aiocoll.gpu.end_word import EndWord
 
 from ..fakes.cuda import FakeCuda
 from ..internals import Limits, comm_of, dispatcher_of, waiter_of
-from ..ranks import run_ranks, until
+from ..ranks import run_ranks, wait_until
 from .devices import GatedCall, block_until_launched, do_nothing
-from .groups import Gpus, gpus, host, repeat_allreduce, wait_for_idle_launcher
+from .groups import Gpus, gpus, host, repeat_allreduce, run_with_gpus, wait_for_idle_launcher
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ async def test_end_of_an_unfinished_call_is_detected_by_the_completion_thread(cu
     held = GatedCall(cuda, stream)
     launch(device, stream, ended.set_result, held)
     assert device.look(stream, loop) is False
-    await until(lambda: waiter_of(device, stream)._is_awake)
+    await wait_until(lambda: waiter_of(device, stream)._is_awake)
     assert device.look(stream, loop) is None
     held.open()
     await ended
@@ -98,11 +98,11 @@ async def test_device_writes_its_end_word_only_after_the_first_of_consecutive_ca
     assert device.look(stream, loop) is True
     assert reported == [0]
     assert device.look(stream, loop) is None
-    await until(lambda: reported == list(range(5)))
+    await wait_until(lambda: reported == list(range(5)))
     other, held = loop.create_future(), GatedCall(cuda, stream)
     wait_until_seen(device, stream)
     device.launch(stream, held, None, other.set_result)  # the launcher thread launches this call and polls for its end
-    await until(lambda: waiter_of(device, stream)._is_awake)
+    await wait_until(lambda: waiter_of(device, stream)._is_awake)
     held.open()
     await other
     assert cuda.calls["stream_write"] == 1
@@ -116,7 +116,7 @@ async def test_call_ends_found_by_the_completion_thread_are_reported_first(cuda:
     finish(cuda, stream)
     assert device.look(stream, loop) is None
     assert reported == []
-    await until(lambda: reported == [1, 2])
+    await wait_until(lambda: reported == [1, 2])
 
 
 async def test_closed_device_stream_is_not_polled(device: Device) -> None:
@@ -245,7 +245,7 @@ def slow_clock(pg: ProcessGroup) -> None:
 @pytest.fixture
 def no_error_queries(limits: Limits) -> None:
     """Turn the error queries off, so that the launcher only launches calls."""
-    limits(device_ask_every=1000)
+    limits(device_check_interval=1000)
 
 
 async def wait_until_idle(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -253,7 +253,7 @@ async def wait_until_idle(pg: ProcessGroup, gpu: Gpus) -> None:
     await wait_for_idle_launcher(pg, gpu)
     communicator = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
     waiter = waiter_of(gpu.shared_device(pg.rank()), communicator.stream)  # type: ignore[union-attr]
-    await until(lambda: not waiter._is_awake)
+    await wait_until(lambda: not waiter._is_awake)
 
 
 @pytest.mark.usefixtures("no_error_queries")
@@ -292,8 +292,7 @@ async def test_event_loop_does_not_poll_while_the_completion_thread_waits() -> N
         gate.open()
         await work
 
-    with gpus(1) as gpu:
-        await run_ranks(1, body, gpu)
+    await run_with_gpus(1, body)
 
 
 @pytest.mark.usefixtures("no_error_queries")
@@ -310,5 +309,4 @@ async def test_closed_group_does_not_poll_the_device() -> None:
         await sub.shutdown()
         assert not lookers
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)

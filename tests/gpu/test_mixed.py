@@ -11,7 +11,7 @@ import pytest
 
 from aiocoll import ProcessGroup
 
-from ..lookalikes import Cupy
+from ..fake_libraries import Cupy
 from ..ranks import run_ranks
 
 

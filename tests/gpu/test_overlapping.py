@@ -16,8 +16,8 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.gpu.calls import slots as slots_module
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end, set_nccl_only
-from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, uses_nccl, wait_for_idle_launcher
+from ..ranks import run_ranks, wait_until
+from .groups import Gpus, gpus, host, run_with_gpus, uses_nccl, wait_for_idle_launcher
 
 LARGE = EAGER_WINDOW // 8 + 1
 ROUNDS = 5
@@ -50,7 +50,7 @@ async def test_ranks_can_call_row_and_column_groups_in_opposite_orders(
     rows: int, columns: int, verify: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check call orders that would deadlock without a common launch order, since devices would wait in a cycle."""
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
     monkeypatch.setenv("AIOCOLL_VERIFY", verify)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -78,7 +78,7 @@ async def test_ranks_can_call_row_and_column_groups_in_opposite_orders(
 @pytest.mark.parametrize("seed", range(6))
 async def test_ranks_can_call_overlapping_groups_in_random_orders(seed: int, limits: Limits) -> None:
     """Check random call orders, with one group called more often, so that the groups' launch times differ."""
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -102,7 +102,7 @@ async def test_ranks_can_call_overlapping_groups_in_random_orders(seed: int, lim
 
 async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> None:
     """Check collectives, batches and blocks in the world group and two subgroups at the same time."""
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -126,12 +126,11 @@ async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> No
         first = rank % 3
         await asyncio.gather(*(calls(group) for group in groups[first:] + groups[:first]))
 
-    with gpus(4) as gpu:
-        await run_ranks(4, body, gpu)
+    await run_with_gpus(4, body)
 
 
 async def test_first_group_on_a_device_launches_calls_ahead_until_a_second_group_exists(limits: Limits) -> None:
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
         rank = pg.rank()
@@ -149,7 +148,7 @@ async def test_first_group_on_a_device_launches_calls_ahead_until_a_second_group
         if other is not None:
             await other.allreduce(gpu.tensor(np.ones(3), rank))
             assert uses_nccl(other)
-        await until(lambda: state_of(pg).slots.is_shared)
+        await wait_until(lambda: state_of(pg).slots.is_shared)
         assert host(tensor).tolist() == [3.0**4] * 3
         await pg.allreduce(tensor)
         assert host(tensor).tolist() == [3.0**5] * 3
@@ -174,7 +173,7 @@ async def test_call_launched_ahead_delays_other_groups_only_briefly(forced: bool
         await pg.barrier()
         if rank == 0:
             work = pg.allreduce(tensor)
-            await until(lambda: nccl_end(pg).in_flight)
+            await wait_until(lambda: nccl_end(pg).in_flight)
         if forced:
             set_nccl_only(other, True)
         waits = other.allreduce(another)
@@ -194,18 +193,17 @@ async def test_call_launched_ahead_delays_other_groups_only_briefly(forced: bool
         await waits
         assert host(another).tolist() == [2.0] * 3
         assert host(tensor).tolist() == [2.0**4] * 3
-        await until(lambda: uses_nccl(other))
+        await wait_until(lambda: uses_nccl(other))
         with no_staging(gpu):
             await other.allreduce(another)
         assert host(another).tolist() == [4.0] * 3
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 async def test_calls_without_an_agreed_launch_slot_are_staged_after_the_maximum_wait(limits: Limits) -> None:
     """Check messages and calls, with and without keys, when the maximum wait for a launch slot is zero."""
-    limits(slot_patience=0.0)
+    limits(device_slot_wait=0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -226,13 +224,12 @@ async def test_calls_without_an_agreed_launch_slot_are_staged_after_the_maximum_
                 assert set(host(large)) == {0}
                 assert [host(each).tolist() for each in tensors] == [[2.0] * 2] * 2
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)
 
 
 @pytest.mark.parametrize("failing", ["row", "column"])
 async def test_failed_group_blocks_no_other_group_on_its_device(failing: str, limits: Limits) -> None:
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -254,14 +251,13 @@ async def test_failed_group_blocks_no_other_group_on_its_device(failing: str, li
         await goes_on.allreduce(tensor := gpu.tensor(np.ones(3), rank))
         assert host(tensor).tolist() == [2.0] * 3
 
-    with gpus(4) as gpu:
-        await run_ranks(4, body, gpu)
+    await run_with_gpus(4, body)
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 async def test_group_that_a_rank_has_left_blocks_no_other_group_on_its_device(leaver: int, limits: Limits) -> None:
     """Check a group that has launched calls ahead and can no longer agree on a common launch slot."""
-    limits(device_parting=0.02)
+    limits(device_departure_timeout=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -275,25 +271,24 @@ async def test_group_that_a_rank_has_left_blocks_no_other_group_on_its_device(le
         if rank == leaver:
             await first.shutdown()
         else:
-            await until(lambda: comm_of(first).left)
+            await wait_until(lambda: comm_of(first).left)
         await pg.barrier()
         for _ in range(3):
             await other.allreduce(tensor := gpu.tensor(np.ones(3), rank))
             assert host(tensor).tolist() == [3.0] * 3
-        await until(lambda: uses_nccl(other))
+        await wait_until(lambda: uses_nccl(other))
         if rank != leaver:
             ends = [each for each in range(3) if each != leaver]
             large = gpu.tensor(np.full(LARGE, rank), rank)
             await (first.send(large, ends[1]) if rank == ends[0] else first.recv(large, ends[0]))
             assert set(host(large)) == {ends[0]}
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 async def test_messages_without_a_launch_time_are_staged_when_rank_0_leaves(limits: Limits) -> None:
     """Check messages that rank 0 has numbered before it leaves, but for which both ends have proposed no time."""
-    limits(slot_patience=60.0, device_parting=0.02)
+    limits(device_slot_wait=60.0, device_departure_timeout=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -304,14 +299,14 @@ async def test_messages_without_a_launch_time_are_staged_when_rank_0_leaves(limi
         for group in (first, held):
             for _ in range(3):
                 await group.allreduce(gpu.tensor(np.ones(1), rank))
-        await until(lambda: state_of(first).slots.is_shared)
+        await wait_until(lambda: state_of(first).slots.is_shared)
         await pg.barrier()
         state_of(first).slots._lane.is_shared = rank == 0  # prevents proposals of a launch time
         await pg.barrier()
         large = gpu.tensor(np.full(LARGE, rank), rank)
         work = None if rank == 0 else held.send(large, 2) if rank == 1 else held.recv(large, 1)
         if rank == 0:
-            await until(lambda: state_of(held).slots._row)
+            await wait_until(lambda: state_of(held).slots._row)
             await held.shutdown()
         else:
             assert work is not None
@@ -319,8 +314,7 @@ async def test_messages_without_a_launch_time_are_staged_when_rank_0_leaves(limi
             assert set(host(large)) == {1}
             state_of(first).slots._lane.share()
 
-    with gpus(3) as gpu:
-        await run_ranks(3, body, gpu)
+    await run_with_gpus(3, body)
 
 
 @pytest.mark.parametrize("way", ["nccl", "staged"])
@@ -361,7 +355,7 @@ async def test_invalid_device_message_fails_the_group(sender: int, note: dict[st
 
 async def test_launch_time_proposals_for_staged_calls_are_ignored(limits: Limits) -> None:
     """Check a launch time proposal that arrives after its call was staged."""
-    limits(slot_patience=60.0)
+    limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -373,5 +367,4 @@ async def test_launch_time_proposals_for_staged_calls_are_ignored(limits: Limits
             slots._answer(99, 7)
         await pg.allreduce(gpu.tensor(np.ones(3), rank))
 
-    with gpus(2) as gpu:
-        await run_ranks(2, body, gpu)
+    await run_with_gpus(2, body)

@@ -46,7 +46,7 @@ def test_returned_page_locked_blocks_are_reused_in_last_in_first_out_order(cuda:
 
 
 def test_oldest_page_locked_blocks_are_freed_beyond_the_limit(cuda: FakeCuda, limits: Limits) -> None:
-    limits(staging_kept=3 * SMALLEST)
+    limits(max_free_staging_bytes=3 * SMALLEST)
     pool = Staging(cuda, call_now)
     small, large = [pool.take(1) for _ in range(3)], pool.take(2 * SMALLEST)
     while small:
@@ -76,7 +76,7 @@ def test_refused_page_locked_allocation_raises_an_error(cuda: FakeCuda) -> None:
 
 def test_page_locked_memory_is_freed_by_the_given_function(cuda: FakeCuda, limits: Limits) -> None:
     """Check that another thread can free memory, because freeing waits for the device and must not block the loop."""
-    limits(staging_kept=SMALLEST)
+    limits(max_free_staging_bytes=SMALLEST)
     calls: list[Callable[[], None]] = []
     pool = Staging(cuda, calls.append)
     blocks = [pool.take(1), pool.take(1)]

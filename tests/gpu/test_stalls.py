@@ -10,7 +10,7 @@ import pytest
 
 from aiocoll import GroupError, PeerLostError, ProcessGroup
 
-from ..ranks import hub, run_ranks, until
+from ..ranks import hub_of, run_ranks, wait_until
 from .groups import Gpus, check_allreduce, check_failure, gpus, ones
 
 
@@ -24,8 +24,8 @@ async def test_lost_rank_is_reported_while_cuda_queries_block() -> None:
         gate = gpu.gate(1) if pg.rank() == 1 else None  # keeps rank 1's kernel from starting
         work = pg.allreduce(ones(pg, gpu))
         if gate is None:
-            await until(lambda: len(gpu.cuda.stalled) == 2)
-            hub(pg).cut(0, 1)
+            await wait_until(lambda: len(gpu.cuda.stalled) == 2)
+            hub_of(pg).cut(0, 1)
             await check_failure(pg, work, "rank 1", PeerLostError)
         else:
             await check_failure(pg, work, "rank 0", PeerLostError)
@@ -43,7 +43,7 @@ async def test_on_stream_raises_an_error_while_the_launcher_thread_is_stuck() ->
         gpu.cuda.stalls = True
         gate = gpu.gate(0)
         works = [pg.allreduce(ones(pg, gpu))]
-        await until(lambda: gpu.cuda.stalled)
+        await wait_until(lambda: gpu.cuda.stalled)
         works.append(pg.allreduce(ones(pg, gpu)))  # the stuck launcher never launches this call
         ordered = [asyncio.ensure_future(work.on_stream()) for work in works]
         assert await ordered[0] is not None

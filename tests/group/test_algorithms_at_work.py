@@ -10,7 +10,7 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.algorithms.select import ALGORITHMS
 
-from ..internals import replaced
+from ..internals import replace_parts
 from ..ranks import run_ranks
 from .test_collectives import ROOTED, Call, check
 
@@ -31,7 +31,7 @@ async def test_forced_algorithm_is_used_and_computes_the_closed_form_results(
         requested_kinds.append(of_kind)
         return algorithm
 
-    replaced(monkeypatch, choose=choose)
+    replace_parts(monkeypatch, choose_algorithm=choose)
     if kind in ("barrier", "monitored_barrier"):
         await run_ranks(world_size, lambda pg: getattr(pg, kind)(), transport=transport)
     else:

@@ -15,7 +15,7 @@ import pytest
 from aiocoll import CollectiveTimeoutError, GroupError, ProcessGroup, Work
 
 from ..internals import callbacks_of
-from ..ranks import over, run_ranks, until
+from ..ranks import parametrize_transports, run_ranks, wait_until
 
 Wait = Callable[[list[Work[Any]]], Awaitable[set[Work[Any]]]]
 
@@ -61,7 +61,7 @@ WAYS = [done_by_as_completed, done_by_gather, done_by_wait, done_by_wait_for, do
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.ranks(1, 2, 3)
-@over("memory", "shm")
+@parametrize_transports("memory", "shm")
 async def test_works_are_accepted_by_every_wait_function_of_asyncio(pg: ProcessGroup, way: Wait) -> None:
     for count in (1, 3):
         works: list[Work[Any]] = [pg.allreduce(np.ones(count + index)) for index in range(count)]
@@ -169,7 +169,7 @@ async def test_remove_done_callback_removes_equal_callbacks(pg: ProcessGroup) ->
     assert work.remove_done_callback(owner.method) == 0
     await pg.send_object(1, 1 - pg.rank())
     await work
-    await until(lambda: called)
+    await wait_until(lambda: called)
     assert called == ["kept"]
     assert work.remove_done_callback(print) == 0
 
@@ -187,7 +187,7 @@ async def test_done_callbacks_run_in_the_given_context(pg: ProcessGroup) -> None
     variable.set("later")
     await work
     work.add_done_callback(lambda _: found.append(variable.get()), context=context)
-    await until(lambda: len(found) == 3)
+    await wait_until(lambda: len(found) == 3)
     assert found == ["given", "own", "given"]
 
 

@@ -26,7 +26,7 @@ from aiocoll import (
 )
 from aiocoll.group.grid import Grid, balanced
 
-from ..ranks import LINKS, over, until
+from ..ranks import LINKS, parametrize_transports, wait_until
 
 
 def grid_of(pg: ProcessGroup, dims: Sequence[int], periods: Any = None) -> CartesianGroup[ProcessGroup]:
@@ -176,7 +176,7 @@ def grids(size: int) -> Iterator[tuple[list[int], list[bool]]]:
     yield [0, 0], [True, False]
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 6, 7)
 async def test_halo_copies_the_cells_of_the_neighbours(pg: ProcessGroup) -> None:
     """Check corners too, and grids where both neighbours are the same rank or this rank."""
@@ -232,7 +232,7 @@ async def test_halo_supports_torch_tensors(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_large_halos_complete_concurrently(pg: ProcessGroup) -> None:
     """Check that halo exchanges start at the call, progress without an await and may end in any order."""
     cart = grid_of(pg, [2, 2], [True, False])
@@ -265,7 +265,7 @@ async def test_concurrent_halos_that_overtake_each_other_do_not_mix_data(pg: Pro
     long[1, 1:-1], short[1, 1] = 10 + pg.rank(), 20 + pg.rank()
     first = cart.halo(long)
     if column:
-        await until(lambda: long[0, -2] and long[2, -2])  # the first axis of the long halo is complete
+        await wait_until(lambda: long[0, -2] and long[2, -2])  # the first axis of the long halo is complete
     await cart.halo(short)
     await first
     for array, base in ((long, 10), (short, 20)):

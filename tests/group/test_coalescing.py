@@ -23,16 +23,18 @@ from aiocoll import (
     new_group,
 )
 from aiocoll.completion import Completion
+from aiocoll.engine.links.channel import Channel
 from aiocoll.group.interceptors.fuse import LARGE
 from aiocoll.group.prepared_call import PreparedCall
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import FrameKind
 from aiocoll.work import finished_work
 
-from ..internals import comm_of, dispatcher_of, spied
+from ..internals import comm_of, dispatcher_of, observe_methods
 from ..pairwise import Case
-from ..ranks import LINKS, over, run_ranks, until
+from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
 from ..reductions import DTYPES, OPS, equal
+from ..waits import WAITS
 from .test_collectives import COUNTS, MOVING, REDUCING, ROOTED, SIZES, Call, label, valid
 
 SUM = ReduceOp.SUM
@@ -43,7 +45,7 @@ class Frames:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        spied(monkeypatch, frame_delivered=self._counted)
+        observe_methods(monkeypatch, Channel, deliver=self._counted)
 
     def _counted(self, _: Any, __: Any, header: Any, ___: Any) -> None:
         self.count += header[0] == FrameKind.DATA and header[7] > 0
@@ -99,7 +101,7 @@ async def test_block_can_contain_calls_of_every_kind_dtype_and_op(world_size: in
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_block_can_mix_small_large_staged_and_scalar_calls(pg: ProcessGroup) -> None:
     size, mine = pg.size(), pg.rank() + 1.0
     total = size * (size + 1) / 2
@@ -248,26 +250,12 @@ async def test_custom_ops_with_the_same_name_are_not_fused(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task"])
+@pytest.mark.parametrize("how", WAITS)
 async def test_await_inside_a_block_starts_the_recorded_calls(pg: ProcessGroup, how: str) -> None:
-    async def await_work(work: Work[Any]) -> None:
-        await work
-
     async with pg.coalescing() as batch:
         first, second = pg.allreduce(ones()), pg.allreduce(ones())
         assert not first.done()
-        if how == "await":
-            await first
-        elif how == "future":
-            await asyncio.wait([first.get_future()])
-        elif how == "join":
-            await asyncio.create_task(first.join())
-        elif how == "thread":
-            await asyncio.to_thread(first.wait, 20)
-        elif how == "drain":
-            await pg.drain()
-        else:
-            await asyncio.create_task(await_work(first))
+        await WAITS[how](pg, first)
         assert first.result().tolist() == second.result().tolist() == [2.0] * 4
         assert batch.seq == comm_of(pg).entered == 1
         third = pg.allreduce(ones())
@@ -295,7 +283,7 @@ async def test_adding_a_done_callback_does_not_start_the_block(pg: ProcessGroup)
         for _ in range(5):
             await asyncio.sleep(0)
         assert batch.seq is None
-    await until(lambda: notified)
+    await wait_until(lambda: notified)
     assert notified == [work]
 
 
@@ -344,7 +332,7 @@ async def test_wrong_key_in_a_block_is_refused_at_the_call(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_messages_of_a_block_are_sent_when_the_block_starts(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     incoming, other, third = ones(3, 0), ones(3, 0), ones(2, 0)
@@ -382,7 +370,7 @@ async def test_receive_of_a_block_without_awaiters_is_withdrawn(pg: ProcessGroup
             waiter.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiter
-            await until(work.done)
+            await wait_until(work.done)
             assert pg.pending() == []
     if pg.rank() == 0:
         await pg.send(ones(), 1)
@@ -510,7 +498,7 @@ async def test_block_calls_that_share_memory_are_refused_before_anything_is_sent
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_exception_inside_a_block_drops_the_recorded_calls(pg: ProcessGroup, frames: Frames) -> None:
     await pg.barrier()
     await pg.barrier()
@@ -584,12 +572,12 @@ async def test_cancelled_block_leaves_no_pending_calls(pg: ProcessGroup) -> None
 
     for body in (record_calls, record_receives):
         task = asyncio.create_task(body())
-        await until(lambda: works)
+        await wait_until(lambda: works)
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(lambda: all(work.done() for work in works))
+        await wait_until(lambda: all(work.done() for work in works))
         assert pg.pending() == []
         works.clear()
     assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
@@ -686,7 +674,7 @@ async def test_incomplete_block_is_not_reported_as_completed(pg: ProcessGroup) -
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_block_of_list_calls_returns_their_results(pg: ProcessGroup, frames: Frames) -> None:
     size, rank = pg.size(), pg.rank()
     total = size * (size + 1) // 2
@@ -808,7 +796,7 @@ async def test_message_that_fails_the_group_fails_the_whole_block(pg: ProcessGro
         pg.send(np.zeros(3, np.int32), 0)
         await pg.wait_revoked()
         return
-    await until(lambda: comm_of(pg).matching._waiting)
+    await wait_until(lambda: comm_of(pg).matching._waiting)
     works: list[Work[Any]] = []
 
     async def block() -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 
-from ..ranks import LINKS, over
+from ..ranks import LINKS, parametrize_transports
 
 # -- parts of different lengths
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [0, 100_000, 1], [1, 2, 300_000]])
 async def test_parts_of_collectives_can_have_any_length(pg: ProcessGroup, counts: list[int]) -> None:
     rank, world = pg.rank(), range(3)
@@ -66,7 +66,7 @@ async def test_collectives_allocate_outputs_if_none_are_passed(pg: ProcessGroup)
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize("count", [1, 1000, 300_000])
 async def test_single_tensor_collectives_read_or_write_one_tensor_for_all_ranks(pg: ProcessGroup, count: int) -> None:
     size, rank = pg.size(), pg.rank()
@@ -300,7 +300,7 @@ async def test_arguments_with_overlapping_memory_are_refused(pg: ProcessGroup) -
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_second_call_with_the_same_shape_returns_a_separate_result(pg: ProcessGroup) -> None:
     rank, world = pg.rank(), pg.size()
     total = sum(range(1, world + 1))

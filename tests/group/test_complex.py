@@ -12,7 +12,7 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.group.messages import Recv, Send
 
-from ..ranks import LINKS, over, run_ranks
+from ..ranks import LINKS, parametrize_transports, run_ranks
 
 DTYPES = ("complex64", "complex128")
 SIZES = (1, 2, 3, 4, 7)
@@ -125,7 +125,7 @@ async def test_complex_numbers_work_in_every_call(dtype: str, size: int, transpo
 
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_complex_numbers_work_in_every_call_at_every_size(pg: ProcessGroup, dtype: str) -> None:
     await check_all_calls(pg, (0, 1, pg.size() + 1, 300_000), dtype)

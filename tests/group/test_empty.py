@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -22,9 +23,10 @@ from aiocoll.testing import run_processes
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter, Chunks
 
-from ..internals import comm_of, failing, replaced, wrapped
+from ..internals import comm_of, wrap_methods
 from ..pairwise import Case, cover
-from ..ranks import LINKS, over, run_ranks, until
+from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
+from ..redirected_files import redirect_files
 from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
 from ..shared_memory import QUEUE
 
@@ -68,7 +70,7 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
         counts.lanes.add(id(lane))
         return done
 
-    wrapped(monkeypatch, chunk_put=counted_put, chunk_pointed=counted_point)
+    wrap_methods(monkeypatch, ChunkQueueWriter, put=counted_put, point=counted_point)
     return counts
 
 
@@ -119,7 +121,7 @@ FULL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [COVER, pytest.param(FULL, marks=pytest.mark.matrix)], ids=["cover", "all"])
 @pytest.mark.ranks(*SIZES, timeout=240.0)
-@over("shm")
+@parametrize_transports("shm")
 async def test_registered_arrays_give_the_same_results_as_plain_arrays(pg: ProcessGroup, cases: list[Case]) -> None:
     """Compare the result bits with those of plain arrays, and the values with the closed form."""
     world_size = pg.size()
@@ -136,7 +138,7 @@ async def test_registered_arrays_give_the_same_results_as_plain_arrays(pg: Proce
 
 
 @pytest.mark.slow
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_registered_arrays_work_with_counts_near_multiples_of_the_piece_size(pg: ProcessGroup) -> None:
     for pieces in (0, 1, 2, 2 * QUEUE.chunks_count + 1):
@@ -151,7 +153,7 @@ async def test_registered_arrays_work_with_counts_near_multiples_of_the_piece_si
 
 
 @pytest.mark.ranks(2, 3, 4)
-@over("shm")
+@parametrize_transports("shm")
 async def test_registered_arrays_work_with_plain_arrays_of_other_ranks(pg: ProcessGroup) -> None:
     mine = await pg.empty(LARGE, np.int32)
     plain = np.empty(LARGE, np.int32)
@@ -164,7 +166,7 @@ async def test_registered_arrays_work_with_plain_arrays_of_other_ranks(pg: Proce
 
 
 @pytest.mark.ranks(3)
-@over("shm", "memory")
+@parametrize_transports("shm", "memory")
 async def test_registered_arrays_are_accepted_by_all_other_calls(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     array = await registered_array(pg, np.full((size, 50_000), rank))
@@ -186,7 +188,7 @@ async def test_registered_arrays_are_accepted_by_all_other_calls(pg: ProcessGrou
 
 
 @pytest.mark.ranks(2, 3, 4)
-@over("shm")
+@parametrize_transports("shm")
 async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) -> None:
     """Check a registered array that the neighbours have mapped, and its slices and other views."""
     array = await registered_array(pg, np.zeros((100, 10_000), np.float32))
@@ -202,7 +204,7 @@ async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) ->
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_array_outside_of_registered_memory_is_copied(pg: ProcessGroup, puts: Puts) -> None:
     array = await registered_array(pg, np.ones(LARGE))
     await make_mapped(pg, array)
@@ -268,7 +270,7 @@ async def test_keyed_calls_on_registered_arrays_match_in_any_order(puts: Puts) -
 
 
 @pytest.mark.ranks(4)
-@over("shm")
+@parametrize_transports("shm")
 async def test_work_completes_after_all_ranks_have_read_its_array(pg: ProcessGroup) -> None:
     """Overwrite the result array as soon as the work is done."""
     array = await pg.empty(LARGE, np.int64)
@@ -343,7 +345,7 @@ async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
 
 
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 async def test_ranks_with_registered_arrays_continue_after_an_abort(pg: ProcessGroup) -> None:
     array = await registered_array(pg, np.zeros(LARGE))
     await make_mapped(pg, array)
@@ -401,10 +403,10 @@ async def test_deleted_registered_arrays_release_their_memory() -> None:
             await pg.allreduce(array)
             await pg.allreduce(array[1:])
         del array
-        await until(lambda: segment_count(pg) == 1)
+        await wait_until(lambda: segment_count(pg) == 1)
         await pg.barrier()
         # Wait, since a message over the socket may arrive later than data in shared memory.
-        await until(lambda: (len(os.listdir("/proc/self/fd")), mappings()) == before)
+        await wait_until(lambda: (len(os.listdir("/proc/self/fd")), mappings()) == before)
         await pg.barrier()
         await pg.allreduce(kept)
 
@@ -430,17 +432,17 @@ async def test_registered_array_outlives_its_group() -> None:
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_last_view_of_a_registered_array_can_be_deleted_in_any_thread(pg: ProcessGroup) -> None:
     for _ in range(5):
         holder = [await registered_array(pg, np.ones(LARGE))]
         await pg.allreduce(holder[0])
         await asyncio.get_running_loop().run_in_executor(None, holder.clear)
-    await until(lambda: segment_count(pg) == 0)
+    await wait_until(lambda: segment_count(pg) == 0)
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_address_of_a_deleted_registered_array_is_no_longer_registered(pg: ProcessGroup) -> None:
     """Check that other memory at the same address is not taken for registered memory."""
     array = await registered_array(pg, np.ones(LARGE))
@@ -458,7 +460,7 @@ async def test_address_of_a_deleted_registered_array_is_no_longer_registered(pg:
 
 
 @pytest.mark.ranks(2)
-@over("shm", "memory")
+@parametrize_transports("shm", "memory")
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -482,7 +484,7 @@ async def test_empty_returns_an_array_of_the_given_shape_and_dtype(pg: ProcessGr
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize(
     ("shape", "dtype", "error", "message"),
     [
@@ -506,7 +508,7 @@ async def test_empty_refuses_invalid_shapes_and_dtypes(
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_empty_method_of_a_closed_group_raises_an_error(pg: ProcessGroup) -> None:
     pg.abort("over")
     with pytest.raises(GroupRevokedError):
@@ -530,7 +532,7 @@ async def test_empty_completes_although_the_group_ends_during_the_call() -> None
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 async def test_event_loop_runs_while_empty_reserves_memory(pg: ProcessGroup) -> None:
     making = asyncio.ensure_future(pg.empty(4 * LARGE, np.float64))
     turns = 0
@@ -544,8 +546,12 @@ async def test_event_loop_runs_while_empty_reserves_memory(pg: ProcessGroup) -> 
 async def test_empty_returns_an_ordinary_array_if_shared_memory_is_unavailable(
     code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def memfd_create(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
     async def rank(pg: ProcessGroup) -> None:
-        failing(monkeypatch, OSError(code, os.strerror(code)), "create_mapped")
+        await pg.barrier()  # the links need memory, too
+        monkeypatch.setattr(os, "memfd_create", memfd_create)
         for _ in range(3):
             array = await registered_array(pg, np.ones(LARGE))
             await pg.allreduce(array)
@@ -559,9 +565,12 @@ async def test_empty_returns_an_ordinary_array_if_shared_memory_is_unavailable(
     assert os.strerror(code) in warnings[0]
 
 
-async def test_empty_refuses_an_array_larger_than_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_empty_refuses_an_array_larger_than_the_available_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Check that the size is tested first: the kernel would not refuse it, but kill a process."""
-    replaced(monkeypatch, memory_available=lambda: LARGE)
+    (tmp_path / "meminfo").write_text(f"MemTotal: {4 * LARGE // 1024} kB\nMemAvailable: {LARGE // 1024} kB\n")
+    redirect_files(monkeypatch, {"/proc/meminfo": tmp_path / "meminfo"})
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.empty(LARGE, np.float64)
@@ -573,7 +582,7 @@ async def test_empty_refuses_an_array_larger_than_the_available_memory(monkeypat
 
 
 @pytest.mark.ranks(2)
-@over("shm")
+@parametrize_transports("shm")
 @pytest.mark.parametrize("turns", range(1, 8))
 async def test_cancelled_call_of_empty_leaves_no_memory(pg: ProcessGroup, turns: int) -> None:
     making = asyncio.ensure_future(pg.empty(LARGE, np.float64))

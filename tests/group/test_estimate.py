@@ -18,10 +18,11 @@ from aiocoll.algorithms.machine import Machine, Tuning
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.codec import dumps
 from aiocoll.group.interceptors.estimate import Estimate
+from aiocoll.transport.memory import MemoryLink
 from aiocoll.work import Work
 
-from ..internals import comm_of, spied
-from ..ranks import LINKS, over, run_ranks
+from ..internals import comm_of, observe_methods
+from ..ranks import LINKS, parametrize_transports, run_ranks
 from ..rendezvous.test_fake import ARRAYS
 
 WORLDS = [1, 2, 3, 4, 7]
@@ -38,7 +39,7 @@ def seconds(pg: ProcessGroup, call: Callable[[], Any]) -> float:
 
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("count", [0, 1, 1000, 100_000, 1_000_000])
-@over("memory", "shm")
+@parametrize_transports("memory", "shm")
 async def test_estimated_time_equals_the_predicted_time_of_the_algorithm(pg: ProcessGroup, count: int) -> None:
     p = pg.size()
     one, whole = np.zeros(count, np.float32), np.zeros(count * p, np.float32)
@@ -118,7 +119,7 @@ async def test_gather_with_unknown_counts_in_a_block_can_be_estimated(pg: Proces
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_estimate_grows_with_the_bytes(pg: ProcessGroup) -> None:
     for call in (pg.allreduce, pg.scan, lambda tensor: pg.broadcast(tensor, 1)):
         times = [seconds(pg, lambda n=n, call=call: call(np.zeros(n))) for n in (1, 100, 10_000, 1_000_000)]
@@ -130,7 +131,7 @@ async def test_estimate_grows_with_the_bytes(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over("shm")
+@parametrize_transports("shm")
 async def test_estimate_for_shared_memory_uses_separate_formulas(pg: ProcessGroup) -> None:
     a, v, b, g = 1000.0, 100.0, 0.5, 0.25
     comm_of(pg).tuning = Tuning(shm=Machine(a, v, b, g), medium="shm")
@@ -174,7 +175,7 @@ async def test_dry_run_group_returns_estimates(world_size: int) -> None:
 # -- no side effects
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(2, 3)
 async def test_estimate_sends_nothing_and_changes_no_array(pg: ProcessGroup) -> None:
     history = len(comm_of(pg).journal.collectives)
@@ -199,7 +200,7 @@ async def test_estimate_sends_nothing_and_changes_no_array(pg: ProcessGroup) -> 
 
 async def test_estimate_writes_no_frame_to_open_links(monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[Any] = []
-    spied(monkeypatch, memory_written=lambda *args: frames.append(args))
+    observe_methods(monkeypatch, MemoryLink, write=lambda *args: frames.append(args))
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.alltoall([np.zeros(1) for _ in range(3)], [np.ones(1)] * 3)

@@ -30,7 +30,7 @@ from aiocoll.security.handshake import CONFIRM_SIZE
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.stream import transport as stream
 
-from ..ranks import LINKS, hub, in_a_fork, over, run_ranks, until
+from ..ranks import LINKS, hub_of, parametrize_transports, run_in_fork, run_ranks, wait_until
 
 
 @pytest.mark.ranks(3)
@@ -59,7 +59,7 @@ async def make_calls(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_abort_fails_every_rank_and_keeps_the_first_cause(pg: ProcessGroup) -> None:
     revoked = asyncio.ensure_future(pg.wait_revoked())
     if pg.rank() == 1:
@@ -80,7 +80,7 @@ async def test_abort_fails_every_rank_and_keeps_the_first_cause(pg: ProcessGroup
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_timeout_fails_every_rank_and_names_the_missing_ranks(pg: ProcessGroup) -> None:
     if pg.rank() == 2:
         assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
@@ -137,7 +137,7 @@ async def test_timeout_of_the_group_is_the_default_timeout_of_its_calls() -> Non
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_raising_custom_op_fails_every_rank(pg: ProcessGroup) -> None:
     def broken(a: object, b: object, out: object) -> None:
         raise ZeroDivisionError("the user's own")
@@ -158,7 +158,7 @@ async def test_broken_link_fails_the_call_on_every_rank(pg: ProcessGroup) -> Non
     with suppress(GroupError):  # rank 0 may cut the link before the other ranks have received all objects
         await pg.allgather_object("opens the data links")
     if pg.rank() == 0:
-        hub(pg).cut(1, 2)
+        hub_of(pg).cut(1, 2)
     with pytest.raises(PeerLostError, match=r"rank [12] of group 'world:0' is lost") as raised:
         await work
     assert raised.value.how == "unreachable"
@@ -169,7 +169,7 @@ async def test_broken_link_fails_the_call_on_every_rank(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_error_of_a_call_that_needs_a_rank_that_has_left_names_the_rank(pg: ProcessGroup) -> None:
     await pg.barrier()
     if pg.rank() == 2:
@@ -181,7 +181,7 @@ async def test_error_of_a_call_that_needs_a_rank_that_has_left_names_the_rank(pg
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize("leaver", [0, 1, 3])
 async def test_rank_that_leaves_does_not_disturb_calls_between_other_ranks(pg: ProcessGroup, leaver: int) -> None:
     await pg.barrier()
@@ -305,7 +305,7 @@ async def test_failure_is_reported_to_all_ranks_after_the_first_ranks_have_left(
                 await pg.recv(np.zeros(1), gone)
         informed.add(pg.rank())
         if pg.rank() == 4:
-            await until(lambda: informed == {2, 3, 4})
+            await wait_until(lambda: informed == {2, 3, 4})
             pg.abort("as the last but one")
         assert "as the last but one" in str(await pg.wait_revoked())
 
@@ -418,14 +418,14 @@ async def test_call_from_another_loop_is_refused() -> None:
 
 @pytest.mark.ranks(1)
 async def test_call_in_a_forked_child_is_refused(pg: ProcessGroup) -> None:
-    assert "a forked child cannot use it: make a new group in the child" in in_a_fork(pg.barrier)
+    assert "a forked child cannot use it: make a new group in the child" in run_in_fork(pg.barrier)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("error", [None, SystemExit(0)])
 async def test_forked_child_does_not_end_its_parents_block(pg: ProcessGroup, error: BaseException | None) -> None:
     if pg.rank() == 0:
-        assert in_a_fork(lambda: pg.__aexit__(None, error, None).send(None)) == ""
+        assert run_in_fork(lambda: pg.__aexit__(None, error, None).send(None)) == ""
     assert await pg.allreduce(1) == 2
 
 
@@ -437,7 +437,7 @@ def test_forked_child_that_runs_the_loop_is_refused() -> None:
         await pg.barrier()
 
     pg = loop.run_until_complete(new_group(store=store, rank=0, world_size=1).__aenter__())
-    raised = in_a_fork(lambda: loop.run_until_complete(call(pg)))
+    raised = run_in_fork(lambda: loop.run_until_complete(call(pg)))
     assert "a forked child cannot use it: make a new group in the child" in raised
     loop.run_until_complete(call(pg))
     loop.run_until_complete(pg.shutdown())
@@ -482,7 +482,7 @@ def test_group_works_after_its_event_loop_moves_to_another_thread() -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize(
     ("field", "calls"),
     [
@@ -520,7 +520,7 @@ async def test_mismatch_is_raised_on_both_ranks(pg: ProcessGroup, field: str, ca
 
 
 @pytest.mark.ranks(5)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_mismatch_between_two_ranks_is_raised_on_all_ranks(pg: ProcessGroup) -> None:
     tensor = np.ones(50_000, "float32" if pg.rank() == 3 else "float64")
     with pytest.raises(CollectiveMismatchError, match=r"dtype=float32.*") as raised:
@@ -531,7 +531,7 @@ async def test_mismatch_between_two_ranks_is_raised_on_all_ranks(pg: ProcessGrou
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_different_order_of_calls_is_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     x, y = np.ones(10), np.ones(20)
     works = [pg.allreduce(each) for each in ((x, y) if pg.rank() else (y, x))]

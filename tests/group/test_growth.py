@@ -25,8 +25,8 @@ from aiocoll import (
 from aiocoll.meeting.growth import Assignment, Invitation, await_assignment, invite
 from aiocoll.store import Store, StoreServer
 
-from ..internals import comm_of, waits_of
-from ..ranks import LINKS, options, until
+from ..internals import comm_of, pending_waits
+from ..ranks import LINKS, options, wait_until
 
 
 async def results_on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: Awaitable[Any]) -> list[Any]:
@@ -42,7 +42,7 @@ async def results_on_ranks(where: dict[str, Any], world_size: int, then: Any, *o
 
 def waits_for_newcomers(store: HashStore) -> bool:
     """Return whether rank 0 is waiting for another newcomer."""
-    return any(waiter.keys[0].startswith("aiocoll/grow/came/") for waiter in waits_of(store).values())
+    return any(waiter.keys[0].startswith("aiocoll/grow/came/") for waiter in pending_waits(store).values())
 
 
 async def failed_growth(pg: ProcessGroup, n: int) -> tuple[type[GroupError], str]:
@@ -60,7 +60,7 @@ async def test_grow_fails_if_the_group_fails_before_newcomers_arrive(world_size:
     async def rank(pg: ProcessGroup) -> Any:
         growing = asyncio.ensure_future(failed_growth(pg, 1))
         if pg.rank() == pg.size() - 1:
-            await until(lambda: waits_for_newcomers(store))
+            await wait_until(lambda: waits_for_newcomers(store))
             pg.abort("on purpose")
         failure = await growing
         async with await pg.shrink() as again:
@@ -80,7 +80,7 @@ async def test_grow_fails_on_the_death_of_a_rank_while_waiting_for_newcomers(vic
 
     async def rank(pg: ProcessGroup) -> Any:
         growing = asyncio.ensure_future(failed_growth(pg, 2))
-        await until(lambda: waits_for_newcomers(store))
+        await wait_until(lambda: waits_for_newcomers(store))
         if pg.rank() == (victim + 1) % 3:
             comm_of(pg).endpoint.roster.record_loss(victim, "its process is gone")
         failure = await growing
@@ -231,7 +231,7 @@ async def test_grow_fails_on_the_death_of_the_store_host() -> None:
         async with new_group(store=stores[number], rank=number, world_size=2, options=options("unix")) as pg:
             growing = asyncio.ensure_future(failed_growth(pg, 1))
             if number == 0:
-                await until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
+                await wait_until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
                 began.set()
             else:
                 await began.wait()
@@ -253,7 +253,7 @@ async def test_grow_fails_on_the_death_of_the_store_host() -> None:
 async def test_grow_ends_when_the_group_is_closed() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         growing = asyncio.ensure_future(failed_growth(pg, 1))
-        await until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
+        await wait_until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
         await pg.shutdown()
         return (await growing)[0]
 
@@ -263,7 +263,7 @@ async def test_grow_ends_when_the_group_is_closed() -> None:
 async def test_cancelled_grow_leaves_the_group_usable() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         growing = asyncio.ensure_future(pg.grow(1))
-        await until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
+        await wait_until(lambda: any("growth" in task.get_name() for task in asyncio.all_tasks()))
         growing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await growing
@@ -278,7 +278,7 @@ async def test_merge_fails_if_its_group_fails() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         merging = asyncio.ensure_future(pg.merge_remote_group(store, 4, timeout=float("inf")))
         if pg.rank() == 1:
-            await until(lambda: waits_of(store))  # rank 0 waits for the other groups
+            await wait_until(lambda: pending_waits(store))  # rank 0 waits for the other groups
             pg.abort("on purpose")
         with pytest.raises(GroupError, match="was aborted by rank 1: on purpose"):
             await merging

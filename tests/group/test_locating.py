@@ -9,7 +9,7 @@ import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 
-from ..ranks import LINKS, over
+from ..ranks import LINKS, parametrize_transports
 from ..reductions import DTYPES, numpy_dtype
 
 VALUES = tuple(name for name in DTYPES if not name.startswith("complex"))
@@ -99,7 +99,7 @@ async def check(pg: ProcessGroup, dtype: np.dtype[Any], count: int, op: ReduceOp
     assert is_equal(out, whole[part])
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_minloc_and_maxloc_work_in_every_call(pg: ProcessGroup) -> None:
     for number, count in enumerate((0, 1, 2, 5)):
@@ -116,7 +116,7 @@ async def test_minloc_and_maxloc_support_every_value_and_index_dtype(pg: Process
         await check(pg, layout("float64", index, number), 3, OPS[number % 2])
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(2, 3, 4)
 async def test_minloc_and_maxloc_of_large_arrays_are_correct(pg: ProcessGroup) -> None:
     """Use arrays that rings and trees split, with a known winning rank at each position."""

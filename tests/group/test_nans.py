@@ -18,7 +18,7 @@ from aiocoll.engine.job.ids import hash62
 from ..each import each
 from ..internals import comm_of, dispatcher_of
 from ..nans import COUNTS, cases, inputs, is_right, reduce_op
-from ..ranks import over
+from ..ranks import parametrize_transports
 
 Call = Callable[[ProcessGroup, list[np.ndarray], Any], Awaitable[list[np.ndarray]]]
 
@@ -43,7 +43,7 @@ async def reduced_as_a_list(pg: ProcessGroup, arrays: list[np.ndarray], op: Any)
 
 @pytest.mark.parametrize("call", [reduced_separately, reduced_with_keys, reduced_in_a_block, reduced_as_a_list])
 @pytest.mark.ranks(2, 3, 4, 7, timeout=60)
-@over("memory", "shm", "tcp")
+@parametrize_transports("memory", "shm", "tcp")
 async def test_nan_bits_are_equal_on_all_ranks(pg: ProcessGroup, call: Call) -> None:
     found: list[bytes] = []
     for op, dtype in cases()[:: 1 if pg.size() < 4 else 3]:
@@ -57,7 +57,7 @@ async def test_nan_bits_are_equal_on_all_ranks(pg: ProcessGroup, call: Call) -> 
 
 
 @pytest.mark.ranks(2, 3, 4, 7)
-@over("memory", "shm")
+@parametrize_transports("memory", "shm")
 async def test_nan_bits_of_scalars_are_equal_on_all_ranks(pg: ProcessGroup) -> None:
     bits = []
     for dtype in ("float32", "float64", "complex64", "complex128"):
@@ -85,7 +85,7 @@ def test_fold_result_does_not_depend_on_which_input_is_also_the_output(op: str, 
 
 
 @pytest.mark.ranks(3, 4)
-@over("memory", "shm")
+@parametrize_transports("memory", "shm")
 async def test_elements_are_reduced_on_one_rank_if_the_ranks_produce_different_nans(pg: ProcessGroup) -> None:
     """Pretend that the arithmetic of the ranks produces different NaNs."""
     comm = comm_of(pg)

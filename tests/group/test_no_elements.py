@@ -11,7 +11,7 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.group.messages import Recv, Send
 from aiocoll.testing.virtual import run_virtual
 
-from ..ranks import LINKS, over
+from ..ranks import LINKS, parametrize_transports
 
 SIZES = (1, 2, 3, 4, 7)
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (3, 0), (0, 4), (2, 0, 3), ())
@@ -128,14 +128,14 @@ async def test_empty_arrays_work_in_every_call(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS[1:])
+@parametrize_transports(*LINKS[1:])
 async def test_empty_arrays_work_over_every_transport(pg: ProcessGroup) -> None:
     await check_every_call(pg)
 
 
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_empty_arrays_work_in_every_call_at_every_size(pg: ProcessGroup) -> None:
     await check_every_call(pg)
 
@@ -184,7 +184,7 @@ async def test_array_without_dimensions_cannot_be_divided_among_ranks(pg: Proces
 
 
 @pytest.mark.ranks(1, 2, 3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_empty_tensor_calls_follow_empty_list_calls(pg: ProcessGroup) -> None:
     """Include a group of one rank, where both forms of the call have arrays of equal shapes and share a cached plan."""
     size, empty = pg.size(), np.empty(0)

@@ -20,7 +20,7 @@ from aiocoll.options import seconds
 from aiocoll.store import HashStore
 
 from ..each import each
-from ..ranks import over
+from ..ranks import parametrize_transports
 
 #: Conversions of an int to NumPy types.
 KINDS: list[Callable[[int], Any]] = [np.int64, np.uint8, np.int32, np.array, lambda number: np.array(number, np.int16)]
@@ -28,7 +28,7 @@ KINDS: list[Callable[[int], Any]] = [np.int64, np.uint8, np.int32, np.array, lam
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks(2, 3)
-@over("memory", "shm")
+@parametrize_transports("memory", "shm")
 async def test_messages_accept_numpy_ranks_and_tags(pg: ProcessGroup, kind: Callable[[int], Any]) -> None:
     size, rank = pg.size(), pg.rank()
     right, left, tag = kind((rank + 1) % size), kind((rank - 1) % size), kind(100)

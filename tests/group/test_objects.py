@@ -10,7 +10,7 @@ import pytest
 from aiocoll import CollectiveMismatchError, ProcessGroup, SerializationError
 
 from ..internals import Limits
-from ..ranks import TRANSPORTS, over, run_ranks
+from ..ranks import TRANSPORTS, parametrize_transports, run_ranks
 
 
 def sized_object(rank: int, other: int = 0) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def sized_object(rank: int, other: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.ranks(1, 2, 5)
-@over(*TRANSPORTS)
+@parametrize_transports(*TRANSPORTS)
 async def test_object_collectives_work_for_every_root(pg: ProcessGroup) -> None:
     rank, world = pg.rank(), range(pg.size())
     for root in world:
@@ -84,7 +84,7 @@ async def test_error_for_different_roots_names_both_roots(pg: ProcessGroup) -> N
 
 
 async def test_object_above_the_size_limit_is_refused(limits: Limits) -> None:
-    limits(exchanged_size=1000)
+    limits(max_object_bytes=1000)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

@@ -29,8 +29,9 @@ from aiocoll import (
 from aiocoll.group.plans import PLANNED
 from aiocoll.work import completion_of
 
-from ..internals import Limits, comm_of, spied
-from ..ranks import LINKS, over
+from ..internals import Limits, comm_of
+from ..ranks import LINKS, parametrize_transports
+from .views import recorded_views
 
 
 def is_quick(plan: CallPlan[Any]) -> bool:
@@ -121,7 +122,7 @@ def fill_arrays(args: Any, value: float) -> None:
             fill_arrays(each, value)
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3)
 async def test_started_plan_matches_a_new_call(pg: ProcessGroup) -> None:
     """Start plans on some ranks and make plain calls, which must match, on others."""
@@ -315,21 +316,16 @@ async def test_plan_works_with_compared_calls_and_in_a_dry_run() -> None:
 
 
 @pytest.mark.ranks(1)
-async def test_plan_start_does_not_examine_its_arrays_again(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_plan_start_does_not_examine_its_arrays_again(pg: ProcessGroup) -> None:
     plans: list[Any] = [pg.plan(pg.allgather_into_tensor, np.zeros(4), np.ones(4)), pg.plan(pg.send, np.ones(1), 0)]
-    viewed: list[Any] = []
-
-    def spy(*args: Any, **kwargs: Any) -> None:
-        viewed.append(args)
-
-    spied(monkeypatch, collective_view=spy, whole_view=spy, message_view=spy)
-    await pg.allgather_into_tensor(np.zeros(8)[::2], np.ones(4))
-    await pg.send(np.ones(1), 0)
-    assert len(viewed) > 1
-    viewed.clear()
-    for plan in plans:
-        await plan.start()
-    assert viewed == []
+    with recorded_views() as viewed:
+        await pg.allgather_into_tensor(np.zeros(8)[::2], np.ones(4))
+        await pg.send(np.ones(1), 0)
+        assert len(viewed) > 1
+        viewed.clear()
+        for plan in plans:
+            await plan.start()
+        assert viewed == []
     await pg.recv(np.zeros(1), 0)
     await pg.recv(np.zeros(1), 0)
 
@@ -337,7 +333,7 @@ async def test_plan_start_does_not_examine_its_arrays_again(pg: ProcessGroup, mo
 @pytest.mark.ranks(2)
 async def test_creation_of_a_list_plan_reads_and_writes_no_tensors(pg: ProcessGroup, limits: Limits) -> None:
     """Plan a list call when no time is left for packing."""
-    limits(packing_budget=-1)
+    limits(loop_budget=-1)
     x, y = np.zeros(3), np.zeros(2)
     plan = pg.plan(pg.allreduce_coalesced, [x, y])
     assert pg.pending() == []

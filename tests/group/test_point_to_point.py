@@ -18,18 +18,20 @@ from aiocoll import (
     Send,
     SerializationError,
 )
+from aiocoll.completion import Completion
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind
 from aiocoll.work import completion_of
 
-from ..internals import Limits, comm_of, replaced, spied
-from ..ranks import TRANSPORTS, over, run_ranks, until
+from ..internals import Limits, comm_of, observe_methods
+from ..ranks import TRANSPORTS, parametrize_transports, run_ranks, wait_until
 
 MIB = 1024 * 1024
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@parametrize_transports(*TRANSPORTS)
 async def test_messages_of_a_source_and_tag_keep_their_order(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for number in range(300):
@@ -42,7 +44,7 @@ async def test_messages_of_a_source_and_tag_keep_their_order(pg: ProcessGroup) -
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@parametrize_transports(*TRANSPORTS)
 @pytest.mark.parametrize("posted", [True, False], ids=["posted", "unposted"])
 @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 300_000, 8 * MIB + 5])
 async def test_messages_between_ranks_can_have_any_length(pg: ProcessGroup, nbytes: int, posted: bool) -> None:
@@ -72,7 +74,7 @@ async def test_messages_between_ranks_can_have_any_length(pg: ProcessGroup, nbyt
 
 
 @pytest.mark.ranks(4)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_receive_from_any_source_reports_the_sender(pg: ProcessGroup) -> None:
     if pg.rank():
         for number in range(5):
@@ -97,7 +99,7 @@ async def test_source_rank_of_a_receive_is_available_only_after_completion(pg: P
 
 
 @pytest.mark.ranks(3)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_batch_starts_all_messages_and_returns_the_tensors(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -208,7 +210,7 @@ async def test_batch_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) -> Non
 
 
 @pytest.mark.ranks(2)
-@over("unix")
+@parametrize_transports("unix")
 async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
     """Cancel the await of the receive while its message is arriving."""
     if pg.rank() == 0:
@@ -216,7 +218,7 @@ async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
     else:
         work = pg.recv(np.zeros(4 * MIB), 0)
         waiting = asyncio.ensure_future(work.join())
-        await until(lambda: completion_of(work).withdraw is None)
+        await wait_until(lambda: completion_of(work).withdraw is None)
         assert not work.done()
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -263,7 +265,7 @@ async def test_messages_of_strided_arrays_are_staged(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_incoming_iterator_yields_arrays_and_objects(pg: ProcessGroup) -> None:
     if pg.rank():
         await pg.send(np.arange(3, dtype="int16"), 0, tag=1)
@@ -293,14 +295,14 @@ async def test_incoming_iterator_ends_when_the_group_is_closed(pg: ProcessGroup)
 
     serving = asyncio.ensure_future(serve())
     await pg.send_object(pg.rank(), 1 - pg.rank())
-    await until(lambda: comm_of(pg).matching._listeners)
+    await wait_until(lambda: comm_of(pg).matching._listeners)
     await pg.barrier()
     await pg.shutdown()
     assert await serving == [(1 - pg.rank(), 1 - pg.rank())]
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_cancelled_incoming_iterator_loses_no_messages(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for number in range(200):
@@ -328,7 +330,7 @@ async def test_pending_incoming_iterator_raises_the_cause_of_the_group_failure(p
     """Compare with a pending receive, and with an iteration step after the failure, whose error has the cause."""
     incoming = pg.incoming()
     waiting = [asyncio.ensure_future(anext(each)) for each in (incoming, pg.incoming(tag=1))]
-    await until(lambda: len(comm_of(pg).matching._listeners) == 2)
+    await wait_until(lambda: len(comm_of(pg).matching._listeners) == 2)
     receiving = pg.recv_object()
     await pg.barrier()
     if pg.rank() == 0:
@@ -347,7 +349,7 @@ async def test_pending_incoming_iterator_raises_the_cause_of_the_group_failure(p
 
 
 async def test_received_object_above_the_size_limit_is_refused_and_its_bytes_are_freed(limits: Limits) -> None:
-    limits(received_size=1000)
+    limits(max_object_bytes=1000)
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -356,7 +358,7 @@ async def test_received_object_above_the_size_limit_is_refused_and_its_bytes_are
             await pg.send_object("small", 1)
         else:
             # Let the first object arrive completely before its receive starts, and the second object later.
-            await until(lambda: [each for each in comm_of(pg).matching._active.values() if each.complete])
+            await wait_until(lambda: [each for each in comm_of(pg).matching._active.values() if each.complete])
             for _ in range(2):
                 with pytest.raises(SerializationError, match=r"rank 0 sent an object of .* bytes; the limit is 1000"):
                     await pg.recv_object(0)
@@ -368,7 +370,7 @@ async def test_received_object_above_the_size_limit_is_refused_and_its_bytes_are
 
 async def test_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
-    spied(monkeypatch, call_finished=lambda completion, *_: ended.append(completion))
+    observe_methods(monkeypatch, Completion, finish=lambda completion, *_: ended.append(completion))
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -395,7 +397,7 @@ async def test_incoming_iterator_requests_the_rest_of_an_announced_message(
     member, op = comm_of(pg), P2P | 5 << 32
     channel = member.channels[1]
     requests: list[tuple[Any, ...]] = []
-    replaced(monkeypatch, frame_asked=lambda channel, *args: requests.append(args))
+    monkeypatch.setattr(Channel, "control", lambda channel, *args: requests.append(args))
     listening = asyncio.ensure_future(anext(aiter(pg.incoming(tag=5))))
     await asyncio.sleep(0)
     member.deliver(channel, (FrameKind.DATA, EAGER, 0, member.id, op, 6, 0, 2, 4), memoryview(b"ab"))

@@ -21,14 +21,14 @@ from aiocoll import (
     Send,
 )
 
-from ..internals import comm_of, failing, replaced
-from ..ranks import TRANSPORTS, over, run_ranks, until
+from ..internals import comm_of, make_calls_fail, replace_parts
+from ..ranks import TRANSPORTS, parametrize_transports, run_ranks, wait_until
 
 MIB = 1024 * 1024
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@parametrize_transports(*TRANSPORTS)
 @pytest.mark.parametrize("first", ["probe", "message"])
 async def test_probe_reports_the_message_of_the_next_receive(pg: ProcessGroup, first: str) -> None:
     """Include messages of which the sender still keeps most bytes."""
@@ -69,7 +69,7 @@ async def test_probe_reports_the_message_of_the_next_receive(pg: ProcessGroup, f
 
 
 @pytest.mark.ranks(4)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_probe_supports_any_source_and_a_given_source(pg: ProcessGroup) -> None:
     me = pg.rank()
     if me:
@@ -112,7 +112,7 @@ async def test_concurrent_probes_report_the_same_message(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix", "shm")
+@parametrize_transports("memory", "unix", "shm")
 async def test_posted_receive_takes_its_message_before_a_probe(pg: ProcessGroup) -> None:
     if pg.rank() == 1:
         probe = pg.probe(0)
@@ -186,7 +186,7 @@ async def test_message_that_a_cancelled_incoming_iterator_returns_can_be_probed_
     items = pg.incoming()
     await pg.probe()
     serving = asyncio.ensure_future(anext(items))
-    await until(lambda: not comm_of(pg).matching._waiting)
+    await wait_until(lambda: not comm_of(pg).matching._waiting)
     assert not serving.done()
     work = pg.probe()
     assert not work.done()
@@ -291,7 +291,7 @@ async def test_message_with_an_unknown_dtype_fails_only_the_probe(
     x = np.arange(4.0)
     await pg.send(x, 0)
     with monkeypatch.context() as patch:
-        failing(patch, BackendUnavailableError("arrays of bfloat16 need ml_dtypes"), "probe_dtype")
+        make_calls_fail(patch, BackendUnavailableError("arrays of bfloat16 need ml_dtypes"), "probe_dtype")
         with pytest.raises(BackendUnavailableError, match="need ml_dtypes"):
             await pg.probe()
     assert (await pg.probe()).dtype == x.dtype
@@ -303,7 +303,7 @@ async def test_probe_reports_a_structured_dtype_with_unknown_layout_as_bytes(
     pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Remove the layout from the probing rank's table, since both ranks share a process and so know the layout."""
-    replaced(monkeypatch, probe_layout=lambda _: None)
+    replace_parts(monkeypatch, probe_layout=lambda _: None)
     x = np.array([(1, 2.5)] * 3, [("a", "<i4"), ("b", "<f8")])
     if pg.rank() == 0:
         await pg.send(x, 1)

@@ -13,8 +13,8 @@ import pytest
 from aiocoll import GroupError, ProcessGroup, SerializationError
 from aiocoll.codec import decode, dumps
 
-from ..internals import comm_of, replaced
-from ..ranks import LINKS, over, run_ranks
+from ..internals import comm_of, replace_parts
+from ..ranks import LINKS, parametrize_transports, run_ranks
 
 NUMBERS = list(range(10_000, 40_000))
 #: The number of bytes that one decoding step reads.
@@ -58,7 +58,7 @@ CALLS: dict[str, tuple[Callable[[ProcessGroup], Any], Any]] = {
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize("call", CALLS)
 async def test_event_loop_runs_while_a_large_object_is_decoded(pg: ProcessGroup, call: str) -> None:
     start, expected = CALLS[call]
@@ -82,7 +82,7 @@ async def test_end_of_the_group_ends_the_decoding_of_an_object(call: str, monkey
         while True:
             yield
 
-    replaced(monkeypatch, object_reading=read_forever)
+    replace_parts(monkeypatch, read_object=read_forever)
 
     async def rank(pg: ProcessGroup) -> None:
         work = CALLS[call][0](pg)
@@ -103,7 +103,7 @@ async def test_malformed_large_object_is_refused_and_the_group_continues(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Append a byte that only the last decoding step finds to be invalid; the group continues."""
-    replaced(monkeypatch, object_dumped=lambda obj, **_: dumps(obj) + b"\xc0")
+    replace_parts(monkeypatch, dump_object=lambda obj, **_: dumps(obj) + b"\xc0")
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -119,7 +119,7 @@ async def test_malformed_large_object_is_refused_and_the_group_continues(
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_cancelled_incoming_iterator_loses_no_partly_decoded_message(pg: ProcessGroup) -> None:
     """Cancel repeatedly; the decoded part is kept each time, so that every message arrives."""
     await pg.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -14,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -23,9 +23,7 @@ from aiocoll import GroupError, GroupOptions, HashStore, ProcessGroup, new_group
 from aiocoll.dump.files import file_name
 from aiocoll.dump.timeline import chrome_trace, lanes
 from aiocoll.testing.virtual import run_virtual
-from tests.ranks import LINKS, options, over, run_ranks
-
-from ..internals import replaced
+from tests.ranks import LINKS, options, parametrize_transports, run_ranks
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -42,7 +40,7 @@ async def single_rank_group(name: str | None = None, **given: Any) -> ProcessGro
 
 
 @pytest.mark.ranks(2, 3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_recorder_dump_contains_the_calls(pg: ProcessGroup) -> None:
     me, ranks = pg.rank(), pg.size()
     await pg.allreduce(np.zeros((2, 3), np.float32))
@@ -267,9 +265,9 @@ async def test_log_names_the_dump_option_without_a_directory(caplog: pytest.LogC
 
 
 @pytest.fixture
-def earlier_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Install a signal handler before any group, hide the listeners of other tests, and yield the received signals."""
-    replaced(monkeypatch, signal_listeners=WeakSet())
+def earlier_signals() -> Iterator[list[int]]:
+    """Install a signal handler before any group, and yield the received signals; groups of other tests are collected."""
+    gc.collect()  # a group that was not closed listens until then
     had: list[int] = []
 
     def handler(number: int, _: object) -> None:

@@ -14,7 +14,7 @@ from aiocoll import CollectiveMismatchError, ProcessGroup, Recv, ReduceOp, Send
 from aiocoll.elements.dtypes import by_code, by_name, from_numpy
 from aiocoll.elements.records import LONGEST_NAME
 
-from ..ranks import LINKS, over
+from ..ranks import LINKS, parametrize_transports
 
 PARTICLE = np.dtype([("id", "i4"), ("mass", "f8")])
 DTYPES = (
@@ -50,7 +50,7 @@ def joined(dtype: np.dtype[Any], parts: list[Any]) -> Any:
     return np.frombuffer(b"".join(part.tobytes() for part in parts), dtype)
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_structured_arrays_work_in_all_calls_that_move_data(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
@@ -93,7 +93,7 @@ async def test_structured_arrays_work_in_all_calls_that_move_data(pg: ProcessGro
             assert is_equal(out, data(before))
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4)
 async def test_structured_arrays_work_in_blocks_and_lists(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()

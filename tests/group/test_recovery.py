@@ -31,17 +31,8 @@ from aiocoll import (
 from aiocoll.engine.consensus.completed import Completed, combine
 from aiocoll.transport.frame import HEADER, FrameKind
 
-from ..internals import comm_of, unmade_groups, waits_of
-from ..ranks import LINKS, options, over, run_ranks, until
-
-
-async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check that all data arrives in a group; return its global ranks."""
-    tensor = np.full(100_000, 2.0 ** pg.rank())
-    await pg.allreduce(tensor)
-    assert (tensor == 2.0 ** pg.size() - 1).all()
-    assert await pg.allgather_object(pg.rank()) == list(range(pg.size()))
-    return pg.global_ranks
+from ..internals import comm_of, pending_waits, unmade_groups
+from ..ranks import LINKS, check_group, options, parametrize_transports, run_ranks, wait_until
 
 
 async def wait_for_all_ranks(pg: ProcessGroup) -> None:
@@ -88,7 +79,7 @@ async def test_frames_of_an_older_group_do_not_reach_a_newer_group_with_the_same
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_shrink_of_an_aborted_group_keeps_all_ranks(pg: ProcessGroup) -> None:
     await wait_for_all_ranks(pg)
     pg.abort(f"by rank {pg.rank()}")
@@ -103,7 +94,7 @@ async def test_shrink_of_an_aborted_group_keeps_all_ranks(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_shrink_of_a_healthy_group_removes_the_excluded_ranks(pg: ProcessGroup) -> None:
     await pg.allreduce(1)
     if pg.rank() == 1:
@@ -131,7 +122,7 @@ async def test_shrink_after_a_mismatch_keeps_all_ranks(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(3)
-@over("unix")
+@parametrize_transports("unix")
 async def test_shrink_after_a_timeout_keeps_all_ranks(pg: ProcessGroup) -> None:
     if pg.rank():
         with pytest.raises(CollectiveTimeoutError):
@@ -325,7 +316,7 @@ async def test_newcomer_that_gives_up_is_not_assigned_a_rank() -> None:
         with pytest.raises(RendezvousError, match=r"no group has grown within 0\.05 s"):
             await new_group(join=True, timeout=0.05, **where)
         joining = asyncio.ensure_future(new_group(join=True, **where)._make())
-        await until(lambda: waits_of(store))
+        await wait_until(lambda: pending_waits(store))
         joining.cancel()
         with pytest.raises(asyncio.CancelledError):
             await joining
@@ -393,7 +384,7 @@ async def test_grow_fails_on_the_other_ranks_if_rank_0_cancels_the_call(pg: Proc
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_old_and_new_groups_can_close_in_any_order(pg: ProcessGroup) -> None:
     """Let each rank close the groups in a different order, some before other ranks have made the new group."""
     await wait_for_all_ranks(pg)

@@ -11,8 +11,8 @@ import pytest
 from aiocoll import ProcessGroup, Recv, ReduceOp, Send
 from aiocoll.engine.channels import FEW
 
-from ..internals import channels_of, comm_of, spied
-from ..ranks import hub, run_ranks
+from ..internals import channels_of, comm_of, observe_calls
+from ..ranks import hub_of, run_ranks
 
 MANY = 64
 
@@ -97,7 +97,7 @@ async def test_shutdown_of_many_ranks_takes_few_control_messages(monkeypatch: py
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 0:
-            spied(monkeypatch, control_said=lambda _, note: sent_notes.append(note["t"]))
+            observe_calls(monkeypatch, send_control_message=lambda _, note: sent_notes.append(note["t"]))
         await pg.barrier()
 
     await run_ranks(32, rank)
@@ -114,7 +114,7 @@ async def test_group_with_a_thousand_ranks_runs_a_collective() -> None:
         assert (await pg.allreduce(np.full(4, float(pg.rank()))) == size * (size - 1) / 2).all()
         await pg.barrier()
         # No rank has links to all others, and all ranks share the cards that were read once.
-        assert len(hub(pg).links) < size * 64
+        assert len(hub_of(pg).links) < size * 64
         assert comm_of(pg).endpoint.cards is first.setdefault("cards", comm_of(pg).endpoint.cards)
 
     first: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from aiocoll.testing import run_processes, run_ranks
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import ReferenceWriter
 
-from ..internals import channels_of, spied, unasked, without_accelerator
+from ..internals import channels_of, observe_methods, plan_without_accelerator, ungranted_bytes
 from ..pairwise import Case, cover
 from ..reductions import DTYPES, OPS
 from .test_collectives import MOVING, REDUCING, ROOTED, SIZES, check, label, valid
@@ -52,7 +52,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     def record_place(writer: ReferenceWriter, header: bytes, place: tuple[int, int], *_: Any) -> None:
         seen.append(place)
 
-    spied(monkeypatch, written_by_reference=record_place)
+    observe_methods(monkeypatch, ReferenceWriter, write=record_place)
     return seen
 
 
@@ -78,7 +78,7 @@ async def test_single_copy_gives_the_closed_form_results(
     case: Case, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
     async def rank(pg: ProcessGroup) -> list[bytes]:
-        without_accelerator(pg)
+        plan_without_accelerator(pg)
         return await check(pg, [case, case])
 
     first, *others = await run_ranks(case["world_size"], rank, options=options)
@@ -92,7 +92,7 @@ async def test_single_copy_makes_additional_copies_only_of_unexpected_data(
     """Check the second call, after all ranks have published their memory."""
 
     async def rank(pg: ProcessGroup) -> None:
-        without_accelerator(pg)
+        plan_without_accelerator(pg)
         mine = np.full(LARGE, pg.rank(), np.float64)
         outputs = [np.empty(LARGE) for _ in range(2)]
         for _ in range(2):
@@ -161,7 +161,7 @@ async def test_registered_arrays_are_read_in_place_in_their_segments(
     """Include keyed calls and subgroups, with single copy disabled for other memory."""
 
     async def rank(pg: ProcessGroup) -> None:
-        without_accelerator(pg)
+        plan_without_accelerator(pg)
         group = await pg.split_group([0, 1]) if sub else pg
         if keyed and kind == "broadcast":
             mine = await pg.empty(LARGE, np.float64)
@@ -271,14 +271,14 @@ async def test_withdrawn_data_is_returned_to_the_window(options: GroupOptions) -
             await pg.barrier()
         await pg.send_object(b"", peer)
         await pg.recv_object(peer)
-        assert unasked(channels_of(pg)[peer]) < LINK_WINDOW // 2
+        assert ungranted_bytes(channels_of(pg)[peer]) < LINK_WINDOW // 2
 
     await run_ranks(2, rank, options=options)
 
 
 async def wrong_receives(pg: ProcessGroup, rounds: int) -> int:
     """Overwrite each sent array when its work ends; return the number of receives with wrong data."""
-    without_accelerator(pg)
+    plan_without_accelerator(pg)
     seen, size, rank = 0, pg.size(), pg.rank()
     array, found = np.empty(LARGE), np.empty(LARGE)
     for step in range(rounds):

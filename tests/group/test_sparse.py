@@ -22,8 +22,9 @@ from aiocoll.group.prepared_call import PreparedCall
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.work import Work, completion_of
 
-from ..internals import Limits, comm_of, dispatcher_of, failing, replaced
-from ..ranks import LINKS, over, run_ranks, until
+from ..internals import Limits, comm_of, dispatcher_of, make_calls_fail, replace_parts
+from ..ranks import LINKS, parametrize_transports, run_ranks, wait_until
+from .sparse_ways import every_way
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
 DTYPES = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -51,20 +52,6 @@ def entry_count(array: Any) -> int:
     return int(array.data.size)
 
 
-WAYS = ["gather-loop", "dense-thread"]
-#: Further ways, which all tests use only if slow tests run, and one test always.
-OTHERS = ["gather-thread", "dense-loop"]
-
-
-@pytest.fixture(params=[*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHERS)])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
-    """Force the algorithm of the reduction, and whether the loop or a thread calculates."""
-    how, place = request.param.split("-")
-    replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
-    limits(sparse_inline=-1 if place == "thread" else 1 << 30)
-    return str(request.param)
-
-
 async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
     array = rank_array(pg.rank(), form, dtype)
     work = pg.allreduce(array)
@@ -86,7 +73,7 @@ async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
     return array.toarray().tobytes()
 
 
-@pytest.mark.parametrize("way", [*WAYS, *OTHERS], indirect=True)
+@every_way
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 async def test_sparse_allreduce_returns_the_summed_entries_of_all_ranks(size: int, way: str) -> None:
     first, *others = await run_ranks(size, reduce_one, "csr_array", "float64")
@@ -106,7 +93,7 @@ async def test_sparse_allreduce_supports_every_dtype(pg: ProcessGroup, dtype: st
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_sparse_allreduce_works_over_every_transport(pg: ProcessGroup, way: str) -> None:
     await reduce_one(pg, "csc_array", "int64")
 
@@ -205,7 +192,7 @@ async def mismatch_text(pg: ProcessGroup, *arrays: Any) -> str:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
@@ -263,7 +250,7 @@ async def test_unsupported_sparse_array_is_refused_at_the_call(pg: ProcessGroup)
 
 
 async def test_wrong_indices_of_a_large_sparse_array_fail_the_call_on_all_ranks(limits: Limits) -> None:
-    limits(sparse_inline=-1)
+    limits(max_sparse_inline=-1)
 
     async def run_rank(pg: ProcessGroup) -> None:
         array = scipy.sparse.csr_array(np.eye(3))
@@ -282,8 +269,8 @@ async def test_wrong_indices_of_a_large_sparse_array_fail_the_call_on_all_ranks(
 async def test_step_of_a_sparse_call_that_fails_on_one_rank_fails_the_call_on_all_ranks(
     step: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = {"first": ("sparse_unpack", "sparse_scattered"), "last": ("sparse_merged", "sparse_gathered")}[step]
-    failing(monkeypatch, MemoryError("no room"), *parts)
+    parts = {"first": ("unpack_entries", "scatter_entries"), "last": ("merge_entries", "gather_entries")}[step]
+    make_calls_fail(monkeypatch, MemoryError("no room"), *parts)
 
     async def run_rank(pg: ProcessGroup) -> None:
         with pytest.raises(GroupError, match=r"failed on rank \d: MemoryError: no room"):
@@ -294,7 +281,7 @@ async def test_step_of_a_sparse_call_that_fails_on_one_rank_fails_the_call_on_al
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_keyed_sparse_calls_match_in_opposite_orders(pg: ProcessGroup, way: str) -> None:
     arrays = [rank_array(pg.rank()) for _ in range(4)]
     order = range(4) if pg.rank() % 2 else reversed(range(4))
@@ -341,7 +328,7 @@ async def test_cancelled_await_does_not_cancel_the_sparse_call(pg: ProcessGroup,
 async def test_abort_fails_a_sparse_call_during_its_calculation(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    limits(sparse_inline=-1)
+    limits(max_sparse_inline=-1)
     held = threading.Event()
     started: list[int] = []
 
@@ -350,12 +337,13 @@ async def test_abort_fails_a_sparse_call_during_its_calculation(
         assert held.wait(20)
         return merge_entries(parts, dtype, divide)
 
-    replaced(monkeypatch, sparse_merged=wait_and_merge, sparse_is_dense_faster=lambda *_: False)
+    replace_parts(monkeypatch, merge_entries=wait_and_merge)
+    monkeypatch.setattr(sparse_reduce, "is_dense_faster", lambda *_: False)
 
     async def run_rank(pg: ProcessGroup) -> None:
         array = rank_array(pg.rank())
         work = pg.allreduce(array)
-        await until(lambda: len(started) == 2)
+        await wait_until(lambda: len(started) == 2)
         assert pg.pending() == [work]
         if pg.rank() == 0:
             work.abort()
@@ -376,7 +364,7 @@ async def test_sparse_call_that_fails_in_a_later_step_is_incomplete(
     await pg.allreduce(rank_array(pg.rank()))
     await pg.allreduce(rank_array(pg.rank()), key="k")
     await pg.barrier()
-    failing(monkeypatch, MemoryError("no room"), "sparse_merged", "sparse_gathered")
+    make_calls_fail(monkeypatch, MemoryError("no room"), "merge_entries", "gather_entries")
     works = [pg.allreduce(rank_array(pg.rank()), key="k"), pg.allreduce(rank_array(pg.rank()))]
     for work in works:
         with pytest.raises(GroupError):

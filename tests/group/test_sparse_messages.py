@@ -13,7 +13,7 @@ from aiocoll import PROC_NULL, CollectiveMismatchError, GroupError, ProcessGroup
 from aiocoll import distributed as dist
 
 from ..internals import Limits
-from ..ranks import LINKS, over, run_ranks
+from ..ranks import LINKS, parametrize_transports, run_ranks
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
 SHAPE = (12, 7)
@@ -33,11 +33,11 @@ def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64") -> An
 @pytest.fixture(params=["loop", "thread"])
 def place(request: pytest.FixtureRequest, limits: Limits) -> str:
     """Force whether the event loop or a thread reads and makes the sparse arrays."""
-    limits(sparse_inline=-1 if request.param == "thread" else 1 << 30)
+    limits(max_sparse_inline=-1 if request.param == "thread" else 1 << 30)
     return str(request.param)
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_sparse_messages_can_be_sent_around_a_ring(pg: ProcessGroup, place: str) -> None:
     """Let each rank send to the next one, and a single rank to itself."""
@@ -57,7 +57,7 @@ async def test_sparse_messages_can_be_sent_around_a_ring(pg: ProcessGroup, place
         assert np.array_equal(x.toarray(), dense(rank, "float32"))
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(2)
 async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
     """Send a large array, which a thread reads first, followed by arrays that could be sent at once."""
@@ -80,7 +80,7 @@ async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 async def test_sparse_send_reads_its_array_in_a_thread_before_completion(pg: ProcessGroup, limits: Limits) -> None:
-    limits(sparse_inline=-1)
+    limits(max_sparse_inline=-1)
     x = rank_array(0)
     if pg.rank() == 0:
         work = pg.send(x, 1)
@@ -219,7 +219,7 @@ async def test_unsupported_sparse_message_is_refused(pg: ProcessGroup) -> None:
 
 async def test_unreadable_entries_of_an_announced_message_fail_the_group(limits: Limits) -> None:
     """Send an array with wrong indices, which the sender detects after it has announced the message."""
-    limits(sparse_inline=-1)
+    limits(max_sparse_inline=-1)
 
     async def rank(pg: ProcessGroup) -> None:
         wrong = scipy.sparse.coo_array(np.eye(2))

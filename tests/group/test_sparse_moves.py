@@ -10,8 +10,8 @@ import scipy.sparse
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
 
-from ..internals import Limits, replaced
-from ..ranks import LINKS, over
+from ..ranks import LINKS, parametrize_transports
+from .sparse_ways import every_way
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
 SHAPE = (12, 7)
@@ -29,15 +29,6 @@ def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64") -> An
     return getattr(scipy.sparse, form)(dense(rank, dtype))
 
 
-@pytest.fixture(params=["gather-loop", "gather-thread", "dense-loop", "dense-thread"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
-    """Force the algorithm of reductions, and whether the loop or a thread calculates."""
-    how, place = request.param.split("-")
-    replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
-    limits(sparse_inline=-1 if place == "thread" else 1 << 30)
-    return str(request.param)
-
-
 def check(array: Any, form: str, right: Any) -> None:
     assert type(array).__name__ == form
     assert array.dtype == right.dtype
@@ -47,6 +38,7 @@ def check(array: Any, form: str, right: Any) -> None:
     assert array.data.size == np.count_nonzero(right)
 
 
+@every_way
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_sparse_arrays_work_in_every_call_that_moves_data(pg: ProcessGroup, way: str) -> None:
     rank, size = pg.rank(), pg.size()
@@ -75,7 +67,7 @@ async def test_sparse_arrays_work_in_every_call_that_moves_data(pg: ProcessGroup
             check(array, form, dense(each, "int64"))
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(2, 4)
 async def test_gathered_sparse_arrays_can_differ_in_rows_and_be_empty(pg: ProcessGroup) -> None:
     """Gather blocks with different numbers of rows, and join them into one array."""
@@ -99,6 +91,7 @@ async def test_gathered_sparse_arrays_can_differ_in_rows_and_be_empty(pg: Proces
     assert (big != right).nnz == 0
 
 
+@every_way
 @pytest.mark.ranks(3)
 async def test_sparse_averages_support_every_dtype(pg: ProcessGroup, way: str) -> None:
     for dtype in ("int8", "int64", "uint16", "float32", "float64", "complex64"):
@@ -112,6 +105,7 @@ async def test_sparse_averages_support_every_dtype(pg: ProcessGroup, way: str) -
         pg.allreduce(scipy.sparse.coo_array(np.eye(2) > 0), ReduceOp.AVG)
 
 
+@every_way
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.ranks(3)
 async def test_data_movement_calls_support_sparse_torch_tensors(pg: ProcessGroup, way: str) -> None:

@@ -12,7 +12,7 @@ import scipy.sparse
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.errors import CollectiveMismatchError
 
-from ..internals import Limits, replaced
+from .sparse_ways import every_way
 
 torch = pytest.importorskip("torch", reason="torch is not installed: sparse tensors of torch are not tested")
 
@@ -26,20 +26,6 @@ pytestmark = [
 def check_invariants() -> Any:
     with torch.sparse.check_sparse_tensor_invariants(True):
         yield
-
-
-WAYS = ["gather-loop", "dense-thread"]
-#: Further ways, which all tests use only if slow tests run, and one test always.
-OTHERS = ["gather-thread", "dense-loop"]
-
-
-@pytest.fixture(params=[*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHERS)])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
-    """Force the algorithm of the reduction, and whether the loop or a thread calculates."""
-    how, place = request.param.split("-")
-    replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
-    limits(sparse_inline=-1 if place == "thread" else 1 << 30)
-    return str(request.param)
 
 
 def rank_array(rank: int, size: int, sparse_dims: int, dense_dims: int, dtype: Any = None) -> Any:
@@ -87,7 +73,7 @@ async def test_sparse_torch_tensors_support_every_dtype(
     await check(pg, 1, dense_dims, getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("way", [*WAYS, *OTHERS], indirect=True)
+@every_way
 @pytest.mark.ranks(2)
 async def test_sparse_torch_duplicates_are_summed(pg: ProcessGroup, way: str) -> None:
     tensor = torch.sparse_coo_tensor([[3, 1, 3]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (4, 2))

@@ -8,38 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveMismatchError, GroupClosedError, GroupError, PeerLostError, ProcessGroup, Recv, Send
-from aiocoll.engine.split_history import Splits
+from aiocoll import CollectiveMismatchError, GroupClosedError, GroupError, PeerLostError, ProcessGroup
 from aiocoll.group.parts import parts_of
 
-from ..internals import comm_of
-from ..ranks import LINKS, over, run_ranks, until
+from ..ranks import LINKS, check_group, parametrize_transports, wait_until
 
 
-async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check that all data arrives at the right ranks of a group; return its global ranks."""
-    rank, size = pg.rank(), pg.size()
-    for count in (1, 50_000):
-        tensor = np.full(count, 2.0**rank)
-        await pg.allreduce(tensor)
-        assert (tensor == 2.0**size - 1).all()
-        parts = await pg.allgather(None, np.full(count, rank))
-        assert [int(part[-1]) for part in parts] == list(range(size))
-    right, left = (rank + 1) % size, (rank - 1) % size
-    got = np.zeros(3)
-    await pg.batch([Send(np.full(3, rank), right), Recv(got.view(int), left)])
-    assert (got.view(int) == left).all()
-    assert (await pg.broadcast(np.full(5, rank), root=size - 1) == size - 1).all()
-    assert await pg.allgather_object((pg.group_name, pg.global_ranks)) == [(pg.group_name, pg.global_ranks)] * size
-    return pg.global_ranks
-
-
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_split_groups_by_colour_and_orders_by_key(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     everyone = range(size)
-    # Cases: the colour, the key, and the expected ranks of the group with this rank's colour.
+    # The colour, the key, and the ranks of the group of this rank's colour.
     cases: list[tuple[Any, int, list[int]]] = [
         (0, 0, list(everyone)),
         (0, -rank, list(reversed(everyone))),
@@ -78,9 +58,9 @@ async def test_rank_without_a_colour_receives_no_group_from_split(pg: ProcessGro
 
 
 @pytest.mark.ranks(4)
-@over("memory", "unix")
+@parametrize_transports("memory", "unix")
 async def test_split_works_concurrently_with_other_calls(pg: ProcessGroup) -> None:
-    """Let the splits end in different orders on different ranks; each split keeps the number of its call."""
+    """Let the splits end in different orders on different ranks: each keeps the number of its call."""
     rank = pg.rank()
     splits = [asyncio.ensure_future(pg.split(rank % 2, key)) for key in (0, -rank)]
     await asyncio.sleep(0)  # lets the splits begin
@@ -123,7 +103,7 @@ async def test_split_group_can_be_split_again(pg: ProcessGroup) -> None:
     assert part.global_ranks == (pg.rank(),)
     again = await group.split_group([0, 1])
     assert again is not None
-    assert again.global_ranks == (1, 0)  # the ranks have the order of the parent group
+    assert again.global_ranks == (1, 0)  # in the order of the parent group
     assert await check_group(again) == (1, 0)
 
 
@@ -135,37 +115,13 @@ async def test_split_group_of_other_ranks_works_after_one_rank_cancels_the_split
         splitting.cancel()
         await asyncio.wait([splitting])
         assert parts_of(pg).reconfigurer.open_groups() == [pg]
-        await until(lambda: len(parts_of(pg).reconfigurer.open_groups()) == 2)
+        await wait_until(lambda: len(parts_of(pg).reconfigurer.open_groups()) == 2)
         group = parts_of(pg).reconfigurer.open_groups()[1]
     else:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         group = await pg.split(0)
     assert await check_group(group) == (0, 1)
-
-
-async def test_timeout_error_names_a_rank_that_still_lacks_the_colours_of_a_split() -> None:
-    """Check the report about a rank that has not split yet because it still lacks the colours."""
-    called = asyncio.Event()
-
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            group = await pg.split_group([0, 1])
-            assert group is not None
-            work = group.barrier()
-            operation, missing = comm_of(group).in_flight._operations[1], comm_of(group).stalls.missing
-            await until(lambda: "rank 1 (which has split group 'world:0' only 0 times" in missing(operation)[1])
-            called.set()
-            await work
-        else:
-            comm_of(pg).splits.append(None)  # simulates that the colours have not arrived
-            await called.wait()
-            comm_of(pg).splits = Splits()
-            group = await pg.split_group([0, 1])
-            assert group is not None
-            await group.barrier()
-
-    await run_ranks(2, rank)
 
 
 @pytest.mark.ranks(2)
@@ -218,7 +174,7 @@ async def test_local_split_can_be_called_only_by_the_ranks_of_the_new_group(pg: 
             part = await pg.split_group([3, 1], local=True)
             assert part.global_ranks == (1, 3)
             assert await part.allgather_object(pg.rank()) == [1, 3]
-    # The other ranks do not count local splits, so for them this is the first split.
+    # The other ranks have not counted the local splits: for them, this is the first one.
     whole = await pg.split_group(range(4))
     assert await whole.allreduce(1) == 4
     assert await pg.split_group([(pg.rank() + 1) % 4], local=True) is None

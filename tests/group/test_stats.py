@@ -29,7 +29,7 @@ from aiocoll.testing import run_ranks, run_virtual
 
 from ..gpu.groups import WAYS, gpus
 from ..internals import comm_of, set_limits
-from ..ranks import over
+from ..ranks import parametrize_transports
 
 SIZES = (1, 2, 3, 4, 7)
 #: Seconds by which a rank is late; one iteration of all loops takes less time.
@@ -100,7 +100,7 @@ async def test_stats_count_every_call_once(size: int, debug: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@over("memory", "unix", "tcp", "shm")
+@parametrize_transports("memory", "unix", "tcp", "shm")
 async def test_stats_contain_messages_algorithms_and_transports(pg: ProcessGroup, transport: str) -> None:
     other = 1 - pg.rank()
     await pg.allreduce(np.ones(1))  # opens the link
@@ -274,7 +274,7 @@ async def test_stats_attribute_waiting_time_to_the_late_one_of_two_ranks(op: str
 async def test_stats_attribute_waiting_time_to_a_late_rank_whose_data_is_unpacked_in_steps(
     op: str, transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, decoding_budget=0.0)
+    set_limits(monkeypatch, loop_budget=0.0)
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -293,7 +293,7 @@ async def test_stats_attribute_waiting_time_to_a_late_rank_whose_data_is_unpacke
 
 
 @pytest.mark.ranks(2)
-@over("memory", "shm", "tcp")
+@parametrize_transports("memory", "shm", "tcp")
 async def test_stats_of_a_broadcast_root_attribute_no_waiting_time(pg: ProcessGroup) -> None:
     if pg.rank():
         await pg.send(np.ones(2), 0)

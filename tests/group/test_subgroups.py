@@ -22,18 +22,10 @@ from aiocoll import (
     ProcessGroup,
     new_group,
 )
+from aiocoll.engine.split_history import Splits
 
-from ..internals import channels_of, comm_of, links_of, replaced
-from ..ranks import LINKS, options, over, run_ranks, until
-
-
-async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check that all data arrives in a group; return its global ranks."""
-    tensor = np.full(50_000, 2.0 ** pg.rank())
-    await pg.allreduce(tensor)
-    assert (tensor == 2.0 ** pg.size() - 1).all()
-    assert await pg.allgather_object(pg.global_ranks) == [pg.global_ranks] * pg.size()
-    return pg.global_ranks
+from ..internals import Limits, channels_of, comm_of, links_of
+from ..ranks import LINKS, check_group, options, parametrize_transports, run_ranks, wait_until
 
 
 async def own_subgroup(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGroup:
@@ -43,7 +35,7 @@ async def own_subgroup(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGro
     return group
 
 
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_subgroups_of_even_and_odd_ranks_work(pg: ProcessGroup) -> None:
     halves = [half for half in (range(0, pg.size(), 2), range(1, pg.size(), 2)) if half]
@@ -64,7 +56,7 @@ async def test_subgroups_of_even_and_odd_ranks_work(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_subgroups_can_be_split(pg: ProcessGroup) -> None:
     found = []
     group: ProcessGroup | None = pg
@@ -76,7 +68,7 @@ async def test_subgroups_can_be_split(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_messages_in_a_subgroup_use_its_rank_numbers(pg: ProcessGroup) -> None:
     group = await pg.split_group([3, 1])
     if pg.rank() % 2:
@@ -173,7 +165,7 @@ async def check_split_mismatch(pg: ProcessGroup, group: ProcessGroup | None, wor
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_different_rank_lists_of_split_group_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     group = await pg.split_group([0, 1] if pg.rank() == 0 else [0, 1, 2])
     words = "following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1); rank "
@@ -212,7 +204,9 @@ async def test_subgroups_of_different_parent_groups_are_reported_as_a_mismatch(p
         await check_split_mismatch(pg, inner, words)
 
 
-async def test_call_of_a_subgroup_waits_for_a_rank_that_has_not_split_yet() -> None:
+@pytest.mark.parametrize("lacks_colours", [False, True])
+async def test_call_of_a_subgroup_waits_for_a_rank_that_has_not_split_yet(lacks_colours: bool) -> None:
+    """The rank has not called yet, or it still lacks the colours of a `split`."""
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -220,11 +214,15 @@ async def test_call_of_a_subgroup_waits_for_a_rank_that_has_not_split_yet() -> N
             group = await own_subgroup(pg, [0, 1])
             work = group.barrier()
             operation, missing = comm_of(group).in_flight._operations[1], comm_of(group).stalls.missing
-            await until(lambda: "rank 1 (which has split group 'world:0' only 0 times" in missing(operation)[1])
+            await wait_until(lambda: "rank 1 (which has split group 'world:0' only 0 times" in missing(operation)[1])
             called.set()
             await work
         else:
+            if lacks_colours:
+                comm_of(pg).splits.append(None)
             await called.wait()
+            if lacks_colours:
+                comm_of(pg).splits = Splits()
             await (await own_subgroup(pg, [0, 1])).barrier()
 
     await run_ranks(2, rank)
@@ -289,7 +287,7 @@ async def test_subgroup_reports_a_rank_that_left_before_the_split(ends: bool) ->
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_failure_of_a_subgroup_does_not_affect_other_groups(pg: ProcessGroup) -> None:
     pair, trio = await pg.split_group([0, 1]), await pg.split_group([1, 2, 3])
     if pair is not None:
@@ -338,7 +336,7 @@ async def test_loss_of_a_rank_fails_all_groups_of_the_rank(transport: str) -> No
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_closing_a_parent_group_closes_its_subgroups(pg: ProcessGroup) -> None:
     group = await own_subgroup(pg, range(3))
     inner = await own_subgroup(group, [[0], [1, 2]])
@@ -369,7 +367,7 @@ async def test_group_that_is_closing_cannot_be_split(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_subgroups_can_shrink_and_be_split(pg: ProcessGroup) -> None:
     trio = await pg.split_group([1, 2, 3])
     if trio is not None and trio.rank():
@@ -443,7 +441,7 @@ async def test_subgroups_can_grow_concurrently_and_outlive_the_parent_group(tran
 
 
 @pytest.mark.ranks(4)
-@over("memory", "unix")
+@parametrize_transports("memory", "unix")
 async def test_subgroups_share_links_and_threads(pg: ProcessGroup) -> None:
     size = pg.size()
     await pg.alltoall_object([None] * size)  # opens all links
@@ -475,18 +473,18 @@ async def test_split_group_sends_no_messages(pg: ProcessGroup) -> None:
     await pg.barrier()
 
 
-async def test_split_group_with_an_id_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, group_id=lambda text: 7)
-
+async def test_split_group_with_an_id_in_use_is_refused(limits: Limits) -> None:
     async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        limits(group_id_bits=0)  # from now on, all groups have the same id
         group = await own_subgroup(pg, [0, 1])
         for number in (1, 2):
-            text = f"'world:0/{number}.0' cannot be made: its id 0x7 is that of group 'world:0/0.0', which is open"
+            text = f"'world:0/{number}.0' cannot be made: its id 0x0 is that of group 'world:0/0.0', which is open"
             with pytest.raises(GroupError, match=text):
                 await pg.split_group([0, 1])
             await pg.barrier()
         await group.shutdown()
-        await until(lambda: not len(comm_of(pg).endpoint.registry.closed))
+        await wait_until(lambda: not len(comm_of(pg).endpoint.registry.closed))
         await pg.barrier()
         assert await check_group(await own_subgroup(pg, [0, 1])) == (0, 1)
 

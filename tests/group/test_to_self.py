@@ -25,13 +25,13 @@ from aiocoll import (
 from aiocoll.engine.links.flow_control import LINK_WINDOW
 
 from ..internals import Limits, comm_of
-from ..ranks import TRANSPORTS, over
+from ..ranks import TRANSPORTS, parametrize_transports
 
 KIB, MIB = 1024, 1024 * 1024
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@parametrize_transports(*TRANSPORTS)
 async def test_messages_to_self_can_have_any_length_and_order(pg: ProcessGroup) -> None:
     me = pg.rank()
     for nbytes in (0, 1, 256 * KIB, 256 * KIB + 1, 3 * MIB + 5):
@@ -79,7 +79,7 @@ async def test_messages_to_self_support_every_dtype_and_layout(pg: ProcessGroup)
 
 
 @pytest.mark.ranks(2)
-@over(*TRANSPORTS)
+@parametrize_transports(*TRANSPORTS)
 async def test_messages_to_self_work_with_any_source_objects_and_batches(pg: ProcessGroup) -> None:
     me, other = pg.rank(), 1 - pg.rank()
     pg.send(np.array([me]), me, tag=1)

@@ -13,7 +13,7 @@ from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.memory import MemoryLink
 
-from ..internals import comm_of, plans_of, replaced, spied
+from ..internals import comm_of, observe_methods, plans_of, replace_parts
 from ..ranks import run_ranks
 from .test_collectives import ROOTED, check
 
@@ -37,7 +37,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         if HEADER.unpack(header)[0] == FrameKind.DATA:
             seen.append((sum(link.ends) - link.peer, link.peer, 0 if payload is None else payload.nbytes))
 
-    spied(monkeypatch, memory_written=record_frame)
+    observe_methods(monkeypatch, MemoryLink, write=record_frame)
     return seen
 
 
@@ -54,7 +54,7 @@ async def test_two_level_algorithm_is_used_and_computes_the_closed_form_results(
         choices.append((of_kind, named["hosts"]))
         return algorithm
 
-    replaced(monkeypatch, choose=choose)
+    replace_parts(monkeypatch, choose_algorithm=choose)
     world_size = len(hosts)
     roots = range(world_size) if kind in ROOTED else (0,)
     case = {"kind": kind, "op": "PREMUL_SUM", "dtype": "float32", "world_size": world_size}

@@ -26,7 +26,7 @@ from aiocoll.loop_end import LoopEnd
 from aiocoll.store import HashStore
 from aiocoll.transport.stream.plain_stream import PlainStream
 
-from ..ranks import LINKS, options, until
+from ..ranks import LINKS, options, wait_until
 
 Loop = Callable[[], asyncio.AbstractEventLoop]
 LOOPS: list[Loop] = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -194,7 +194,7 @@ def test_garbage_collected_groups_are_closed_while_the_loop_runs(in_thread: bool
                 await asyncio.to_thread(gc.collect)
             else:
                 gc.collect()
-            await until(lambda: open_file_count() == before)
+            await wait_until(lambda: open_file_count() == before)
 
     with unclosed() as found, asyncio.Runner(loop_factory=loop) as runner:
         runner.run(main())
@@ -257,7 +257,7 @@ def test_garbage_collection_of_a_group_leaves_other_groups_of_the_job_usable(tra
                 assert await second.allreduce(1) == 2
 
         await asyncio.gather(rank(0), rank(1))
-        await until(lambda: len(asyncio.all_tasks()) == 1)
+        await wait_until(lambda: len(asyncio.all_tasks()) == 1)
 
     with unclosed() as found:
         asyncio.run(main())

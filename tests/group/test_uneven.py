@@ -13,7 +13,7 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.errors import CollectiveMismatchError
 from aiocoll.testing.virtual import run_virtual
 
-from ..ranks import LINKS, over
+from ..ranks import LINKS, parametrize_transports
 
 SIZES = (1, 2, 3, 4, 7)
 #: By name, the element count of rank r of p. A rank sends at most 32,768 elements of 8 bytes eagerly.
@@ -103,14 +103,14 @@ async def test_uneven_parts_work_in_every_call(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS[1:])
+@parametrize_transports(*LINKS[1:])
 async def test_uneven_parts_work_over_every_transport(pg: ProcessGroup) -> None:
     await check_every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_uneven_parts_work_in_every_call_at_every_size(pg: ProcessGroup) -> None:
     await check_every_call(pg, list(LENGTHS))
 
@@ -151,7 +151,7 @@ WRONG: dict[str, Callable[[ProcessGroup, int], Any]] = {
 @pytest.mark.parametrize("count", [3, 1, 0])
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.ranks(3)
-@over("memory", "shm")
+@parametrize_transports("memory", "shm")
 async def test_uneven_parts_of_wrong_lengths_are_refused(pg: ProcessGroup, kind: str, count: int) -> None:
     # Some ranks may complete the call before any rank detects the mismatch.
     with contextlib.suppress(CollectiveMismatchError):

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, GroupOptions, PeerLostError, ProcessGroup, errors, testing
+from aiocoll.engine.failure.stall_inspector import StallInspector
 
-from ..internals import Limits, comm_of, wrapped
-from ..ranks import LINKS, over, until
+from ..internals import Limits, comm_of, wrap_methods, wrap_parts
+from ..ranks import LINKS, parametrize_transports, wait_until
 
 WORLDS = (1, 2, 3, 4, 7)
 #: By name, the element count of a rank of p: 0 on some, 1, about as many as ranks, or enough for many frames.
@@ -44,7 +45,7 @@ def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
 
 
 @pytest.mark.ranks(*WORLDS)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_gathers_without_outputs_accept_parts_of_any_length(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
@@ -98,7 +99,7 @@ async def test_outputs_allocated_by_gathers_have_the_row_shape_of_the_ranks_own_
 
 
 @pytest.mark.ranks(3)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_keyed_gathers_without_outputs_match_in_any_order(pg: ProcessGroup) -> None:
     r = pg.rank()
     keys = ["a", "b", "c"][:: 1 if r % 2 else -1]
@@ -191,17 +192,18 @@ async def test_slow_step_of_a_gather_is_not_reported_as_a_mismatch(
         """Let only rank 1 report a stall, so that it queries the other ranks first."""
         return original(stalls, operation) if operation.comm.rank == 1 else inf
 
-    wrapped(monkeypatch, unsized_counted=hold_step, stall_reported=report_on_rank_1)
+    wrap_parts(monkeypatch, complete_stepped_operation=hold_step)
+    wrap_methods(monkeypatch, StallInspector, report=report_on_rank_1)
 
     async def rank(pg: ProcessGroup) -> None:
         comm = comm_of(pg)
         work = pg.allgather(None, rank_values(pg.rank(), 3))
         if pg.rank() == 1:
-            await until(lambda: len(steps) == 3)
+            await wait_until(lambda: len(steps) == 3)
             steps[0]()
             steps[1]()
             step = list(comm.in_flight._operations)[-1]
-            await until(lambda: work.done() or comm.stalls.finding(step) is not None)
+            await wait_until(lambda: work.done() or comm.stalls.finding(step) is not None)
             steps[2]()
         check(await work, [3] * 3)
 
@@ -274,7 +276,7 @@ async def test_gathers_with_outputs_run_in_one_step(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-@over("unix")
+@parametrize_transports("unix")
 async def test_aborted_gather_without_outputs_leaves_no_operations(pg: ProcessGroup) -> None:
     """Abort the group during the transfers."""
     mine = rank_values(pg.rank(), 300_000 + pg.rank())

@@ -11,7 +11,7 @@ import pytest
 from aiocoll import GroupClosedError, GroupError, ProcessGroup, Recv, ReduceOp, Send, Work
 
 from ..internals import callbacks_of, comm_of
-from ..ranks import over, until
+from ..ranks import parametrize_transports, wait_until
 
 #: Seconds after which a waiting task gives up.
 SOON = 0.01
@@ -47,7 +47,7 @@ async def test_future_of_a_receive_prevents_its_withdrawal_until_it_is_cancelled
         await give_up(work)
     assert pg.pending() == works
     futures[0].cancel()
-    await until(works[0].done)
+    await wait_until(works[0].done)
     assert isinstance(works[0].exception(), asyncio.CancelledError)
     await pg.barrier()
     await pg.send(np.ones(1), peer, tag=1)
@@ -60,7 +60,7 @@ async def test_batch_without_awaiters_reports_the_failures_of_its_messages(pg: P
     peer = 1 - pg.rank()
     withdrawn = pg.batch([Recv(np.zeros(1), peer, 1), Recv(np.zeros(5), None, 2)])
     await give_up(withdrawn)
-    await until(withdrawn.done)
+    await wait_until(withdrawn.done)
     assert isinstance(withdrawn.exception(), asyncio.CancelledError)
     await pg.barrier()
     work = pg.batch([Recv(np.zeros(1), peer, 1), Send(np.zeros(1_000_000), peer, 3)])
@@ -68,7 +68,7 @@ async def test_batch_without_awaiters_reports_the_failures_of_its_messages(pg: P
     assert not work.done(), "the batch completed before the peer received its message"
     await pg.barrier()
     pg.abort("for a test")
-    await until(work.done)
+    await wait_until(work.done)
     assert isinstance(work.exception(), GroupError)
 
 
@@ -90,7 +90,7 @@ async def test_pending_lists_all_unfinished_works(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over("unix")
+@parametrize_transports("unix")
 @pytest.mark.parametrize("way", ["sibling", "gather", "timeout", "first"])
 async def test_collective_continues_after_every_kind_of_cancelled_wait(pg: ProcessGroup, way: str) -> None:
     async def fail(_: Any) -> None:

@@ -33,7 +33,7 @@ from aiocoll import (
 )
 from aiocoll.elements.buffers import clash
 
-from ..ranks import LINKS, in_a_fork, over, run_ranks
+from ..ranks import LINKS, parametrize_transports, run_in_fork, run_ranks
 
 Row = tuple[Callable[[ProcessGroup], object], type[Exception], str]
 
@@ -191,7 +191,7 @@ WRONG: list[Row] = [
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_refused_call_does_not_affect_later_calls(pg: ProcessGroup) -> None:
     """Check after each refused call that ordered calls, keyed calls and messages of both ranks still match."""
     for number, (call, error, message) in enumerate(WRONG, start=1):
@@ -273,7 +273,7 @@ async def test_calls_from_another_thread_are_refused(pg: ProcessGroup, name: str
 
 
 @pytest.mark.ranks(2)
-@over("unix")
+@parametrize_transports("unix")
 async def test_forked_child_is_refused_without_disturbing_ranks(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         out, into = os.pipe()
@@ -291,7 +291,7 @@ async def test_forked_child_is_refused_without_disturbing_ranks(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-@over("unix")
+@parametrize_transports("unix")
 async def test_forked_child_that_awaits_a_work_receives_no_data_of_its_parent(pg: ProcessGroup) -> None:
     """Check that the child does not poll the connections of its parent."""
     if pg.rank() == 1:
@@ -299,7 +299,7 @@ async def test_forked_child_that_awaits_a_work_receives_no_data_of_its_parent(pg
         await pg.send(ones(), 0)
         return
     work = pg.recv(tensor := np.zeros(4), 1)
-    assert "belongs to another event loop" in in_a_fork(lambda: next(work.__await__()))
+    assert "belongs to another event loop" in run_in_fork(lambda: next(work.__await__()))
     await pg.send(ones(), 1)
     await work
     assert tensor.tolist() == ones().tolist()

@@ -15,8 +15,9 @@ from tests.hosts.network import MIB, Network, Process
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-FLOODED, STRANGERS, RELAY, CONDUCT = (
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("flooded", "hostile", "relay", "conduct")
+TARGETS, FLOODING_CLIENTS, RELAY, MISBEHAVING_CLIENTS = (
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("flood_targets", "flooding_clients", "relay", "misbehaving_clients")
 )
 #: The first port of the ranks that work, and of the ranks that meet.
 WORK, MEET = 31000, 31001
@@ -74,7 +75,7 @@ class Job:
             "AIOCOLL_PORT_RANGE": f"{port}-{port}",
             "AIOCOLL_ENCRYPTION": self._encryption,
         }
-        return await self._ranks.start_program(hosts[rank], FLOODED, what, **place | env)
+        return await self._ranks.start_program(hosts[rank], TARGETS, what, **place | env)
 
     async def flood(self, recorded: list[str], each: int, processes: int, at_once: int) -> dict[str, list[float]]:
         """Start clients without the job key, `each` per kind, listener and process; return their results."""
@@ -82,7 +83,7 @@ class Job:
         places = [(self._network.hosts[host].ipv4, port, self._encryption != "none") for host, port in listeners]
         given = json.dumps({"places": places, "each": each, "at_once": at_once, "recorded": recorded})
         strangers = [
-            await self._ranks.start_program(self._network.hosts[2], STRANGERS, given) for _ in range(processes)
+            await self._ranks.start_program(self._network.hosts[2], FLOODING_CLIENTS, given) for _ in range(processes)
         ]
         found: dict[str, list[float]] = {}
         for process in strangers:
@@ -137,7 +138,7 @@ async def test_unauthenticated_clients_with_every_behaviour_do_not_disturb_a_ren
     places = [(net.hosts[0].ipv4, PORT), *((net.hosts[rank].ipv4, MEET) for rank in range(2))]
     job = Job(net, ranks, "auto")
     await job.serve()
-    stranger = await ranks.start_program(net.hosts[2], CONDUCT, conduct, json.dumps(places))
+    stranger = await ranks.start_program(net.hosts[2], MISBEHAVING_CLIENTS, conduct, json.dumps(places))
     assert await stranger.next_line() == "ready"
     met = await job.meet(20)
     assert max(met) <= MEETING, met

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.mending import MENDS, enough, states
+from tests.cli.repairing_programs import REPAIRING, enough, states
 from tests.hosts.network import Network, Process
-from tests.ranks import until
+from tests.ranks import wait_until
 
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
@@ -73,10 +73,10 @@ async def test_launcher_starts_a_newcomer_for_a_self_repairing_group(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path, victim: str
 ) -> None:
     net = network(3)
-    started = await start_launchers(ranks, net, "2,2,2", MENDS, tmp_path)
-    await until(lambda: len(members(tmp_path)) == 6)
+    started = await start_launchers(ranks, net, "2,2,2", REPAIRING, tmp_path)
+    await wait_until(lambda: len(members(tmp_path)) == 6)
     os.kill(members(tmp_path)[victim], signal.SIGKILL)
-    await until(lambda: "new" in members(tmp_path))
+    await wait_until(lambda: "new" in members(tmp_path))
     enough(tmp_path).touch()
     ends = [await process.wait_output() for process in started]
     assert [code for code, _, _ in ends] == [0, 0, 0], ends
@@ -100,7 +100,7 @@ async def test_host_that_is_cut_off_is_reported_lost(
         signal.pause()
     """
     started = await start_launchers(ranks, net, "1,1,1", script, tmp_path)
-    await until(lambda: len(members(tmp_path)) == 3)
+    await wait_until(lambda: len(members(tmp_path)) == 3)
     net.unplug(2)
     ends = [await process.wait_output() for process in started]
     assert [code for code, _, _ in ends] == [1, 1, 1], ends

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import aiocoll
-from tests.testing.every import every_call
+from tests.testing.all_calls import make_all_calls
 
 #: Bytes of an allreduce that takes many loop iterations on every transport.
 LARGE = 8 * 1024 * 1024
@@ -35,8 +35,8 @@ def open_files_and_threads() -> tuple[set[str], list[str]]:
 async def make_every_call(pg: aiocoll.ProcessGroup) -> Any:
     """Make every call, also in a second group of the same ranks."""
     async with aiocoll.new_group(**rendezvous_arguments()) as second:
-        counts = await every_call(second, (1, 1000))
-    return counts + await every_call(pg, (17, 70_000))
+        counts = await make_all_calls(second, (1, 1000))
+    return counts + await make_all_calls(pg, (17, 70_000))
 
 
 def start_heir(seconds: str) -> subprocess.Popen[bytes]:

@@ -31,7 +31,7 @@ from aiocoll import (
 from aiocoll.testing import run_processes
 
 from ..internals import comm_of
-from ..ranks import until
+from ..ranks import wait_until
 
 #: Seconds by which a timeout may be late (contract).
 LATE = 1.0
@@ -80,7 +80,7 @@ async def run_on_two_hosts(pg: ProcessGroup, path: Path, fn: Callable[..., Await
             watchdog = comm_of(inner).endpoint.failure_detector._watchdog
             assert watchdog is not None
             watched = [0] if pg.rank() else range(1, pg.size())
-            await until(lambda: all(watchdog.silence(rank) is not None for rank in watched))
+            await wait_until(lambda: all(watchdog.silence(rank) is not None for rank in watched))
             await inner.barrier()
             result = await fn(inner, *args)
         watchdogs = [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]

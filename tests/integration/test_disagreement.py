@@ -11,7 +11,7 @@ import pytest
 import aiocoll
 from aiocoll import CollectiveMismatchError, GroupOptions, GroupRevokedError
 from aiocoll.testing import run_processes
-from tests.engine.test_mismatch import SOON, TABLE, Case, Told, check, disagree
+from tests.engine.test_mismatch import SOON, TABLE, Case, CaseReport, check, disagree
 
 #: One case of each kind of mismatch, and the cases that no data frame reveals.
 NAMES = (
@@ -31,7 +31,7 @@ NAMES = (
 CASES: list[Case] = [case for case in TABLE if case.name in NAMES]
 
 
-async def run_all_cases(pg: aiocoll.ProcessGroup) -> list[Told]:
+async def run_all_cases(pg: aiocoll.ProcessGroup) -> list[CaseReport]:
     """Run each case in a separate group, each time with another odd rank; return the reports."""
     reports = []
     for number, case in enumerate(CASES):
@@ -62,7 +62,7 @@ async def disagree_with_blocked_hub(pg: aiocoll.ProcessGroup) -> tuple[float, fl
         assert isinstance(cause, CollectiveMismatchError)
         return 0.0, 0.0, str(cause)
     report = await disagree(pg, case, 2, (0.0, 0.0))
-    return report.called, report.heard, report.text
+    return report.called, report.failed, report.text
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.testing import run_processes
-from tests.ranks import over
-from tests.testing.every import every_call
+from tests.ranks import parametrize_transports
+from tests.testing.all_calls import make_all_calls
 
 #: A program that forms a group and prints the sum of all rank numbers, counted from 1.
 SUM = """
@@ -37,7 +37,7 @@ LIMIT = 1800
 def test_group_of_sixteen_processes_makes_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    assert asyncio.run(run_processes(16, every_call, (1, 1000, 20_000))) == [3] * 16
+    assert asyncio.run(run_processes(16, make_all_calls, (1, 1000, 20_000))) == [3] * 16
     assert not list(tmp_path.iterdir())
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
@@ -61,7 +61,9 @@ def test_group_of_128_processes_forms(start: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(64, timeout=600.0)
-@over("unix", pytest.param("memory", marks=pytest.mark.soak), pytest.param("shm", marks=pytest.mark.soak))
+@parametrize_transports(
+    "unix", pytest.param("memory", marks=pytest.mark.soak), pytest.param("shm", marks=pytest.mark.soak)
+)
 async def test_group_of_64_ranks_runs_every_collective(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     total = size * (size - 1) // 2

@@ -15,7 +15,7 @@ from aiocoll import CollectiveMismatchError, GroupError, GroupOptions, PeerLostE
 from aiocoll.native import core, describe_implementation
 from aiocoll.testing import run_processes
 
-from ..internals import is_native, native_of, wrapped
+from ..internals import is_native, native_calls_of, wrap_parts
 from ..native.cases import DTYPES, cases, counts
 
 #: One letter per rank: N for native, P for pure Python.
@@ -45,7 +45,7 @@ def set_job(monkeypatch: pytest.MonkeyPatch) -> Any:
         def environment(original: Any, rank: int, *args: Any) -> dict[str, str]:
             return {**original(rank, *args), "AIOCOLL_NATIVE": "1" if job[rank] == "N" else "0"}
 
-        wrapped(monkeypatch, rank_environment=environment)
+        wrap_parts(monkeypatch, rank_environment=environment)
 
     return choose
 
@@ -64,7 +64,7 @@ async def result_digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int
                 native, number = native + is_native(work), number + case.plain
                 for array in arrays:
                     digest = zlib.crc32(array.tobytes(), digest)
-    return native_of(pg) is not None, digest, native, number
+    return native_calls_of(pg) is not None, digest, native, number
 
 
 @pytest.mark.parametrize("job", jobs(2))

@@ -70,7 +70,7 @@ def test_ranks_without_given_numbers_are_assigned_on_redis(ranks: Ranks, server:
     """Give each process a separate store object, whose reads fail when the server loses its data."""
     processes = [ranks.start("-c", OWN_STORE, server.url, "4") for _ in range(4)]
     assert sorted(next_line(process) for process in processes) == ["[0, 1, 2, 3]"] * 4
-    server.tell("FLUSHALL")
+    server.execute("FLUSHALL")
     for process in processes:
         assert "has lost the entries of this job" in next_line(process)
         out, err = process.communicate(timeout=LIMIT)
@@ -84,7 +84,7 @@ def test_ranks_wait_for_a_late_redis_server(ranks: Ranks, server: RedisServer) -
     server.start()
     for process in processes:
         assert next_line(process) == "[0, 1]"
-    server.tell("FLUSHALL")
+    server.execute("FLUSHALL")
     for process in processes:
         assert process.communicate(timeout=LIMIT)[1] == ""
 
@@ -98,7 +98,7 @@ def test_lost_rank_of_a_group_on_redis_is_replaced(ranks: Ranks, server: RedisSe
     outcomes = [result(process, -signal.SIGKILL if number == victim else 0) for number, process in enumerate(processes)]
     assert outcomes.pop() == {"rank": 2, "size": 3, "result": 3}
     assert [outcomes[rank]["result"][1] for rank in range(3) if rank != victim] == [3, 3]
-    assert server.tell("EXISTS", "aiocoll:elastic") == "1"
+    assert server.execute("EXISTS", "aiocoll:elastic") == "1"
 
 
 def next_line(process: subprocess.Popen[str]) -> str:

@@ -13,7 +13,7 @@ from aiocoll import GroupError, Meeting, PeerLostError, Ticket
 from aiocoll.errors import RendezvousError, StoreError
 from aiocoll.integrations.membership import Membership, Memberships, State
 
-from ..ranks import until
+from ..ranks import wait_until
 
 LIMIT = 20.0
 
@@ -106,8 +106,8 @@ async def test_remaining_engine_processes_repair_the_group_between_calls() -> No
         failed = old.group.wait_revoked()
         engine_.memberships.report(1, "the engine has lost it")
         assert isinstance(await failed, PeerLostError)
-        await until(lambda: old.state() == State(True, "world:0~1", 2))
-        await until(lambda: engine_.states()[1] is None)
+        await wait_until(lambda: old.state() == State(True, "world:0~1", 2))
+        await wait_until(lambda: engine_.states()[1] is None)
 
 
 async def test_engine_processes_form_a_new_group_after_the_loss_of_all_processes() -> None:
@@ -180,7 +180,7 @@ async def test_failed_group_is_no_longer_the_current_group() -> None:
         assert first is not None
         assert first.group is not None
         first.group.abort("one of its ranks does not like it")
-        await until(lambda: first.group is None)
+        await wait_until(lambda: first.group is None)
         assert first.state() == State(True, "", 0)
         await engine_.complete_group()
         assert first.state() == State(True, "world:0~1", 2)

@@ -19,8 +19,8 @@ from aiocoll import (
     new_group,
 )
 
-from ..internals import waits_of
-from ..ranks import LINKS, options, run_ranks, until
+from ..internals import pending_waits
+from ..ranks import LINKS, options, run_ranks, wait_until
 
 Rank = Callable[[ProcessGroup], Awaitable[Any]]
 
@@ -81,7 +81,7 @@ async def test_merged_subgroups_of_one_group_are_ordered_by_their_lowest_rank(tr
         part = await pg.split_group([[1, 3], [0], [2]])
         assert part is not None
         if pg.rank() == 0:
-            await until(lambda: len(waits_of(store)) == 2)  # rank 0 starts last
+            await wait_until(lambda: len(pending_waits(store)) == 2)  # rank 0 starts last
         async with await part.merge_remote_group(store, 4) as merged:
             await checked_ranks(merged)
             assert (merged.group_name, merged.timeout) == ("merged", pg.timeout)
@@ -196,7 +196,7 @@ async def test_merge_fails_if_a_rank_gives_up() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             merging = asyncio.ensure_future(pg.merge_remote_group(store, 3))
-            await until(lambda: waits_of(store))
+            await wait_until(lambda: pending_waits(store))
             merging.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await merging
@@ -214,7 +214,7 @@ async def test_merge_fails_if_one_of_the_groups_fails() -> None:
     async def rank(pg: ProcessGroup) -> None:
         merging = asyncio.ensure_future(pg.merge_remote_group(store, 4, timeout=5))
         if pg.rank() == 0:
-            await until(lambda: waits_of(store))
+            await wait_until(lambda: pending_waits(store))
             pg.abort("enough")
             # Cancel rank 0, which waits in the store; the other ranks must be notified at once.
             merging.cancel()

@@ -22,7 +22,7 @@ from aiocoll.metrics.prometheus import GroupCollector
 from aiocoll.testing import run_ranks
 
 from ..pages import code
-from ..ranks import until
+from ..ranks import wait_until
 from .test_prometheus import Samples, key, samples
 
 #: An id that no process has, above the largest process id of Linux.
@@ -75,7 +75,7 @@ async def test_metric_files_contain_the_samples_of_a_scrape(registry: Any) -> No
             await pg.allreduce(np.ones(count))
         await pg.barrier()
         if pg.rank() == 0:
-            await until(lambda: written() != {} and stable(written()) == pytest.approx(stable(scraped(registry))))
+            await wait_until(lambda: written() != {} and stable(written()) == pytest.approx(stable(scraped(registry))))
             assert len(written()) == len(scraped(registry)) > 60
             assert written()[key("aiocoll_pending_operations", group=pg.group_name, rank=0)] == 1
             assert written()[key("aiocoll_oldest_pending_seconds", group=pg.group_name, rank=0)] > 0
@@ -133,10 +133,10 @@ async def test_metric_files_with_gauges_of_ended_processes_are_removed(directory
     mine = directory / f"gauge_livesum_{os.getpid()}.db"
 
     async def rank(pg: ProcessGroup) -> None:
-        await until(mine.exists)
+        await wait_until(mine.exists)
         for name in (gone.name, f"counter_{DEAD}.db", f"gauge_livesum_{os.getppid()}.db"):
             shutil.copyfile(mine, directory / name)
-        await until(lambda: not gone.exists())
+        await wait_until(lambda: not gone.exists())
         assert (directory / f"counter_{DEAD}.db").exists()
         assert (directory / f"gauge_livesum_{os.getppid()}.db").exists()
 
@@ -148,7 +148,7 @@ async def test_metric_files_not_named_by_process_ids_are_kept(directory: Path, c
     assert collector._files is not None
 
     async def rank(pg: ProcessGroup) -> None:
-        await until((directory / "gauge_livesum_7.db").exists)
+        await wait_until((directory / "gauge_livesum_7.db").exists)
         kept = shutil.copyfile(directory / "gauge_livesum_7.db", directory / f"gauge_livesum_{DEAD}.db")
         collector._files._mark_dead_processes()
         assert kept.exists()
@@ -165,7 +165,7 @@ async def test_lost_metrics_directory_fails_no_group(directory: Path, caplog: py
 
     await run_ranks(1, rank)
     # The thread that writes may have noted the failure, and may be about to log it.
-    await until(lambda: any(each.name == "aiocoll" for each in caplog.records))
+    await wait_until(lambda: any(each.name == "aiocoll" for each in caplog.records))
     (record,) = [each for each in caplog.records if each.name == "aiocoll"]
     assert record.getMessage().startswith(f"metrics are not written to PROMETHEUS_MULTIPROC_DIR={directory}: ")
 

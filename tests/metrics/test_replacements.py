@@ -26,10 +26,10 @@ from aiocoll import (
 )
 from aiocoll.group.reconfigurer import strip_generation
 from aiocoll.metrics.prometheus import GroupCollector
+from aiocoll.metrics.watched import MOST
 from aiocoll.testing import run_ranks
 
-from ..internals import Limits
-from ..ranks import in_a_fork, until
+from ..ranks import run_in_fork, wait_until
 
 
 def separate_collector() -> GroupCollector:
@@ -199,28 +199,27 @@ async def test_groups_of_an_elastic_program_are_exported_as_one_series() -> None
     collector.close()
 
 
-async def test_group_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    limits(metrics_names=2)
+async def test_group_names_beyond_the_limit_are_not_exported(caplog: pytest.LogCaptureFixture) -> None:
     collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:
-        for _ in range(3):
+        for _ in range(MOST + 1):
             async with await pg.split(0, 0) as part:
                 await part.allreduce(1)
             await pg.allreduce(1)
-        assert calls(collector) == {("world:0", 0): 3}
+        assert calls(collector) == {("world:0", 0): MOST + 1}
         collector.add(pg, name="a")  # names of groups that were exported without `add` do not count
         async with await pg.split(0, 0) as part:
             collector.add(part)
             await part.allreduce(1)
-            assert calls(collector) == {("a", 0): 3, (part.group_name, 0): 1}
+            assert calls(collector) == {("a", 0): MOST + 1, (part.group_name, 0): 1}
 
     with caplog.at_level(logging.WARNING, "aiocoll"):
         await run_ranks(1, rank)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "group 'world:0/1.0', rank 0: not exported, because 2 group names have been exported already; let short-lived "
-        "groups share a name: add(pg, name='workers')"
+        f"group 'world:0/{MOST - 1}.0', rank 0: not exported, because {MOST} group names have been exported already; "
+        "let short-lived groups share a name: add(pg, name='workers')"
     )
     collector.close()
 
@@ -243,7 +242,7 @@ async def test_forked_child_does_not_export_the_groups_of_its_parent(pg: Process
 
     await pg.allreduce(1)
     assert calls(collector) == {("world:0", 0): 1}
-    assert in_a_fork(check) == ""
+    assert run_in_fork(check) == ""
     collector.close()
 
 
@@ -256,6 +255,6 @@ async def test_metrics_collector_keeps_no_group_alive() -> None:
     del pg
     with pytest.warns(ResourceWarning, match="was not shut down"):
         gc.collect()
-    await until(lambda: group() is None)
+    await wait_until(lambda: group() is None)
     assert calls(collector) == {}
     collector.close()

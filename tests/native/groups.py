@@ -12,8 +12,8 @@ import numpy as np
 from aiocoll import HashStore, ProcessGroup, new_group
 from aiocoll.work import Work
 
-from ..internals import comm_of, is_native, make_pure, native_of
-from ..ranks import options, until
+from ..internals import comm_of, disable_accelerator, is_native, native_calls_of
+from ..ranks import options, wait_until
 
 __all__ = ["WORKS", "await_work", "group_of_ranks", "open_links", "pending_in_python", "start_allreduce"]
 
@@ -24,7 +24,7 @@ WORKS = ("native", "completion", "taken over")
 async def open_links(pgs: Sequence[ProcessGroup]) -> None:
     """Open the data links between all ranks."""
     await asyncio.gather(*(pg.allgather(None, np.zeros(1)) for pg in pgs))
-    await until(lambda: all(comm_of(pg).channels[peer].shared for pg in pgs for peer in comm_of(pg).others))
+    await wait_until(lambda: all(comm_of(pg).channels[peer].shared for pg in pgs for peer in comm_of(pg).others))
 
 
 @asynccontextmanager
@@ -44,9 +44,9 @@ async def group_of_ranks(
     pgs = await asyncio.gather(*(new_group(rank=rank, timeout=timeout, **arguments) for rank in range(size)))
     try:
         for pg, is_native_rank in zip(pgs, native, strict=True):
-            assert (native_of(pg) is not None) is (size > 1)
+            assert (native_calls_of(pg) is not None) is (size > 1)
             if not is_native_rank:
-                make_pure(pg)
+                disable_accelerator(pg)
         if linked:
             await open_links(pgs)
         yield pgs
@@ -65,8 +65,8 @@ def start_allreduce(kind: str, pg: ProcessGroup, array: np.ndarray, **named: Any
     work = pg.allreduce(array, **named)
     assert not work.done()
     if kind == "taken over":
-        assert native_of(pg).count == 1
-        native_of(pg).hand_over()
+        assert native_calls_of(pg).count == 1
+        native_calls_of(pg).hand_over()
     assert is_native(work) is (kind == "native")
     assert pending_in_python(pg) == (kind != "native")
     return work

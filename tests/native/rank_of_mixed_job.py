@@ -11,7 +11,7 @@ import sys
 
 from aiocoll import GroupOptions, new_group
 from aiocoll.native import IMPLEMENTATION
-from tests.chaos.disturbing import CALLED, COUNTS
+from tests.chaos.random_disturbances import CALLED, COUNTS
 from tests.internals import comm_of
 
 

@@ -18,8 +18,9 @@ from aiocoll.hooks import OperationInfo
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 
 from ..engine.test_flush_mismatch import CASES
-from ..internals import comm_of, is_native, native_of, set_limits
-from ..ranks import until
+from ..internals import comm_of, is_native, native_calls_of, set_limits
+from ..ranks import wait_until
+from ..waits import WAITS
 from .cases import DTYPES, Case, cases, counts
 from .groups import await_work, group_of_ranks, pending_in_python
 
@@ -247,8 +248,8 @@ async def test_handover_of_the_last_small_call_starts_no_packed_call(
                     pg.allreduce(array)
 
         first = asyncio.create_task(rank(pgs[0]))
-        native = native_of(pgs[0])
-        await until(lambda: native.count == 1)
+        native = native_calls_of(pgs[0])
+        await wait_until(lambda: native.count == 1)
         for _ in range(iterations):
             await asyncio.sleep(0)
         set_limits(monkeypatch, packing_budget=1.0)
@@ -263,7 +264,7 @@ async def test_handover_of_the_last_small_call_starts_no_packed_call(
 # -- works of a block
 
 
-@pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task", "wait"])
+@pytest.mark.parametrize("how", WAITS)
 @pytest.mark.parametrize("job", ["NN", "NP"])
 async def test_await_inside_a_block_starts_the_recorded_calls(job: str, how: str) -> None:
     async with group_of_ranks(native_ranks(job)) as pgs:
@@ -272,20 +273,7 @@ async def test_await_inside_a_block_starts_the_recorded_calls(job: str, how: str
             async with pg.coalescing() as block:
                 first, second = pg.allreduce(ones()), pg.allreduce(ones())
                 assert not first.done()
-                if how == "await":
-                    await first
-                elif how == "future":
-                    await first.get_future()
-                elif how == "join":
-                    await asyncio.create_task(first.join())
-                elif how == "thread":
-                    await asyncio.to_thread(first.wait, 20)
-                elif how == "drain":
-                    await pg.drain()
-                elif how == "wait":
-                    await asyncio.wait([asyncio.ensure_future(first.join())])
-                else:
-                    await asyncio.create_task(await_work(first))
+                await WAITS[how](pg, first)
                 assert first.result().tolist() == (await second).tolist() == [2.0] * 4
                 sent = block.seq
                 assert sent == comm_of(pg).entered
@@ -313,7 +301,7 @@ async def test_works_of_a_native_block_can_be_inspected_before_the_block_starts(
             assert [work.result()[0] for work in works] == [2 * number for number in range(5)]
             assert pg.pending() == []
             assert repr(works[4]) == "<Work ALLREDUCE done>"
-            await until(lambda: called)
+            await wait_until(lambda: called)
             assert called == [works[2]]
 
         await run_on_all(pgs, rank)
@@ -329,12 +317,12 @@ async def test_inspection_of_native_block_calls_in_flight_hands_them_over_to_pyt
 
         works: list[Work[Any]] = []
         task = asyncio.create_task(block(zero, works))
-        await until(lambda: native_of(zero).count == 3)
+        await wait_until(lambda: native_calls_of(zero).count == 3)
         assert pending_in_python(zero) == 1, "more than the flush is pending in Python"
         assert repr(works[1]) == "<Work ALLREDUCE pending>"
-        assert native_of(zero).count == 2
+        assert native_calls_of(zero).count == 2
         assert zero.pending() == works
-        assert native_of(zero).count == 0
+        assert native_calls_of(zero).count == 0
         waiter = asyncio.create_task(await_work(works[2]))
         await block(one, [])
         await task
@@ -351,7 +339,7 @@ async def test_await_of_a_native_call_in_flight_does_not_hand_the_call_over() ->
                 works.append(zero.allreduce(ones()))
 
         task = asyncio.create_task(block())
-        await until(lambda: native_of(zero).count == 1)
+        await wait_until(lambda: native_calls_of(zero).count == 1)
         waiter = asyncio.create_task(await_work(works[0]))
         await asyncio.sleep(0)
         async with one.coalescing():
@@ -426,7 +414,7 @@ async def test_exception_inside_a_block_starts_no_calls() -> None:
                 ):
                     await work
             assert comm_of(pg).entered == before
-            assert native_of(pg).count == 0
+            assert native_calls_of(pg).count == 0
             assert pg.pending() == []
             assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
 
@@ -443,7 +431,7 @@ async def test_cancelled_end_of_a_native_block_leaves_its_calls_in_flight(job: s
                 works.extend(zero.allreduce(ones()) for _ in range(3))
 
         task = asyncio.create_task(block())
-        await until(lambda: native_of(zero).count == 3)
+        await wait_until(lambda: native_calls_of(zero).count == 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -464,7 +452,7 @@ async def test_native_block_cancelled_during_recording_leaves_no_pending_calls()
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(block())
-        await until(lambda: works)
+        await wait_until(lambda: works)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -488,12 +476,12 @@ async def test_revocation_of_the_group_fails_the_calls_of_a_native_block(when: s
 
         task = asyncio.create_task(block())
         if when == "in flight":
-            await until(lambda: native_of(zero).count == 3)
+            await wait_until(lambda: native_calls_of(zero).count == 3)
             one.abort("enough")
         with pytest.raises(GroupError, match="aborted by rank 1: enough"):
             await task
         assert {type(work.exception()) for work in works} == {GroupError}
-        assert native_of(zero) is None or native_of(zero).count == 0
+        assert native_calls_of(zero) is None or native_calls_of(zero).count == 0
 
 
 async def test_native_block_times_out_after_the_shortest_timeout_of_its_calls() -> None:
@@ -662,8 +650,8 @@ async def test_long_native_block_continues_when_its_late_peer_makes_the_calls(jo
             assert [tensor[0] for tensor in tensors] == [2 * number for number in range(400)]
 
         async def check_few_in_flight() -> None:
-            native = native_of(pgs[0])
-            await until(lambda: native.count)
+            native = native_calls_of(pgs[0])
+            await wait_until(lambda: native.count)
             assert native.count <= SMALL_SLOTS // 2
             assert not native.waiting
 
@@ -680,7 +668,7 @@ async def test_long_native_block_fails_if_its_group_fails() -> None:
                 works.extend(zero.allreduce(ones()) for _ in range(400))
 
         task = asyncio.create_task(block())
-        await until(lambda: native_of(zero).count)
+        await wait_until(lambda: native_calls_of(zero).count)
         waiter = asyncio.create_task(await_work(works[-1]))  # this call is still queued
         await asyncio.sleep(0)
         one.abort("enough")
@@ -702,7 +690,7 @@ async def test_queued_call_of_a_long_native_block_can_be_awaited() -> None:
                     works.extend(pg.allreduce(ones()) for _ in range(400))
 
             task = asyncio.create_task(block())
-            await until(lambda: works)
+            await wait_until(lambda: works)
             if pg.rank() == 1:
                 await asyncio.sleep(0.01)
             assert (await works[-1]).tolist() == [2.0] * 4

@@ -25,8 +25,8 @@ from aiocoll import (
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.work import Work
 
-from ..internals import Limits, comm_of, is_native, make_pure, native_of, use_same_slots
-from ..ranks import until
+from ..internals import Limits, comm_of, disable_accelerator, is_native, native_calls_of, use_same_slots
+from ..ranks import wait_until
 from .groups import group_of_ranks, pending_in_python
 
 Ranks = tuple[ProcessGroup, ProcessGroup]
@@ -35,7 +35,7 @@ Ranks = tuple[ProcessGroup, ProcessGroup]
 @pytest.fixture(params=["native peer", "pure peer"])
 async def ranks(request: pytest.FixtureRequest, limits: Limits) -> AsyncIterator[Ranks]:
     """Yield rank 0, which is native, and its peer, native or pure."""
-    limits(stray_after=1000.0)
+    limits(report_strays_after=1000.0)
     async with group_of_ranks([True, request.param == "native peer"]) as (zero, one):
         yield zero, one
 
@@ -55,7 +55,7 @@ async def check_next_call_is_native(ranks: Ranks) -> None:
     zero, one = ranks
     work = zero.allreduce(ones())
     assert is_native(work)
-    assert (native_of(zero).count, pending_in_python(zero)) == (1, 0)
+    assert (native_calls_of(zero).count, pending_in_python(zero)) == (1, 0)
     await await_all(one.allreduce(ones()), work)
     assert is_native(work)
 
@@ -99,7 +99,7 @@ async def test_timeout_of_a_native_call_expires_in_time() -> None:
     The timer runs every 0.25 s, which bounds the delay.
     """
     async with group_of_ranks([True, True]) as (zero, _):
-        await until(lambda: not comm_of(zero).endpoint.watch.armed[0])  # wait until the timer is idle
+        await wait_until(lambda: not comm_of(zero).endpoint.watch.armed[0])  # wait until the timer is idle
         works = [zero.allreduce(ones(), timeout=timeout) for timeout in (None, 0.6, 30.0)]
         assert all(map(is_native, works))
         start = time.monotonic()
@@ -144,7 +144,7 @@ async def make_block(pg: ProcessGroup, arrays: list[np.ndarray]) -> None:
         works = [pg.allreduce(array) for array in arrays]
         parts = pg.allgather_into_tensor(ones(6), ones())
         assert not any(work.done() for work in (*works, parts))
-        assert native_of(pg) is None or native_of(pg).count == 0
+        assert native_calls_of(pg) is None or native_calls_of(pg).count == 0
         if not arrays:
             raise ZeroDivisionError
 
@@ -174,7 +174,7 @@ async def test_early_frames_prevent_native_calls_until_the_frames_are_taken(rank
     zero, one = ranks
     keys = [f"layer {number}" for number in range(3 * SMALL_SLOTS)]
     early = [one.allreduce(ones(), key=key) for key in keys]  # more calls than slots, so the last calls use frames
-    await until(lambda: comm_of(zero).early)
+    await wait_until(lambda: comm_of(zero).early)
     work = zero.allreduce(ones())
     assert not is_native(work)
     await await_all(one.allreduce(ones()), work)
@@ -291,7 +291,7 @@ async def test_native_group_refuses_calls_from_other_threads_and_loops(ranks: Ra
     await asyncio.to_thread(other)
     await asyncio.to_thread(asyncio.run, other_loop())
     assert comm_of(zero).entered == entered
-    assert (native_of(zero).count, pending_in_python(zero)) == (0, 0)
+    assert (native_calls_of(zero).count, pending_in_python(zero)) == (0, 0)
     await check_next_call_is_native(ranks)
 
 
@@ -304,7 +304,7 @@ async def test_revoked_native_group_refuses_calls(ranks: Ranks) -> None:
     for call in CALLS:
         with pytest.raises(GroupRevokedError):
             call(zero)
-    assert (native_of(zero).count, pending_in_python(zero)) == (0, 0)
+    assert (native_calls_of(zero).count, pending_in_python(zero)) == (0, 0)
 
 
 async def test_closed_native_group_refuses_calls(ranks: Ranks) -> None:
@@ -321,7 +321,7 @@ async def test_error_of_a_native_call_names_a_rank_that_has_left() -> None:
     async with group_of_ranks([True, True, True]) as (zero, one, two):
         await await_all(*(pg.allreduce(ones()) for pg in (zero, one, two)))
         await two.shutdown()
-        await until(lambda: comm_of(zero).left)
+        await wait_until(lambda: comm_of(zero).left)
         work = zero.allreduce(ones())
         assert not is_native(work)
         with pytest.raises(GroupError, match="rank 2"):
@@ -458,7 +458,7 @@ async def test_inspection_of_a_group_lists_native_calls_without_handing_them_ove
         ("ALLGATHER", seq + 2, None),
     ]
     assert {each[4] for each in from_loop[2]} == {function}
-    assert native_of(zero).count == 4
+    assert native_calls_of(zero).count == 4
     assert all(map(is_native, works))
     await await_all(one.allreduce(ones()), one.allreduce(ones(), key="step"))
     await await_all(one.allgather_into_tensor(ones(6), ones()), one.allgather([ones(), ones()], ones()), *works)
@@ -537,8 +537,8 @@ async def test_native_call_without_elements_completes(ranks: Ranks) -> None:
 
 async def test_pure_ranks_make_no_native_calls() -> None:
     async with group_of_ranks([False, True]) as (zero, one):
-        assert native_of(zero) is None
-        make_pure(zero)
+        assert native_calls_of(zero) is None
+        disable_accelerator(zero)
         work = zero.allreduce(ones())
         assert not is_native(work)
         await await_all(one.allreduce(ones()), work)

@@ -12,7 +12,7 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.work import Work
 
-from ..internals import Limits, is_native, native_of
+from ..internals import Limits, is_native, native_calls_of
 from .groups import await_work, group_of_ranks
 
 Arrays = Sequence[np.ndarray]
@@ -20,7 +20,7 @@ Arrays = Sequence[np.ndarray]
 
 @pytest.fixture(autouse=True)
 def _no_age_checks(limits: Limits) -> None:
-    limits(report_after=1000.0, stray_after=1000.0)
+    limits(report_after=1000.0, report_strays_after=1000.0)
 
 
 def two_arrays(shape: tuple[int, ...], value: float = 0.0) -> list[np.ndarray]:
@@ -165,7 +165,7 @@ async def test_native_list_calls_return_lists() -> None:
 async def test_native_call_with_irregular_lists_is_declined() -> None:
     """Pass lists with arrays of several shapes, a wrong number of arrays, or objects that are not arrays."""
     async with group_of_ranks([True, True]) as pgs:
-        native = native_of(pgs[0])
+        native = native_calls_of(pgs[0])
         one = np.ones(2)
         for blocks in ([one.copy(), np.ones(3)], [one.copy()], [one.copy()] * 3, {0: one}, [one.copy(), None], None):
             assert native.lists("allgather", blocks, one, None, None, None, None) is None
@@ -183,7 +183,7 @@ async def test_native_call_with_overlapping_output_arrays_is_declined(kind: str)
         memory = np.zeros(12)
         parts = [memory[:4], memory[2:6]]
         alone = np.zeros(4)
-        native = native_of(pgs[1])
+        native = native_calls_of(pgs[1])
         root = 1 if kind in ("gather", "scatter") else None
         op = None
         for blocks, other in (
@@ -205,7 +205,7 @@ async def test_native_list_call_is_handed_over_with_flat_arrays(kind: str) -> No
         late = 0 if kind == "scatter" else 1  # a scatter's root waits for no rank, so rank 0 is late there
         first = call.make(pgs[1 - late], *given[1 - late])
         if not first.done():
-            native_of(pgs[1 - late]).hand_over()
+            native_calls_of(pgs[1 - late]).hand_over()
             assert not is_native(first)
         second = call.make(pgs[late], *given[late])
         for work in (first, second):

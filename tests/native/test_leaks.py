@@ -12,7 +12,7 @@ from aiocoll.native import core
 
 from ..engine.jobs import resident
 from ..engine.test_slot_program import jobs
-from .test_lifetime import native_of
+from ..internals import native_calls_of
 
 pytestmark = [pytest.mark.skipif(core is None, reason="needs the accelerator in C"), pytest.mark.soak]
 
@@ -36,11 +36,12 @@ async def test_million_native_calls_leave_no_memory_and_no_references(dtype: str
                 for work in (*first, *last):
                     await work
                 if not number % 64:
-                    native_of(pgs[0]).hand_over()
+                    native_calls_of(pgs[0]).hand_over()
             del kept, first, last, work
             gc.collect()
             steady = [
-                sys.getrefcount(each) for each in (*arrays, *whole, *parts, None, arrays[0].dtype, native_of(pgs[0]))
+                sys.getrefcount(each)
+                for each in (*arrays, *whole, *parts, None, arrays[0].dtype, native_calls_of(pgs[0]))
             ]
             return resident(), len(gc.get_objects()), sys.getallocatedblocks(), steady
 

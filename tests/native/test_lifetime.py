@@ -15,24 +15,19 @@ from aiocoll.native import core
 from aiocoll.work import Work
 
 from ..engine.test_slot_program import jobs
-from ..internals import comm_of
-from ..ranks import until
+from ..internals import comm_of, native_calls_of
+from ..ranks import wait_until
 from .groups import group_of_ranks, pending_in_python
 
 pytestmark = pytest.mark.skipif(core is None, reason="needs the accelerator in C")
-
-
-def native_of(pg: ProcessGroup) -> Any:
-    """Return the accelerator's object that carries out the calls of a rank."""
-    return comm_of(pg).in_flight.native
 
 
 async def finished_works() -> tuple[list[ProcessGroup], list[Work[Any]]]:
     """Return the ranks of a closed group, and native works that finished before the group was closed."""
     async with jobs(2) as [pgs]:
         works = [pg.allreduce(np.full(4, 1.0 + pg.rank())) for pg in pgs]
-        await until(lambda: all(work.done() for work in works))
-        assert not any(native_of(pg).count for pg in pgs)
+        await wait_until(lambda: all(work.done() for work in works))
+        assert not any(native_calls_of(pg).count for pg in pgs)
         return pgs, works
 
 
@@ -59,7 +54,7 @@ async def test_native_call_on_a_closed_group_is_refused() -> None:
 
 async def test_accelerator_object_of_a_closed_group_declines_calls_and_lists_none() -> None:
     async with jobs(2) as [pgs]:
-        native = native_of(pgs[0])
+        native = native_calls_of(pgs[0])
     assert native.start(None, [], (), None, 1.0, None) is None
     assert native.parts("allgather", np.ones(8), np.ones(4), None, None, None) is None
     assert native.lists("gather", None, np.ones(4), None, 1, None, None) is None
@@ -105,7 +100,7 @@ async def test_thread_that_waits_for_a_work_gets_the_result() -> None:
             other = pgs[1].allreduce(np.ones(4))
             await work
             await other
-            await until(lambda thread=thread: not thread.is_alive())
+            await wait_until(lambda thread=thread: not thread.is_alive())
             assert found == [array]
             assert array.tolist() == [2.0] * 4
 
@@ -119,7 +114,7 @@ async def test_post_that_the_accelerator_has_seen_is_read_by_python_after_the_li
         assert shared is not None
         shared.native.close()
         works.append(pgs[2].allreduce(arrays[2]))
-        native_of(pgs[0]).look()
+        native_calls_of(pgs[0]).look()
         assert pending_in_python(pgs[0]) == 1
         for work in works:
             await work

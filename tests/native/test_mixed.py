@@ -14,7 +14,7 @@ from aiocoll import ProcessGroup
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 
 from .. import nans
-from ..internals import Limits, is_native, make_pure, native_of, use_same_slots
+from ..internals import Limits, disable_accelerator, is_native, native_calls_of, use_same_slots
 from .cases import DTYPES, Case, bits, cases, counts
 from .groups import group_of_ranks, open_links, pending_in_python
 
@@ -25,7 +25,7 @@ JOBS = ("NN", "NP", "PN", "NPN", "PNN", "NPNP", "PPNN", "NNPNPNN")
 @pytest.fixture(autouse=True)
 def _no_age_checks(limits: Limits) -> None:
     """Turn off the handover of slow calls to Python; on a loaded machine any call is slow."""
-    limits(report_after=1000.0, stray_after=1000.0)
+    limits(report_after=1000.0, report_strays_after=1000.0)
 
 
 def native_ranks(job: str) -> list[bool]:
@@ -109,9 +109,9 @@ async def test_many_concurrent_native_calls_use_slots_or_frames(job: str, count:
         works = []
         for pg, arrays in zip(pgs, calls, strict=True):
             works += [pg.allreduce(array) for array in arrays]
-            if native_of(pg) is not None and pg.rank() < size - 1:
-                assert native_of(pg).count == number
-                assert native_of(pg).waiting >= number - SMALL_SLOTS
+            if native_calls_of(pg) is not None and pg.rank() < size - 1:
+                assert native_calls_of(pg).count == number
+                assert native_calls_of(pg).waiting >= number - SMALL_SLOTS
         async with asyncio.timeout(20):
             for work in works:
                 await work
@@ -129,8 +129,8 @@ async def test_keyed_calls_of_native_and_pure_ranks_match_in_any_order(job: str)
             for key in order + order[::-1]:
                 array = np.full(3, float(keys.index(key)))
                 works.append((pg.allreduce(array, key=key), array, key))
-            if native_of(pg) is not None and pg.rank() == 0:
-                assert native_of(pg).count > 0
+            if native_calls_of(pg) is not None and pg.rank() == 0:
+                assert native_calls_of(pg).count > 0
         for work, array, key in works:
             async with asyncio.timeout(20):
                 await work
@@ -155,7 +155,7 @@ async def test_overlapping_groups_with_native_ranks_share_links(job: str) -> Non
         for group in (low, high):
             for pg, is_native_rank in zip(group, native_ranks(job), strict=True):
                 if pg is not None and not is_native_rank:
-                    make_pure(pg)
+                    disable_accelerator(pg)
         for pg in (pg for group in groups for pg in group if pg is not None):
             use_same_slots(pg)
         works = []

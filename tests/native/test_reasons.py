@@ -13,7 +13,7 @@ from aiocoll import GroupOptions, HashStore, ProcessGroup, hooks, new_group
 from aiocoll.testing import run_ranks
 from aiocoll.testing.virtual import run_virtual
 
-from ..internals import is_native, native_of
+from ..internals import is_native, native_calls_of
 from ..ranks import options
 from .groups import group_of_ranks
 
@@ -106,7 +106,7 @@ async def test_log_names_a_short_timeout_that_prevents_native_calls(caplog: pyte
 
 
 async def check_pure_group(pg: ProcessGroup) -> None:
-    assert native_of(pg) is None
+    assert native_calls_of(pg) is None
     assert (await pg.allreduce(np.ones(3)) == pg.size()).all()
 
 

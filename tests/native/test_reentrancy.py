@@ -18,7 +18,7 @@ from aiocoll.native import core
 from aiocoll.work import Work
 
 from ..engine.test_slot_program import jobs
-from .test_lifetime import native_of
+from ..internals import native_calls_of
 
 pytestmark = pytest.mark.skipif(core is None, reason="needs the accelerator in C")
 
@@ -68,7 +68,7 @@ async def test_finalizer_can_make_and_hand_over_native_calls(dtype: str, seed: i
                 return
             inside = True
             for pg, own_works in zip(pgs, works, strict=True):
-                native, action = native_of(pg), chance.randrange(6)
+                native, action = native_calls_of(pg), chance.randrange(6)
                 if action == 0:
                     own_works.append(start_allreduce(pg, dtype))
                 elif action == 1:
@@ -132,7 +132,7 @@ async def test_finalizer_can_abort_the_group_during_native_calls(dtype: str, col
 async def test_waiting_native_call_is_not_handed_over_before_the_peer_calls() -> None:
     async with jobs(2) as [pgs]:
         work = start_allreduce(pgs[0], "f8")
-        assert native_of(pgs[0]).count == 1
+        assert native_calls_of(pgs[0]).count == 1
         assert start_allreduce(pgs[1], "f8").done()
         assert (await work).tolist() == [2.0] * 4
 
@@ -150,7 +150,7 @@ async def test_await_that_started_before_a_handover_completes() -> None:
 
     async with jobs(2) as [pgs]:
         started = StartedAwait(start_allreduce(pgs[0], "f8"))
-        native_of(pgs[0]).hand_over()
+        native_calls_of(pgs[0]).hand_over()
         task = asyncio.create_task(await_started(started))
         await asyncio.sleep(0)
         start_allreduce(pgs[1], "f8")

@@ -20,7 +20,7 @@ from aiocoll import ProcessGroup
 from aiocoll.engine.journal import HISTORY
 from aiocoll.work import Work
 
-from ..internals import is_native, native_of
+from ..internals import is_native, native_calls_of
 from .groups import group_of_ranks
 from .test_wrong_arguments import make_common_lane, make_steps
 
@@ -77,7 +77,7 @@ PYTHON: dict[str, Callable[[ProcessGroup, Arrays], Work[Any]]] = {
 async def hand_over_calls(ranks: Ranks) -> None:
     (zero, a), (one, b) = ranks
     works = [zero.allreduce(a["x"]), zero.allreduce(a["x"], key="key")]
-    native_of(zero).hand_over()
+    native_calls_of(zero).hand_over()
     await asyncio.gather(one.allreduce(b["x"]), one.allreduce(b["x"], key="key"), *works)
 
 
@@ -133,7 +133,7 @@ async def call_in_block(ranks: Ranks) -> None:
 
 async def make_wrong_calls(ranks: Ranks) -> None:
     (zero, a), _ = ranks
-    native = native_of(zero)
+    native = native_calls_of(zero)
     for call in (
         lambda: zero.allreduce(a["x"], "SUM"),  # type: ignore[arg-type]
         lambda: zero.broadcast(a["x"], 2),

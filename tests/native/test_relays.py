@@ -14,7 +14,7 @@ from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup, ReduceOp
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing
 from aiocoll.work import Work
 
-from ..internals import Limits, comm_of, is_native, native_of
+from ..internals import Limits, comm_of, is_native, native_calls_of
 from ..reductions import DTYPES, OPS, allowed, numpy_dtype, reduce_op
 from .cases import bits
 from .groups import group_of_ranks, open_links, pending_in_python
@@ -31,7 +31,7 @@ UFUNCS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 @pytest.fixture(autouse=True)
 def _no_age_checks(limits: Limits) -> None:
     """Turn off the handover of slow calls to Python; on a loaded machine any call is slow."""
-    limits(report_after=1000.0, stray_after=1000.0)
+    limits(report_after=1000.0, report_strays_after=1000.0)
 
 
 def native_ranks(job: str) -> list[bool]:
@@ -215,7 +215,7 @@ async def test_large_native_collectives_between_two_ranks_can_be_handed_over(kin
                 for _ in range(turns):
                     await asyncio.sleep(0)
                     if group is pgs:
-                        native_of(pg).hand_over()
+                        native_calls_of(pg).hand_over()
             for work, _ in started:
                 async with asyncio.timeout(20):
                     await work
@@ -355,7 +355,7 @@ async def test_native_gather_can_be_handed_over_at_any_chunk(sized: bool, turns:
                 works[rank] = start_gather(pgs[rank], root, lengths, sized)
                 for _ in range(turns):
                     await asyncio.sleep(0)
-                native_of(pgs[rank]).hand_over()
+                native_calls_of(pgs[rank]).hand_over()
             await check_gather([works[0], works[1]], root, lengths)
 
 
@@ -396,7 +396,7 @@ async def test_error_names_both_mismatched_native_gathers(job: str) -> None:
 @pytest.mark.parametrize("kind", ["gather", "broadcast"])
 async def test_mismatch_of_finished_native_calls_is_reported(job: str, kind: str, limits: Limits) -> None:
     """Check calls that finish on both ranks although no rank reads the chunks of its peer."""
-    limits(stray_after=0.01)
+    limits(report_strays_after=0.01)
     async with group_of_ranks(native_ranks(job)) as pgs:
         zero, one = pgs
         array = np.ones(CHUNK)
@@ -469,7 +469,7 @@ async def test_native_relay_can_be_handed_over_at_any_chunk(size: int, turns: in
             await asyncio.sleep(0)
         calls.append(start_allreduce(pgs[0], 40 * CHUNK))
         for pg in pgs:
-            native_of(pg).hand_over()
+            native_calls_of(pg).hand_over()
         (operation,) = comm_of(pgs[1]).in_flight.pending
         assert isinstance(operation, ShmRing)
         assert operation._put >= LAG
@@ -484,8 +484,8 @@ async def test_native_relay_can_be_handed_over_at_any_chunk(size: int, turns: in
 async def test_native_call_that_waits_for_the_chunk_queue_can_be_handed_over() -> None:
     async with group_of_ranks([True, True]) as pgs:
         calls = [start_allreduce(pgs[0], 4 * CHUNK), start_allreduce(pgs[0], 4 * CHUNK)]
-        assert native_of(pgs[0]).count == 2
-        native_of(pgs[0]).hand_over()
+        assert native_calls_of(pgs[0]).count == 2
+        native_calls_of(pgs[0]).hand_over()
         held = [operation._holds for operation in comm_of(pgs[0]).in_flight.pending]
         assert held == [True, False]
         await check_sums([*calls, start_allreduce(pgs[1], 4 * CHUNK), start_allreduce(pgs[1], 4 * CHUNK)], 2)

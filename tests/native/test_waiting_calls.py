@@ -12,8 +12,8 @@ from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, GroupError,
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.work import Work
 
-from ..internals import Limits, comm_of, is_native, native_of, use_same_slots
-from ..ranks import until
+from ..internals import Limits, comm_of, is_native, native_calls_of, use_same_slots
+from ..ranks import wait_until
 from .groups import await_work, group_of_ranks, pending_in_python
 
 #: The number of calls: twice the number of slots, so that half of them wait.
@@ -23,7 +23,7 @@ CALLS = 2 * SMALL_SLOTS
 @pytest.fixture(autouse=True)
 def no_handover(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
     """Turn off the handover of slow and waiting calls, since any call may be slow on a loaded machine."""
-    limits(report_after=1000.0, stray_after=1000.0)
+    limits(report_after=1000.0, report_strays_after=1000.0)
     monkeypatch.setattr("aiocoll.engine.native_calls.MAX_WAIT", 1000.0)
 
 
@@ -56,10 +56,10 @@ async def check_sums(pgs: list[ProcessGroup], started: list[list[tuple[np.ndarra
 async def test_native_calls_that_wait_for_a_slot_are_not_handed_over(size: int) -> None:
     async with group_of_ranks([True] * size) as pgs:
         started = [start_allreduces(pg) for pg in pgs]
-        assert native_of(pgs[0]).waiting == CALLS - SMALL_SLOTS
+        assert native_calls_of(pgs[0]).waiting == CALLS - SMALL_SLOTS
         await check_sums(pgs, started)
         assert all(is_native(work) for calls in started for _, work in calls)
-        assert [native_of(pg).waiting for pg in pgs] == [0] * size
+        assert [native_calls_of(pg).waiting for pg in pgs] == [0] * size
 
 
 async def test_last_waiting_native_call_ends_after_the_earlier_calls() -> None:
@@ -88,7 +88,7 @@ async def test_native_root_that_runs_ahead_waits_for_its_reader() -> None:
 async def test_native_calls_use_frames_if_no_slot_becomes_free(immediate_handover: None, peer: bool) -> None:
     async with group_of_ranks([True, peer]) as pgs:
         zero = start_allreduces(pgs[0])
-        await until(lambda: not native_of(pgs[0]).waiting)
+        await wait_until(lambda: not native_calls_of(pgs[0]).waiting)
         assert [is_native(work) for _, work in zero] == [True] * SMALL_SLOTS + [False] * (CALLS - SMALL_SLOTS)
         # After a wait, calls use frames until a call has found a free slot again.
         array = np.full(3, float(CALLS))
@@ -107,7 +107,7 @@ async def test_inspection_of_a_waiting_native_call_hands_the_call_over() -> None
         for _, work in (zero[-1], zero[SMALL_SLOTS], zero[SMALL_SLOTS + 5]):
             assert "ALLREDUCE" in repr(work)
             assert not is_native(work)
-        assert native_of(pgs[0]).waiting == CALLS - SMALL_SLOTS - 3
+        assert native_calls_of(pgs[0]).waiting == CALLS - SMALL_SLOTS - 3
         assert pending_in_python(pgs[0]) == 3
         await check_sums(pgs, [zero, start_allreduces(pgs[1])])
 
@@ -135,7 +135,7 @@ async def test_keyed_native_call_does_not_wait_for_other_calls() -> None:
         zero = start_allreduces(pgs[0])
         keyed = [pg.allreduce(np.ones(3), key="step") for pg in pgs]
         assert (await await_work(keyed[0]) == 2).all()
-        assert native_of(pgs[0]).waiting > 0
+        assert native_calls_of(pgs[0]).waiting > 0
         await check_sums(pgs, [zero, start_allreduces(pgs[1])])
         await await_work(keyed[1])
 
@@ -148,9 +148,9 @@ async def test_native_call_of_another_group_does_not_wait_for_a_slot() -> None:
             use_same_slots(pg)
         zero = start_allreduces(pgs[0])
         calls = [start_allreduces(pg, 1) for pg in others]
-        assert native_of(others[0]).waiting == 0
+        assert native_calls_of(others[0]).waiting == 0
         await check_sums(others, calls)
-        assert native_of(pgs[0]).waiting == CALLS - SMALL_SLOTS
+        assert native_calls_of(pgs[0]).waiting == CALLS - SMALL_SLOTS
         await check_sums(pgs, [zero, start_allreduces(pgs[1])])
         await asyncio.gather(*(pg.shutdown() for pg in others))
 
@@ -182,7 +182,7 @@ async def test_waiting_native_calls_time_out(limits: Limits) -> None:
     limits(report_after=0.05)
     async with group_of_ranks([True, True], timeout=0.3) as pgs:
         zero = start_allreduces(pgs[0])
-        assert native_of(pgs[0]).waiting > 0
+        assert native_calls_of(pgs[0]).waiting > 0
         with pytest.raises(CollectiveTimeoutError, match="rank 1"):
             await zero[-1][1]
         for _, work in zero[:-1]:
@@ -203,7 +203,7 @@ async def test_waiting_native_calls_are_recorded_and_counted() -> None:
         before = counted_calls(pgs[0])
         started = [start_allreduces(pg) for pg in pgs]
         assert len(comm_of(pgs[0]).in_flight.snapshot()) == CALLS
-        assert native_of(pgs[0]).count == CALLS, "a call was handed over to Python"
+        assert native_calls_of(pgs[0]).count == CALLS, "a call was handed over to Python"
         await check_sums(pgs, started)
         assert counted_calls(pgs[0]) == before + CALLS
 
@@ -218,7 +218,7 @@ async def test_calls_with_a_python_reduction_can_wait_for_a_slot(
     async with group_of_ranks([True, True]) as (zero, one):
         arrays = [np.full(3, float(number)) for number in range(CALLS)]
         works = [zero.allreduce(array, ReduceOp.AVG) for array in arrays]
-        assert native_of(zero).waiting > 0
+        assert native_calls_of(zero).waiting > 0
 
         async def call_slowly() -> None:
             for number in range(CALLS):

@@ -20,8 +20,8 @@ import aiocoll
 from aiocoll import ProcessGroup
 from aiocoll.work import Work
 
-from ..internals import comm_of, is_native, native_of
-from ..ranks import in_a_fork, until
+from ..internals import comm_of, is_native, native_calls_of
+from ..ranks import run_in_fork, wait_until
 from .groups import WORKS, await_work, group_of_ranks, pending_in_python, start_allreduce
 
 Ranks = tuple[ProcessGroup, ProcessGroup]
@@ -47,7 +47,7 @@ def ones() -> np.ndarray:
 async def finish_calls(ranks: Ranks, **named: Any) -> None:
     """Make the matching call on rank 1, and wait until all calls of rank 0 have finished."""
     await ranks[1].allreduce(ones(), **named)
-    await until(lambda: not len(comm_of(ranks[0]).in_flight))
+    await wait_until(lambda: not len(comm_of(ranks[0]).in_flight))
 
 
 async def test_work_has_the_public_class_and_can_be_subscripted(kind: str, ranks: Ranks) -> None:
@@ -364,7 +364,7 @@ async def test_inspection_by_a_forked_child_does_not_hand_native_calls_over(kind
         assert is_native(work) is (kind == "native")
         work.wait(1)
 
-    assert "forked" in in_a_fork(inspect) or "would block the event loop" in in_a_fork(inspect)
+    assert "forked" in run_in_fork(inspect) or "would block the event loop" in run_in_fork(inspect)
     assert is_native(work) is (kind == "native")
     await finish_calls(ranks)
     assert (await work == 2).all()
@@ -411,7 +411,7 @@ async def test_completed_work_references_only_its_result(kind: str, ranks: Ranks
         whole, part = np.ones(6), np.ones(3)
         work = zero.allgather_into_tensor(whole, part)
         if kind == "taken over":
-            native_of(zero).hand_over()
+            native_calls_of(zero).hand_over()
         await one.allgather_into_tensor(np.ones(6), np.ones(3))
         assert await work is whole
         await asyncio.sleep(0)

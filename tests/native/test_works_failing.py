@@ -24,7 +24,7 @@ from aiocoll import (
 )
 
 from ..internals import comm_of
-from ..ranks import until
+from ..ranks import wait_until
 from .groups import WORKS, await_work, group_of_ranks, start_allreduce
 
 #: Seconds: about the shortest timeout with which calls are still native.
@@ -142,9 +142,9 @@ async def test_unretrieved_failure_of_a_work_is_logged_with_the_line_of_the_call
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
         work = start_allreduce(kind, zero, np.ones(3))
         await fail(zero, one)
-        await until(work.done)
+        await wait_until(work.done)
         del work
-        await until(lambda: not len(comm_of(zero).in_flight))
+        await wait_until(lambda: not len(comm_of(zero).in_flight))
     gc.collect()
     logged = [each.getMessage() for each in caplog.records if "rank 0: exception of ALLREDUCE" in each.getMessage()]
     expected = fail is not abort_group  # no log record if the program on rank 0 aborted the group itself
@@ -163,7 +163,7 @@ async def test_retrieved_failure_of_a_work_is_not_logged(
         task = asyncio.create_task(await_work(work)) if when == "in flight" else None
         await asyncio.sleep(0)
         one.abort("a test")
-        await until(work.done)
+        await wait_until(work.done)
         with pytest.raises(GroupError):
             await (work if task is None else task)
         del work, task
@@ -175,7 +175,7 @@ async def test_failed_works_leave_no_reference_cycles(kind: str) -> None:
     async with group_of_ranks([kind != "completion", True], timeout=TIMEOUT) as (zero, one):
         work = start_allreduce(kind, zero, np.ones(3))
         one.abort("a test")
-        await until(work.done)
+        await wait_until(work.done)
         assert isinstance(work.exception(), GroupError)
         gc.collect()
         gc.disable()
@@ -198,7 +198,7 @@ async def test_failed_works_of_a_closed_loop_can_be_inspected(kind: str) -> None
             kept.append(start_allreduce(kind, zero, np.ones(3)))
             kept.append(start_second(zero))
             one.abort("a test")
-            await until(kept[1].done)
+            await wait_until(kept[1].done)
 
     def start_second(zero: ProcessGroup) -> Work[Any]:
         return zero.allreduce(np.ones(3))

@@ -172,7 +172,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         ),
         "plans by arrays": Subject(
             ("CallCache.parts",),
-            (("test_in_parts.py",), ("test_lists.py",), ("test_call_cache.py",)),
+            (("test_array_parts.py",), ("test_call_cache.py",)),
         ),
         "prepared calls": Subject(
             ("PlannedCall.prepare_again", "Batch.take"),

@@ -21,7 +21,7 @@ from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
 
 from ..certificates import Authority
 from ..internals import Limits
-from ..ranks import until
+from ..ranks import wait_until
 from ..redis_server import RedisServer, need_redis, redis_server, request
 
 #: Seconds within which a notification must end a wait; polling is off.
@@ -58,11 +58,11 @@ def own_server(tmp_path: Path) -> Iterator[RedisServer]:
 async def test_redis_wait_is_notified_when_its_key_is_set(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    limits(redis_look_every=math.inf)
+    limits(redis_read_interval=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     waits = [asyncio.create_task(each.get(f"k{number}")) for number in range(3) for each in (store, other)]
     pop = asyncio.create_task(store.queue_pop("q"))
-    await until(lambda: own_server.listeners() == 2)
+    await wait_until(lambda: own_server.listeners() == 2)
     async with asyncio.timeout(SOON):
         await store.set("k0", b"0")
         await store.multi_set(["k1", "k2"], [b"1", b"2"])
@@ -74,10 +74,10 @@ async def test_redis_wait_is_notified_when_its_key_is_set(
 async def test_redis_wait_finds_a_key_that_is_set_while_the_wait_starts(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    limits(redis_look_every=math.inf)
+    limits(redis_read_interval=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     subscribing = asyncio.create_task(store.get("last"))
-    await until(lambda: own_server.listeners() == 1)
+    await wait_until(lambda: own_server.listeners() == 1)
     async with asyncio.timeout(SOON):
         for number in range(200):
             assert (await asyncio.gather(store.get(f"k{number}"), other.set(f"k{number}", b"v")))[0] == b"v"
@@ -88,10 +88,10 @@ async def test_redis_wait_finds_a_key_that_is_set_while_the_wait_starts(
 async def test_aclose_of_a_redis_store_ends_waits_at_once(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    limits(redis_look_every=math.inf)
+    limits(redis_read_interval=math.inf)
     store = open_store(own_server.url)
     waits = [asyncio.create_task(store.get("never")), asyncio.create_task(store.queue_pop("never"))]
-    await until(lambda: own_server.listeners() == 1)
+    await wait_until(lambda: own_server.listeners() == 1)
     for _ in range(5):  # let the waits receive the notice of their subscription and read again
         await store.check([])
     async with asyncio.timeout(SOON):
@@ -124,10 +124,10 @@ async def test_redis_queue_pop_continues_to_wait_after_a_notification_without_an
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
     """Check that the wait does not poll the server."""
-    limits(redis_look_every=math.inf)
+    limits(redis_read_interval=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     pops = [asyncio.create_task(store.queue_pop("q")) for _ in range(2)]
-    await until(lambda: own_server.listeners() == 1)
+    await wait_until(lambda: own_server.listeners() == 1)
     async with asyncio.timeout(SOON):
         await other.queue_push("q", b"1")
         _, (waiting,) = await asyncio.wait(pops, return_when=asyncio.FIRST_COMPLETED)
@@ -158,17 +158,17 @@ async def test_waits_of_a_redis_store_share_one_connection(own_server: RedisServ
     store = open_store(own_server.url)
     waits = [asyncio.create_task(store.get(str(number))) for number in range(100)]
     await store.set("here", b"")
-    await until(lambda: own_server.clients() == 2)
+    await wait_until(lambda: own_server.clients() == 2)
     await store.multi_set([str(number) for number in range(100)], [b"1"] * 100)
     await asyncio.gather(*waits)
     assert own_server.clients() == 2
     # The next change removes the subscription if no call waits.
     await store.set("here", b"")
-    await until(lambda: own_server.clients() == 1)
+    await wait_until(lambda: own_server.clients() == 1)
     assert await store.get("0") == b"1"
     async with asyncio.timeout(SOON):
         again = asyncio.create_task(store.get("again"))
-        await until(lambda: own_server.clients() == 2)
+        await wait_until(lambda: own_server.clients() == 2)
         await store.set("again", b"2")
         assert await again == b"2"
 
@@ -225,11 +225,11 @@ async def test_redis_calls_and_waits_survive_a_server_restart(own_server: RedisS
     store, other = open_store(own_server.url), open_store(own_server.url)
     await store.set("before", b"1")
     waiting = asyncio.create_task(store.get("after"))
-    await until(lambda: own_server.clients() == 2)
-    own_server.tell("SAVE")
+    await wait_until(lambda: own_server.clients() == 2)
+    own_server.execute("SAVE")
     own_server.kill()
     calling = asyncio.create_task(other.set("after", b"2"))
-    await until(lambda: other.trouble)
+    await wait_until(lambda: other.trouble)
     why = "nothing listens there (connection refused); check that the server runs and the url is correct"
     assert other.trouble == f"no store at {own_server.url}: {why}"
     other.timeout = 0.1
@@ -247,7 +247,7 @@ async def test_redis_calls_and_waits_survive_a_server_restart(own_server: RedisS
 async def test_wait_times_out_without_a_redis_server(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    limits(redis_patience=0.1)
+    limits(redis_max_wait=0.1)
     store = open_store(own_server.url)
     await store.set("k", b"")
     own_server.kill()
@@ -261,13 +261,13 @@ async def test_wait_times_out_without_a_redis_server(
 async def test_broken_redis_connections_are_replaced(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    limits(redis_look_every=math.inf)
+    limits(redis_read_interval=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     for number in range(5):
         waiting = asyncio.create_task(store.get(f"k{number}"))
-        await until(lambda: own_server.clients() >= 2)
-        own_server.tell("CLIENT", "KILL", "TYPE", "normal")
-        own_server.tell("CLIENT", "KILL", "TYPE", "pubsub")
+        await wait_until(lambda: own_server.clients() >= 2)
+        own_server.execute("CLIENT", "KILL", "TYPE", "normal")
+        own_server.execute("CLIENT", "KILL", "TYPE", "pubsub")
         async with asyncio.timeout(SOON):
             await other.set(f"k{number}", b"v")
             assert await waiting == b"v"
@@ -341,7 +341,7 @@ async def test_requests_to_a_stalled_redis_server_are_carried_out_once(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
     """Check that the server, which receives a request several times, carries it out once."""
-    limits(redis_patience=0.05)
+    limits(redis_max_wait=0.05)
     store = open_store(own_server.url)
     await store.set("k", b"v")
     own_server.freeze()
@@ -369,12 +369,12 @@ async def test_data_loss_of_the_redis_server_raises_an_error_in_every_client(
     await other.set("k", b"v")
     await third.check(["k"])
     waits = [asyncio.create_task(wait) for wait in (store.get("never"), store.queue_pop("never"), other.wait(["no"]))]
-    await until(lambda: own_server.listeners() == 2)
+    await wait_until(lambda: own_server.listeners() == 2)
     if how == "restart":
         own_server.kill()
         own_server.start()
     else:
-        own_server.tell(*how.split())
+        own_server.execute(*how.split())
     async with asyncio.timeout(SOON):
         for wait in waits:
             with pytest.raises(StoreUnavailableError, match=rf"{LOST}.*FLUSHALL.*start all ranks again"):
@@ -397,7 +397,7 @@ async def test_older_snapshot_of_the_redis_data_counts_as_data_loss(
     store, other = open_store(own_server.url), open_store(own_server.url)
     await store.set("k", b"old")
     await other.set("l", b"old")
-    own_server.tell("SAVE")
+    own_server.execute("SAVE")
     await store.set("k", b"new")
     own_server.kill()
     own_server.start()
@@ -413,23 +413,23 @@ async def test_older_snapshot_of_the_redis_data_counts_as_data_loss(
 async def test_redis_entries_expire_if_no_client_renews_them(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    limits(redis_renew_every=0.02)
+    limits(redis_renew_interval=0.02)
     day = 86_400_000
     store = open_store(own_server.url, job="j")
     await store.set("k", b"v")
-    assert own_server.tell("DBSIZE") == "1"
-    assert day - 60_000 < int(own_server.tell("PTTL", "aiocoll:j")) <= day
-    own_server.tell("PEXPIRE", "aiocoll:j", "30000")
+    assert own_server.execute("DBSIZE") == "1"
+    assert day - 60_000 < int(own_server.execute("PTTL", "aiocoll:j")) <= day
+    own_server.execute("PEXPIRE", "aiocoll:j", "30000")
     async with asyncio.timeout(SOON):
-        while int(own_server.tell("PTTL", "aiocoll:j")) <= 30_000:  # noqa: ASYNC110
+        while int(own_server.execute("PTTL", "aiocoll:j")) <= 30_000:  # noqa: ASYNC110
             await asyncio.sleep(0)
     await store.aclose()
-    limits(redis_renew_every=3600.0)
+    limits(redis_renew_interval=3600.0)
     other = open_store(own_server.url, job="j")
     for call in (lambda: other.get("k"), lambda: other.set("k", b"w")):
-        own_server.tell("PEXPIRE", "aiocoll:j", "30000")
+        own_server.execute("PEXPIRE", "aiocoll:j", "30000")
         await call()
-        assert day - 60_000 < int(own_server.tell("PTTL", "aiocoll:j")) <= day
+        assert day - 60_000 < int(own_server.execute("PTTL", "aiocoll:j")) <= day
 
 
 async def test_redis_server_receives_neither_job_keys_nor_arrays(own_server: RedisServer) -> None:
@@ -448,7 +448,7 @@ async def test_redis_server_receives_neither_job_keys_nor_arrays(own_server: Red
             assert await pg.allgather_object("an object") == ["an object"] * 3
 
     await asyncio.gather(*map(rank, range(3)))
-    own_server.tell("ECHO", "that was all")
+    own_server.execute("ECHO", "that was all")
     monitored = await reader.readuntil(b"that was all")
     writer.close()
     await writer.wait_closed()
@@ -475,7 +475,7 @@ async def test_redis_password_is_used_and_never_shown(
     tmp_path: Path, open_store: OpenStore, limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    limits(redis_patience=0.1)
+    limits(redis_max_wait=0.1)
     with redis_server(tmp_path, None, "--requirepass", "hunter/2@x") as server:
         url = f"redis://:hunter%2F2%40x@127.0.0.1:{server.port}/3"
         store = open_store(url, timeout=5.0)
@@ -554,7 +554,7 @@ async def test_documented_redis_permissions_suffice(own_server: RedisServer, ope
     assert listed is not None
     commands = re.findall("[A-Z]{3,}", listed[1])
     rights = ["reset", "on", ">hunter2", "~aiocoll:*", *(f"+{command}" for command in commands)]
-    own_server.tell("ACL", "SETUSER", "ranks", *rights, "&aiocoll:*")
+    own_server.execute("ACL", "SETUSER", "ranks", *rights, "&aiocoll:*")
     url = own_server.url.replace("//", "//ranks:hunter2@").removesuffix("0") + "1"
     store, other = open_store(url), open_store(url)
     waiting = asyncio.create_task(store.get("late"))
@@ -567,7 +567,7 @@ async def test_documented_redis_permissions_suffice(own_server: RedisServer, ope
     assert await store.queue_pop("q") == b"item"
     await other.set("late", b"here")
     assert await waiting == b"here"
-    own_server.tell("ACL", "SETUSER", "ranks", "resetchannels")
+    own_server.execute("ACL", "SETUSER", "ranks", "resetchannels")
     strange = open_store(url)
     with pytest.raises(
         StoreUnavailableError, match=r"denies a permission that the store needs .*channels aiocoll:\*"
@@ -579,13 +579,13 @@ async def test_documented_redis_permissions_suffice(own_server: RedisServer, ope
 async def test_request_refused_by_the_redis_server_is_explained(own_server: RedisServer, open_store: OpenStore) -> None:
     store = open_store(own_server.url, job="j")
     await store.set("k", b"v")
-    own_server.tell("CONFIG", "SET", "maxmemory", "1")
+    own_server.execute("CONFIG", "SET", "maxmemory", "1")
     with pytest.raises(StoreError, match=rf"{own_server.url} could not carry out a request: .*maxmemory"):
         await store.set("k", b"w")
     assert await store.get("k") == b"v"
-    own_server.tell("CONFIG", "SET", "maxmemory", "0")
+    own_server.execute("CONFIG", "SET", "maxmemory", "0")
     await store.set("k", b"w")
-    own_server.tell("SET", "aiocoll:other", "another value")
+    own_server.execute("SET", "aiocoll:other", "another value")
     with pytest.raises(StoreError, match="WRONGTYPE"):
         await open_store(own_server.url, job="other").set("k", b"w")
 
@@ -670,7 +670,7 @@ async def test_connection_to_a_silent_redis_server_closes_at_once(
     stores = [open_store(redis.url), open_store(redis.tls_url, tls_ca=redis.ca)]
     for store in stores:
         await store.set("k", b"v")
-    limits(redis_patience=0.05)  # set only after connecting, which may take longer
+    limits(redis_max_wait=0.05)  # set only after connecting, which may take longer
     for store in stores:
         used = store._client._connection._transport.get_extra_info("socket")
         redis.freeze()
@@ -679,7 +679,7 @@ async def test_connection_to_a_silent_redis_server_closes_at_once(
             with pytest.raises(StoreUnavailableError, match="no answer"):
                 await store.set("k", b"v")
             async with asyncio.timeout(SOON):
-                await until(lambda used=used: used.fileno() == -1)
+                await wait_until(lambda used=used: used.fileno() == -1)
         finally:
             redis.thaw()
 
@@ -687,7 +687,7 @@ async def test_connection_to_a_silent_redis_server_closes_at_once(
 async def test_error_explains_a_redis_connection_that_mixes_plain_text_and_tls(
     redis: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    limits(redis_patience=0.1)
+    limits(redis_max_wait=0.1)
     plain = redis.tls_url.replace("rediss://localhost", "redis://127.0.0.1")
     with pytest.raises(StoreUnavailableError, match=r"tried for 0\.2 s"):
         await open_store(plain, timeout=0.2).set("k", b"v")

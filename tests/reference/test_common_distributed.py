@@ -26,7 +26,7 @@ from aiocoll.testing import (
     spawn_ranks,
 )
 
-from ..internals import replaced, set_limits
+from ..internals import replace_parts, set_limits
 
 COVERS = {
     "skip_if_no_gpu": "test_skip_if_no_gpu",
@@ -144,7 +144,7 @@ async def skip_reason(skip: Callable[[Any], Any], world_size: int) -> str | None
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, gpu_count=lambda: 2)
+    replace_parts(monkeypatch, gpu_count=lambda: 2)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -276,7 +276,7 @@ def outcome() -> dict[str, str | None]:
     cases = [Continuous(name) for name in names]
     cases[names.index("hang")].timeout = 0.5
     with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, testing_release=0.2)
+        set_limits(patch, testing_release_timeout=0.2)
         result = run(*cases)
     texts = [*result.skipped, *result.failures, *result.errors]
     with pytest.raises(ChildProcessError):

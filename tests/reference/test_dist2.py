@@ -10,7 +10,7 @@ import pytest
 import aiocoll
 from aiocoll import HashStore, ProcessGroup, ReduceOp, TCPStore
 
-from ..ranks import LINKS, over, run_ranks
+from ..ranks import LINKS, parametrize_transports, run_ranks
 
 COVERS = {
     "ProcessGroupTest.test_context_manager": "test_context_manager",
@@ -62,7 +62,7 @@ async def test_context_manager() -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_allreduce(pg: ProcessGroup) -> None:
     t = filled(1)
     await pg.allreduce(t, timeout=LIMIT)
@@ -71,14 +71,14 @@ async def test_allreduce(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_barrier(pg: ProcessGroup) -> None:
     await pg.barrier(timeout=LIMIT)
     await pg.shutdown()
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_broadcast(pg: ProcessGroup) -> None:
     t = filled(pg.rank())
     await pg.broadcast(t, root=0, timeout=LIMIT)
@@ -86,7 +86,7 @@ async def test_broadcast(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_allgather(pg: ProcessGroup) -> None:
     out = [filled(0) for _ in range(2)]
     await pg.allgather(out, filled(pg.rank() + 1), timeout=LIMIT)
@@ -95,7 +95,7 @@ async def test_allgather(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_gather(pg: ProcessGroup) -> None:
     out = [filled(0) for _ in range(2)] if pg.rank() == 0 else []
     await pg.gather(out, filled(pg.rank() + 1), root=0, timeout=LIMIT)
@@ -104,7 +104,7 @@ async def test_gather(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_scatter(pg: ProcessGroup) -> None:
     inputs = [filled(rank + 1) for rank in range(2)] if pg.rank() == 0 else []
     out = filled(0)
@@ -113,7 +113,7 @@ async def test_scatter(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_reduce(pg: ProcessGroup) -> None:
     t = filled(1)
     await pg.reduce(t, root=0, op=ReduceOp.SUM, timeout=LIMIT)
@@ -121,7 +121,7 @@ async def test_reduce(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_reduce_scatter(pg: ProcessGroup) -> None:
     out = filled(0)
     await pg.reduce_scatter(out, [filled(rank + 1) for rank in range(2)], op=ReduceOp.SUM, timeout=LIMIT)
@@ -129,7 +129,7 @@ async def test_reduce_scatter(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_alltoall_base(pg: ProcessGroup) -> None:
     out = filled(0, 20)
     await pg.alltoall_base(out, filled(pg.rank() + 1, 20), [10, 10], [10, 10], timeout=LIMIT)
@@ -137,7 +137,7 @@ async def test_alltoall_base(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@over(*LINKS)
+@parametrize_transports(*LINKS)
 async def test_group_split(pg: ProcessGroup) -> None:
     subgroup = await pg.split_group([0], timeout=LIMIT, group_name="subgroup_1")
     if pg.rank() == 0:

@@ -25,7 +25,7 @@ from aiocoll.rendezvous import launchers
 from aiocoll.rendezvous.pmi_store import PmiStore, PublishedStore
 
 from ..ports import free_port
-from ..ranks import until
+from ..ranks import wait_until
 from .pmi_launcher import PmiLauncher
 
 LIMIT = 20.0
@@ -124,7 +124,7 @@ async def test_event_loops_of_several_threads_send_one_pmi_request(stores: dict[
 async def test_cancelled_task_does_not_cancel_the_pmi_request_of_other_tasks(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         tasks = [asyncio.create_task(find_store(launcher, 1)) for _ in range(3)]
-        await until(lambda: launcher.entered == 1)
+        await wait_until(lambda: launcher.entered == 1)
         tasks[1].cancel()  # task 1 waits for the request of task 0
         await asyncio.wait([tasks[1]])
         tasks[0].cancel()  # task 2 takes over the request

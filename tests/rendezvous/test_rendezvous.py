@@ -26,8 +26,8 @@ from aiocoll import (
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.stream.transport import StreamTransport
 
-from ..internals import comm_of, spied
-from ..ranks import until
+from ..internals import comm_of, observe_methods
+from ..ranks import wait_until
 
 Rank = Callable[[int], Awaitable[Any]]
 
@@ -124,7 +124,7 @@ async def test_rank_0_can_start_last(port: int) -> None:
 
     async def rank(rank: int) -> None:
         if rank == 0:
-            await until(lambda: len(started_ranks) == 2)
+            await wait_until(lambda: len(started_ranks) == 2)
         started_ranks.append(rank)
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3) as pg:
             await check_group(pg)
@@ -171,7 +171,7 @@ async def test_groups_of_one_environment_share_endpoint_and_store(port: int) -> 
             await check_group(one)
 
     with pytest.MonkeyPatch.context() as patch:
-        spied(patch, dial=count)
+        observe_methods(patch, StreamTransport, connect=count)
         await run_ranks_together(2, rank)
     assert len(connected) == len(set(connected)) <= 3
 

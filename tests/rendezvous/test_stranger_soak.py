@@ -37,21 +37,21 @@ def send_line(process: Process, line: str) -> None:
     process.stdin.write(f"{line}\n".encode())
 
 
-async def read_lines(rank: Process, visitor: Process, durations: list[tuple[float, float]]) -> None:
+async def read_lines(rank: Process, strangers: Process, durations: list[tuple[float, float]]) -> None:
     assert rank.stdout is not None
     while line := (await rank.stdout.readline()).decode():
         if line.startswith("at "):
-            send_line(visitor, line.strip())
+            send_line(strangers, line.strip())
         else:
             _, begin, seconds = line.split()
             durations.append((float(begin), float(seconds)))
 
 
-async def switch_strangers(visitor: Process, changes: list[float]) -> None:
+async def switch_strangers(strangers: Process, changes: list[float]) -> None:
     """Switch the strangers on and off in turn, and record the times of the changes."""
     while True:
         for word in ("on", "off"):
-            send_line(visitor, word)
+            send_line(strangers, word)
             changes.append(time.monotonic())
             await asyncio.sleep(PART)
 
@@ -61,20 +61,20 @@ async def measured_times(what: str, conduct: str, transport: str) -> tuple[list[
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-soak-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
     host, port = server.start()
-    visitor = await start_program("visitor", conduct)
-    send_line(visitor, f"at 1 {(chr(0) + host[6:])!r}" if unix else f"at 2 {(host, port)!r}")
-    ranks = [await start_program("rank_visited", what, rank, host, port, transport, SECONDS) for rank in range(2)]
+    strangers = await start_program("unauthenticated_clients", conduct)
+    send_line(strangers, f"at 1 {(chr(0) + host[6:])!r}" if unix else f"at 2 {(host, port)!r}")
+    ranks = [await start_program("attacked_rank", what, rank, host, port, transport, SECONDS) for rank in range(2)]
     durations: list[tuple[float, float]] = []
     changes: list[float] = []
-    turns = asyncio.create_task(switch_strangers(visitor, changes))
+    turns = asyncio.create_task(switch_strangers(strangers, changes))
     try:
-        await asyncio.gather(read_lines(ranks[0], visitor, durations), read_lines(ranks[1], visitor, []))
+        await asyncio.gather(read_lines(ranks[0], strangers, durations), read_lines(ranks[1], strangers, []))
         assert [await rank.wait() for rank in ranks] == [0, 0]
-        assert visitor.returncode is None
+        assert strangers.returncode is None
     finally:
         turns.cancel()
-        visitor.stdin.close()  # type: ignore[union-attr]
-        await visitor.wait()
+        strangers.stdin.close()  # type: ignore[union-attr]
+        await strangers.wait()
         await server.aclose()
         for thread in threading.enumerate():
             if thread.name.startswith("asyncio-waitpid"):  # the process that this thread waits for has ended

@@ -38,7 +38,7 @@ from aiocoll.transport.shm import dial
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.transport import StreamTransport
-from tests.chaos.proxy import Proxy, overheard  # noqa: F401
+from tests.chaos.proxy import Proxy, recorded_connection_kinds  # noqa: F401
 
 from ..internals import comm_of
 
@@ -197,7 +197,7 @@ async def test_child_processes_do_not_inherit_the_job_key(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-@pytest.mark.usefixtures("overheard")
+@pytest.mark.usefixtures("recorded_connection_kinds")
 async def test_replayed_handshake_opens_no_link(flavour: str, kind: ConnKind) -> None:
     async with listening_rank(flavour) as rank, listening_rank(flavour, 1) as peer:
         async with Proxy(*socket_address(rank.card), None) as proxy:
@@ -214,7 +214,7 @@ async def test_replayed_handshake_opens_no_link(flavour: str, kind: ConnKind) ->
         assert rank.links == []
 
 
-@pytest.mark.usefixtures("overheard")
+@pytest.mark.usefixtures("recorded_connection_kinds")
 async def test_replayed_store_requests_do_not_change_the_store() -> None:
     server = StoreServer(key=KEY)
     endpoint = server.start()

@@ -47,7 +47,7 @@ def test_item_returned_to_a_queue_goes_to_the_longest_waiting_pop() -> None:
 @pytest.fixture
 def small(limits: Limits) -> StoreCore:
     """Return a store that holds at most 4 keys and queued items, and 20 bytes."""
-    limits(store_entries=4, store_size=20)
+    limits(max_store_entries=4, max_store_bytes=20)
     return StoreCore()
 
 
@@ -169,7 +169,7 @@ def test_store_change_counter_counts_only_changes(command: str, arguments: tuple
 
 @pytest.mark.parametrize("kept", [None, "a/"])
 def test_removed_store_entries_free_their_space(limits: Limits, kept: str | None) -> None:
-    limits(store_entries=6, store_size=32)
+    limits(max_store_entries=6, max_store_bytes=32)
     core = StoreCore()
     for name in ("a/1", "b/1"):
         core.apply("set", (name, b"value"))

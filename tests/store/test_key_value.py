@@ -12,7 +12,7 @@ from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
 from aiocoll.store import KeyValueStore, PrefixStore
 from aiocoll.testing import run_ranks
 
-from ..ranks import until
+from ..ranks import wait_until
 from .minimal_store import MinimalStore
 
 MIB = 1 << 20
@@ -100,7 +100,7 @@ async def test_queue_pop_cancelled_at_any_loop_iteration_loses_no_items(turns: i
             await asyncio.sleep(0)
         pop.cancel()
     (popped,) = await asyncio.gather(pop, return_exceptions=True)
-    await until(lambda: len(asyncio.all_tasks()) == 1)
+    await wait_until(lambda: len(asyncio.all_tasks()) == 1)
     items = [] if isinstance(popped, asyncio.CancelledError) else [popped]
     items += [await near.queue_pop("q", timeout=10) for _ in range(2 - len(items))]
     assert items == [b"0", b"1"]
@@ -164,7 +164,7 @@ async def test_wait_for_many_keys_reads_one_key_at_a_time() -> None:
     entries: dict[str, bytes] = {}
     keys = [str(number) for number in range(100)]
     waiting = asyncio.create_task(RecordingStore(entries).wait(keys))
-    await until(lambda: len(reads) >= 103)
+    await wait_until(lambda: len(reads) >= 103)
     assert reads[:103] == [*keys, "99", "99", "99"]
     await MinimalStore(entries).multi_set(keys, [b""] * 100)
     await waiting

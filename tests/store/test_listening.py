@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import pytest
 
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.store import TCPStore
-from aiocoll.store.address import StoreEndpoint
 from aiocoll.store.listening import find_address, local_address
 
-from ..internals import replaced
+from ..name_server import NameServer
 
 KEY = b"of this test and no other"
 #: An address reserved for documentation, which no machine has.
@@ -34,30 +32,16 @@ class SleepingClock:
         self.now += delay
 
 
-class NameServer:
-    """A name server that fails some lookups, and then resolves every name to `addresses`."""
-
-    def __init__(self, *addresses: str, unknown: int = 0) -> None:
-        self.addresses = addresses
-        self.unknown = unknown
-
-    async def resolve(self, host: str, port: int) -> list[StoreEndpoint]:
-        if self.unknown:
-            self.unknown -= 1
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [StoreEndpoint(socket.AF_INET, (address, port)) for address in self.addresses]
-
-
 async def found_address(
     monkeypatch: pytest.MonkeyPatch, host: str, names: NameServer, bind: str | None = None, key: bytes | None = KEY
 ) -> tuple[str, str | None]:
-    replaced(monkeypatch, store_resolve=names.resolve)
+    names.install(monkeypatch)
     clock: Any = SleepingClock()
     return await find_address(host, bind, key=key, runtime=clock, timeout=3.0, trouble=lambda _: None)
 
 
 async def test_host_name_that_resolves_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, store_resolve=NameServer("127.0.0.1", unknown=3).resolve)
+    NameServer("127.0.0.1", unknown=3).install(monkeypatch)
     clock: Any = SleepingClock()
     troubles: list[str] = []
     where = await find_address("localhost", None, key=None, runtime=clock, timeout=3.0, trouble=troubles.append)
@@ -125,7 +109,7 @@ async def test_master_connects_to_its_own_store_by_the_loopback(monkeypatch: pyt
 
 
 async def test_trouble_of_a_store_explains_a_listener_on_the_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, store_resolve=NameServer("127.0.0.1").resolve)
+    NameServer("127.0.0.1").install(monkeypatch)
     async with TCPStore("myhost", 0, is_master=True) as store:
         assert store.trouble is not None
         assert "the store listens on 127.0.0.1 only, since 'myhost' resolves to it here" in store.trouble

@@ -17,7 +17,7 @@ from aiocoll.store import FileStore
 from aiocoll.store.core import StoreCore
 from aiocoll.store.records import MAGIC, MAX_RECORD, PREFIX_SIZE, seal
 
-from ..internals import wrapped
+from ..internals import wrap_methods
 
 HEADER_SIZE = 32
 KEYS = ["a", "b", "c"]
@@ -300,7 +300,7 @@ async def test_interrupted_replay_of_a_store_log_applies_records_once(path, monk
 
     async with FileStore(path) as reader:
         with monkeypatch.context() as patch:
-            wrapped(patch, store_applied=interrupt)
+            wrap_methods(patch, StoreCore, apply=interrupt)
             with pytest.raises(MemoryError):
                 await reader.get("n")
         assert await reader.get("n") == b"3"

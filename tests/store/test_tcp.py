@@ -27,13 +27,15 @@ from aiocoll.security.loop_timeout import _TURNS
 from aiocoll.security.tls import make_own_contexts
 from aiocoll.security.unproven_connections import MIN_PLACES
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
-from aiocoll.store.address import StoreEndpoint
+from aiocoll.store.client import ClientLink
+from aiocoll.store.core import StoreCore
 from aiocoll.store.frames import pack
 from aiocoll.store.session import Session
 
-from ..internals import replaced, spied
+from ..internals import observe_calls, observe_methods, replace_parts
+from ..name_server import NameServer
 from ..ports import free_port
-from ..ranks import until
+from ..ranks import wait_until
 
 try:
     import uvloop
@@ -350,10 +352,7 @@ async def test_error_explains_a_host_name_that_resolves_to_the_loopback(monkeypa
     """Check that only names which resolve to loopback by accident, as in Debian's /etc/hosts, are explained."""
     port = free_port()
 
-    async def resolve(host, port):
-        return [StoreEndpoint(socket.AF_INET, ("127.0.1.1", port))]
-
-    replaced(monkeypatch, store_sought=resolve)
+    NameServer("127.0.1.1").install(monkeypatch)
     with pytest.raises(StoreUnavailableError) as caught:
         await TCPStore(name, port, timeout=0.02).get("k")
     explanation = (
@@ -421,7 +420,7 @@ async def test_silent_clients_use_no_memory_for_tls():
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(MIN_PLACES):
             await stack.enter_async_context(raw_connection(server))
-        await until(lambda: len(server._unencrypted) == MIN_PLACES)
+        await wait_until(lambda: len(server._unencrypted) == MIN_PLACES)
         async with client(server, encryption="tls") as store:  # this client is accepted last, after all silent clients
             await store.set("k", b"1")
         assert resident_bytes() - before < MIN_PLACES * (64 << 10)
@@ -450,7 +449,7 @@ async def test_store_server_disconnects_a_client_without_tls_at_once():
 
 @pytest.mark.parametrize("encryption", ["none", "tls"])
 async def test_store_server_disconnects_a_silent_client_at_the_deadline(limits, encryption):
-    limits(store_handshake=0.01)
+    limits(store_handshake_timeout=0.01)
     server = StoreServer(LOCAL, 0, key=KEY, encryption=encryption)
     server.start()
     async with raw_connection(server) as (reader, _):
@@ -461,7 +460,7 @@ async def test_store_server_disconnects_a_silent_client_at_the_deadline(limits, 
 
 async def test_authenticated_store_client_has_no_handshake_deadline(limits):
     """Let the client confirm after a later client was disconnected at its deadline."""
-    limits(store_handshake=0.05)
+    limits(store_handshake_timeout=0.05)
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
     async with raw_connection(server) as (reader, writer):
@@ -491,7 +490,7 @@ async def test_handshake_deadline_does_not_end_a_session_with_unread_data():
 
     async with raw_connection(server) as (reader, writer):
         handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
-        await until(lambda: server._sessions)
+        await wait_until(lambda: server._sessions)
         blocked, resume = threading.Event(), threading.Event()
         server._loop.call_soon_threadsafe(lambda: (blocked.set(), resume.wait(), fire_timers()))
         await asyncio.to_thread(blocked.wait)
@@ -524,7 +523,7 @@ def test_timeout_does_not_discard_an_unread_reply(server, name, waits):
 
 
 async def test_store_server_disconnects_a_silent_tls_client(limits):
-    limits(store_handshake=0.5)
+    limits(store_handshake_timeout=0.5)
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
     began = time.monotonic()
@@ -543,7 +542,7 @@ async def test_store_server_can_be_closed_during_the_tls_handshake_of_a_client(b
     async with raw_connection(server) as (reader, writer):
         if begun:
             writer.write(b"\x16\x03\x01\x02\x00\x01")
-        await until(lambda: server._unencrypted)
+        await wait_until(lambda: server._unencrypted)
         await server.aclose()
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
@@ -650,7 +649,9 @@ async def test_invalid_store_reply_closes_the_connection_with_a_reason(server, c
             await other.multi_set(["k", "l"], [b"", b""])
             await other.queue_push("q", b"")
             with monkeypatch.context() as patch:
-                replaced(patch, store_reply=lambda session, number, *_, reply=answer: send(session, [number, *reply]))
+                replace_parts(
+                    patch, send_store_reply=lambda session, number, *_, reply=answer: send(session, [number, *reply])
+                )
                 with pytest.raises(StoreUnavailableError, match=r"store 127.0.0.1:\d+: .* reply to " + command):
                     await call(store)
             await other.num_keys()
@@ -789,7 +790,7 @@ async def test_exception_in_a_store_request_closes_only_its_connection(server, m
             if command == "append":
                 raise MemoryError("no memory")
 
-        spied(monkeypatch, store_applied=fail)
+        observe_methods(monkeypatch, StoreCore, apply=fail)
         async with client(server) as other:
             with pytest.raises(StoreUnavailableError, match="closed the connection"):
                 await other.append("k", b"1")
@@ -807,7 +808,7 @@ async def test_exception_in_a_wait_reply_closes_only_the_waiting_client(server, 
             if payload == b"wanted":
                 raise MemoryError("no memory")
 
-        spied(monkeypatch, store_reply=fail)
+        observe_calls(monkeypatch, send_store_reply=fail)
         await store.set("k", b"wanted")
         with pytest.raises(StoreUnavailableError, match="closed the connection"):
             await waiting
@@ -830,7 +831,7 @@ async def test_store_opening_cancelled_after_encryption_does_not_affect_the_next
         return TCPStore(LOCAL, server.port, key=KEY, encryption="tls")
 
     with monkeypatch.context() as patch:
-        spied(patch, client_connected=lambda *_: opening.cancel())
+        observe_methods(patch, ClientLink, connection_made=lambda *_: opening.cancel())
         opening = asyncio.create_task(new_store().open())
         await asyncio.wait([opening])
     assert opening.cancelled()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..internals import replaced
+from ..internals import replace_parts
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -39,4 +39,4 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
 @pytest.fixture
 def frames_of_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide frames of aiocoll in reports, as for users; aiocoll's own tests show them."""
-    replaced(monkeypatch, all_frames=ContextVar("all frames", default=False))
+    replace_parts(monkeypatch, all_frames=ContextVar("all frames", default=False))

@@ -82,7 +82,7 @@ def test_each_test_starts_separate_processes() -> None:
 
 @pytest.mark.slow
 def test_processes_of_continuous_ranks_are_reused_by_the_next_test(limits: Limits) -> None:
-    limits(testing_release=0.5)
+    limits(testing_release_timeout=0.5)
     result = run_all(samples.Continuous)
     assert result.testsRun == 7
     assert not result.failures

@@ -14,7 +14,7 @@ from aiocoll import CollectiveMismatchError, HashStore, ProcessGroup, new_group
 from aiocoll.testing import InProcessTestCase, run_processes, run_ranks, run_virtual, spawn_ranks
 from tests.testing import jobs, samples
 
-from ..ranks import until
+from ..ranks import wait_until
 from .conftest import Project
 
 pytest_plugins = ["pytester"]
@@ -112,7 +112,7 @@ async def test_failure_of_a_referenced_work_counts_as_unretrieved() -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         kept.append(work := pg.recv(np.zeros(1), 1 - pg.rank(), timeout=0.01))
-        await until(lambda: work not in pg.pending())
+        await wait_until(lambda: work not in pg.pending())
 
     with pytest.raises(AssertionError, match="rank 1 of 2, group 'world:0': exception of RECV called at"):
         await run_ranks(2, rank)
@@ -126,7 +126,7 @@ async def test_failure_in_a_group_that_stays_open_counts_as_unretrieved() -> Non
         group = await new_group(store=store, rank=0, world_size=1, name=f"of {pg.rank()}")
         made.append(group)
         works.append(group.recv(np.zeros(1), 0, timeout=0.01))
-        await until(lambda: not group.pending())
+        await wait_until(lambda: not group.pending())
 
     async with HashStore() as store:
         with pytest.raises(AssertionError, match="rank 0 of 2, group 'of 0': exception of RECV called at"):
@@ -194,7 +194,7 @@ async def test_unretrieved_failures_of_groups_outside_of_the_run_are_ignored() -
 
     async with HashStore() as store, new_group(store=store, rank=0, world_size=1) as group:
         group.recv(np.zeros(1), 0, timeout=0.01)
-        await until(lambda: not group.pending())
+        await wait_until(lambda: not group.pending())
         assert await run_ranks(2, rank) == [0, 1]
 
 

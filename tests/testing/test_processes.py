@@ -18,7 +18,7 @@ import pytest
 
 from aiocoll import GroupOptions
 from aiocoll.testing import children, run_processes
-from tests.ranks import until
+from tests.ranks import wait_until
 from tests.testing import jobs
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +100,7 @@ async def test_timeout_error_shows_the_stack_of_every_rank(monkeypatch: pytest.M
         elif timeout == children.ANSWER:
             timeout = 0
             answers.extend(awaited)
-            await until(lambda: sum(answer.done() for answer in answers) == 2)
+            await wait_until(lambda: sum(answer.done() for answer in answers) == 2)
         return await wait(awaited, timeout=timeout, return_when=return_when)
 
     monkeypatch.setattr(asyncio, "wait", wait_for_events)
@@ -123,9 +123,9 @@ async def test_timeout_error_shows_the_stack_of_every_rank(monkeypatch: pytest.M
 async def wait_until_all_hang(file: Path) -> None:
     numbers = await numbers_from(file, 8)
     pids = dict(zip(numbers[::2], numbers[1::2], strict=True))
-    await until(lambda: state(pids[2]) == "S")
+    await wait_until(lambda: state(pids[2]) == "S")
     os.kill(pids[3], signal.SIGSTOP)
-    await until(lambda: state(pids[3]) == "T")
+    await wait_until(lambda: state(pids[3]) == "T")
 
 
 async def test_cancelled_run_ends_the_rank_processes_and_their_children(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from aiocoll import (
     current_process_group,
 )
 from aiocoll.testing import run_ranks, run_virtual
-from tests.testing.every import every_call
+from tests.testing.all_calls import make_all_calls
 
 
 async def describe_rank(pg: ProcessGroup, *args: Any) -> tuple[Any, ...]:
@@ -30,7 +30,7 @@ async def test_results_are_returned_in_rank_order() -> None:
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp"])
 async def test_ranks_make_every_call_over_every_transport(transport: Any) -> None:
-    assert await run_ranks(3, every_call, (5, 70_000), options=GroupOptions(transport=transport)) == [2] * 3
+    assert await run_ranks(3, make_all_calls, (5, 70_000), options=GroupOptions(transport=transport)) == [2] * 3
 
 
 async def test_each_rank_has_its_own_current_group() -> None:

@@ -18,7 +18,7 @@ from aiocoll.testing import (
 )
 from aiocoll.testing.skips import skip_early
 
-from ..internals import replaced
+from ..internals import replace_parts
 
 
 def no_devices() -> int:
@@ -41,7 +41,7 @@ def no_devices() -> int:
 async def test_each_skip_requirement_has_a_reason(
     skip: Any, world_size: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replaced(monkeypatch, gpu_count=no_devices)
+    replace_parts(monkeypatch, gpu_count=no_devices)
     ran = []
 
     @skip

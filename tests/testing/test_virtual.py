@@ -17,9 +17,9 @@ from aiocoll import CollectiveTimeoutError, GroupOptions, PeerLostError, Process
 from aiocoll.testing import VirtualLoop, run_virtual
 from aiocoll.transport.frame import Header
 from aiocoll.transport.memory import MemoryLink
-from tests.testing.every import every_call
+from tests.testing.all_calls import make_all_calls
 
-from ..internals import spied
+from ..internals import observe_calls
 
 
 def now() -> float:
@@ -88,11 +88,11 @@ def test_calls_that_need_a_rank_fail_after_the_rank_has_left() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_call_completes_over_a_slow_virtual_network(world_size: int, seed: int) -> None:
-    assert run_virtual(world_size, every_call, (3, 40_000), seed=seed, latency=(0.001, 0.5)) == [2] * world_size
+    assert run_virtual(world_size, make_all_calls, (3, 40_000), seed=seed, latency=(0.001, 0.5)) == [2] * world_size
 
 
 def test_every_call_completes_over_a_virtual_network_without_latency() -> None:
-    assert run_virtual(4, every_call) == [3] * 4
+    assert run_virtual(4, make_all_calls) == [3] * 4
 
 
 Deliveries = list[tuple[float, int, int, Header]]
@@ -106,8 +106,8 @@ def deliveries(seed: int, monkeypatch: pytest.MonkeyPatch) -> Deliveries:
         found.append((asyncio.get_running_loop().time(), link.peer, sum(link.ends) - link.peer, header))
 
     with monkeypatch.context() as patch:
-        spied(patch, memory_arrived=record_delivery)
-        run_virtual(4, every_call, (2, 20_000), seed=seed, latency=(0.001, 0.2))
+        observe_calls(patch, receive_memory_frame=record_delivery)
+        run_virtual(4, make_all_calls, (2, 20_000), seed=seed, latency=(0.001, 0.2))
     return found
 
 
@@ -310,4 +310,4 @@ def test_use_of_threads_in_a_virtual_run_is_refused() -> None:
 @pytest.mark.parametrize("latency", [(2, 1), (-1, 1)])
 def test_error_names_a_wrong_latency(latency: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"latency=.*: give the shortest and the longest time in seconds"):
-        run_virtual(1, every_call, latency=latency)
+        run_virtual(1, make_all_calls, latency=latency)

@@ -205,7 +205,7 @@ def test_top_listener_sends_no_answer_to_another_user(source: Any, tmp_path: Pat
         for above in tmp_path.parents:
             if above != common and above.is_relative_to(common):
                 os.chmod(above, 0o711)
-        script = (Path(__file__).parent / "asking.py").read_text()
+        script = (Path(__file__).parent / "socket_client.py").read_text()
 
         def result_for_other_user() -> str:
             command = [sys.executable, "-c", script, str(short / path.name)]

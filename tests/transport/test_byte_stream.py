@@ -302,7 +302,7 @@ async def test_connection_whose_stream_fails_to_open_is_dialled_again() -> None:
 async def test_watchdogs_exchange_heartbeats_through_any_kind_of_byte_stream(kind: str, limits: Limits) -> None:
     """Check that heartbeats, exchanged by watchdog threads, arrive while the event loop is blocked."""
     limits(
-        watchdog_round=watchdog.ROUND / 20,
+        watchdog_interval=watchdog.ROUND / 20,
         unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
         blocked_after=watchdog.BLOCKED_AFTER / 20,
     )

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import socket
 import struct
 import sys
@@ -10,10 +11,9 @@ from typing import Any
 import pytest
 
 from aiocoll.errors import RendezvousError
+from aiocoll.security.keys import is_loopback
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
-
-from ..internals import replaced
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 
@@ -132,15 +132,27 @@ FOREIGN = ("192.0.2.7", "192.0.2.8")
 @pytest.fixture
 def no_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the default route; only loopback is reachable."""
-    replaced(monkeypatch, far_addresses=())
+
+    def connect(sock: socket.socket, address: tuple[Any, ...]) -> None:
+        if not is_loopback(address[0]):
+            raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+        original(sock, address)
+
+    original = socket.socket.connect
+    monkeypatch.setattr(socket.socket, "connect", connect)
 
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return a table of the interfaces and addresses of this host, which the test may change."""
     table = {"lo": "127.0.0.1"}
+
+    def ioctl(_: int, request: int, given: bytes) -> bytes:
+        address = socket.inet_aton(table[given.rstrip(b"\0").decode()])
+        return struct.pack("16sHH4s16x", given, socket.AF_INET, 0, address)
+
     monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(table)))
-    replaced(monkeypatch, interface_address=table.__getitem__)
+    monkeypatch.setattr("fcntl.ioctl", ioctl)
     return table
 
 
@@ -172,24 +184,23 @@ def test_store_host_publishes_the_address_by_which_other_ranks_reached_the_store
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Check the choice of this host's address among the addresses by which other ranks reached the store."""
-    replaced(
-        monkeypatch,
-        is_own_address=lambda host: host == FOREIGN[1],
-        routable_address=lambda master, *_: master,
-    )
+    monkeypatch.setattr(route, "is_own", lambda host: host == FOREIGN[1])
+    monkeypatch.setattr(route, "routable_address", lambda master, *_: master)
     assert find_route(["127.0.0.1", *FOREIGN, "127.0.0.1"]) == (FOREIGN[1], FOREIGN[1])
 
 
+@linux_only
 @pytest.mark.usefixtures("no_default_route")
 def test_host_with_one_address_publishes_this_address(
     interfaces: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replaced(monkeypatch, routable_address=lambda master, *_: master)
+    monkeypatch.setattr(route, "routable_address", lambda master, *_: master)
     interfaces["eth0"] = FOREIGN[0]
     assert find_route(["", ""]) == (FOREIGN[0], FOREIGN[0])
     assert find_route(["127.0.0.1", "10.96.0.1"]) == (FOREIGN[0], FOREIGN[0])  # no host has this service address
 
 
+@linux_only
 @pytest.mark.usefixtures("no_default_route")
 def test_ambiguous_address_raises_an_error_that_lists_interfaces(interfaces: dict[str, str]) -> None:
     with pytest.raises(RendezvousError, match=r"AIOCOLL_INTERFACE, AIOCOLL_BIND\); available: only the loopback$"):

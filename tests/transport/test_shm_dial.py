@@ -8,12 +8,11 @@ import fcntl
 import gc
 import mmap
 import os
-import resource
 import select
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -30,29 +29,12 @@ from aiocoll.transport.shm.outbox import Outbox
 from aiocoll.transport.shm.region import PAGE, OwnRegion
 from aiocoll.transport.shm.transport import Sharing
 
+from ..descriptors import descriptor_limit
 from ..shared_memory import mapped
 from .links import sockets
 
 LAYOUT, OUTBOX = LinkLayout(2), OutboxLayout(2)
 WARNING = "uses unix sockets instead of shared memory"
-
-
-@contextmanager
-def file_limit(more: int) -> Iterator[None]:
-    """Limit this process to `more` further open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = os.dup(0)
-    os.close(limit)
-    used = {int(name) for name in os.listdir("/proc/self/fd")}
-    # The limit is on descriptor numbers, and a new descriptor takes the lowest free number.
-    while more:
-        more -= limit not in used
-        limit += 1
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def stop_polling(moved: bool) -> bool:
@@ -226,7 +208,7 @@ async def test_lack_of_file_descriptors_at_any_step_makes_both_ends_use_the_sock
     for more in range(40):
         ends = Ends()
         caplog.clear()
-        with file_limit(more):
+        with descriptor_limit(more):
             results = await ends.negotiate()
         ends_well = all(isinstance(result, LinkParts) for result in results)
         outcomes.append(ends_well)
@@ -601,22 +583,17 @@ async def test_refusal_that_contains_file_descriptors_is_accepted() -> None:
 # -- this machine
 
 
-async def test_machine_without_memory_fences_uses_the_socket(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("function", "found", "reason"), [("fences", None, "libatomic"), ("has_atomic_stores", False, "in two steps")]
+)
+async def test_machine_without_fences_or_atomic_stores_uses_the_socket(
+    function: str, found: bool | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "fences", lambda: None)
+    """The machine has no fences, or the words of a process may tear."""
+    monkeypatch.setattr(transport, function, lambda: found)
     async with negotiated() as (ends, results):
         assert results == [None, None]
-        assert all("libatomic" in str(rank.trouble) for rank in ends.ranks)
-
-
-async def test_process_without_atomic_64_bit_stores_uses_sockets(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(transport, "has_atomic_stores", lambda: False)
-    async with negotiated() as (ends, results):
-        assert results == [None, None]
-        assert all("in two steps" in str(rank.trouble) for rank in ends.ranks)
+        assert all(reason in str(rank.trouble) for rank in ends.ranks)
 
 
 async def test_python_without_memfd_uses_the_socket(

@@ -30,7 +30,7 @@ from aiocoll.transport.shm.ring import RingWriter
 from aiocoll.transport.shm.slots import SlotReader
 from aiocoll.transport.shm.transport import Sharing
 
-from ..internals import replaced, wrapped
+from ..internals import replace_parts, wrap_parts
 from ..ranks import run_ranks
 from .links import Idle, frame, linked, shm_ends, sockets
 from .outboxes import Host
@@ -77,7 +77,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     kernel = Kernel()
-    wrapped(monkeypatch, populate=kernel)
+    wrap_parts(monkeypatch, populate_memory=kernel)
     return kernel
 
 
@@ -503,7 +503,7 @@ async def test_frame_whose_memory_cannot_be_reserved_is_tried_once(kernel: Kerne
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
         with pytest.MonkeyPatch.context() as patch:
-            replaced(patch, populate=count)
+            replace_parts(patch, populate_memory=count)
             near.write(*frame(1, payload(1, 100_000)))
             for _ in range(5):
                 assert not near.poll()

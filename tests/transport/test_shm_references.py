@@ -22,7 +22,7 @@ from aiocoll.transport.shm.references import UnreadableError
 from aiocoll.transport.shm.registered_memory import RegisteredMemory
 from aiocoll.transport.shm.ring import RingWriter
 
-from ..ranks import until
+from ..ranks import wait_until
 from .links import Recorder, frame, linked, shm_ends
 
 PROCESS = pytest.param(
@@ -63,7 +63,7 @@ class Ends:
         else:
             array = np.empty(nbytes, np.uint8)
         array[:] = np.arange(nbytes) % 251
-        await until(lambda: self.place(array) is not None)
+        await wait_until(lambda: self.place(array) is not None)
         return array
 
     def place(self, array: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int] | None:
@@ -109,7 +109,7 @@ async def test_payload_sent_by_reference_arrives_in_pieces_unless_routed_into_an
         array = await both.array(nbytes)
         assert both.write(array)
         assert both.read == [], "the peer read before it polled"
-        await until(lambda: both.read)
+        await wait_until(lambda: both.read)
         assert both.read == [1]
         assert b"".join(payload for _, payload in both.got.frames) == known_bytes(nbytes)
         assert not placed or found == known_bytes(nbytes)
@@ -156,7 +156,7 @@ async def test_writer_has_at_most_two_unread_references(where: str) -> None:
         assert not both.near.writable
         await both.sent.until(lambda: both.sent.drains)
         assert both.near.writable
-        await until(lambda: both.read == [1, 2])
+        await wait_until(lambda: both.read == [1, 2])
 
 
 async def test_reader_that_reads_a_reference_at_once_wakes_the_writer(
@@ -188,7 +188,7 @@ async def test_reference_waits_for_space_in_the_frame_ring(where: str) -> None:
         both.near.write(*frame(9, b"last"))
         await both.got.until(lambda: both.got.frames[-1:] == [(9, b"last")])
         assert both.write(array)
-        await until(lambda: both.read == [1])
+        await wait_until(lambda: both.read == [1])
 
 
 async def test_withdrawn_reference_is_not_delivered(where: str) -> None:
@@ -202,7 +202,7 @@ async def test_withdrawn_reference_is_not_delivered(where: str) -> None:
         await both.got.frames_are(2)
         assert [op for op, _ in both.got.frames] == [2, 3]
         assert [header[4] for header in both.got.withdrawals] == [1]
-        await until(lambda: both.read == [1, 2])
+        await wait_until(lambda: both.read == [1, 2])
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -232,12 +232,12 @@ async def test_withdrawal_of_a_read_reference_does_not_affect_later_references(w
     async with linked_ends(where) as both:
         array, owner = await both.array(1000), object()
         assert both.write(array, 1, owner)
-        await until(lambda: both.read == [1])
+        await wait_until(lambda: both.read == [1])
         both.near.references.invalidate(owner)
         for op in range(2, 600):  # enough frames to use every entry of the ring again
             assert both.write(array, op)
             both.near.references.invalidate(owner)
-            await until(lambda op=op: both.read[-1] == op)
+            await wait_until(lambda op=op: both.read[-1] == op)
         assert [op for op, _ in both.got.frames] == list(range(1, 600))
 
 
@@ -250,7 +250,7 @@ async def test_readable_callback_stops_within_a_frame_at_its_time_limit(where: s
         for pieces in range(1, 5):
             both.far.poll()
             assert len(both.got.frames) == pieces
-        await until(lambda: both.read)
+        await wait_until(lambda: both.read)
         assert b"".join(payload for _, payload in both.got.frames) == known_bytes(4 * SEGMENT)
 
 
@@ -266,7 +266,7 @@ async def test_writer_knows_whether_its_reference_is_being_read(where: str) -> N
         for op in (1, 2):
             assert both.write(array, op)
             assert not both.near.is_being_read()
-            await until(lambda op=op: op in both.read)
+            await wait_until(lambda op=op: op in both.read)
             assert not both.near.is_being_read()
         assert found == [True] * 6
 

@@ -25,7 +25,7 @@ from aiocoll.transport.shm.region import (
     open_region,
 )
 
-from ..internals import failing
+from ..internals import make_calls_fail
 from ..shared_memory import mapped
 
 NBYTES = 3 * PAGE
@@ -37,7 +37,7 @@ Make = Callable[[int], tuple[int, mmap.mmap]]
 
 def refuse_to_populate(patch: pytest.MonkeyPatch) -> None:
     """Fail like kernels before 5.14, which cannot populate memory."""
-    failing(patch, OSError(errno.EINVAL, os.strerror(errno.EINVAL)), "populate")
+    make_calls_fail(patch, OSError(errno.EINVAL, os.strerror(errno.EINVAL)), "populate_memory")
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from aiocoll.transport.shm.region import PAGE, create_mapped
 from aiocoll.transport.shm.registered_memory import RegisteredMemory
 from aiocoll.transport.shm.segment_sharing import _ENDED, _MESSAGE, _OFFER, _TAKEN
 
-from ..internals import sock_of
-from ..ranks import until
+from ..internals import socket_of
+from ..ranks import wait_until
 from .links import linked
 
 NBYTES = 4 * PAGE
@@ -38,7 +38,7 @@ class Ends:
     async def share(self) -> tuple[Any, Segment]:
         """Return an array of ascending numbers, and its segment, which the far end has mapped."""
         array, segment = await self.make()
-        await until(lambda: self.near.segment_sharing.can_map(segment))
+        await wait_until(lambda: self.near.segment_sharing.can_map(segment))
         return array, segment
 
     async def make(self) -> tuple[Any, Segment]:
@@ -76,7 +76,7 @@ async def test_shared_segment_can_be_read_until_it_ends(ends: Ends) -> None:
     array[10] = -1
     assert ends.read_by_peer(segment, 80)[0] == -1
     del array
-    await until(lambda: ends.read_by_peer(segment) is None)
+    await wait_until(lambda: ends.read_by_peer(segment) is None)
     assert segment.fd == -1
     assert not ends.far.sink.losses
 
@@ -94,7 +94,7 @@ async def test_memory_segment_is_offered_to_a_peer_once(ends: Ends, monkeypatch:
     monkeypatch.setattr(segment_sharing.socket, "send_fds", lambda *given: sent.append(given) or send(*given))
     _first, segment = await ends.make()
     assert not any(ends.near.segment_sharing.can_map(segment) for _ in range(5))
-    await until(lambda: ends.near.segment_sharing.can_map(segment))
+    await wait_until(lambda: ends.near.segment_sharing.can_map(segment))
     assert len(sent) == 1
 
 
@@ -102,29 +102,29 @@ async def test_segment_offer_that_exceeds_the_socket_buffer_is_sent_later(ends: 
     """Check that an offer is repeated, and that the notice about an ended segment is kept."""
     segments = [await ends.share() for _ in range(3)]
     _array, late = await ends.make()
-    fill(sock_of(ends.near))
+    fill(socket_of(ends.near))
     assert not ends.near.segment_sharing.can_map(late)
     assert not late.readers
     numbers = [segment for _, segment in segments]
     segments.clear()
     for segment in numbers:
         ends.near.segment_sharing.withdraw(segment.number)
-    await until(lambda: not any(ends.read_by_peer(segment) is not None for segment in numbers))
-    await until(lambda: ends.near.segment_sharing.can_map(late))
+    await wait_until(lambda: not any(ends.read_by_peer(segment) is not None for segment in numbers))
+    await wait_until(lambda: ends.near.segment_sharing.can_map(late))
 
 
 async def test_link_can_close_with_unsent_segment_offers(ends: Ends) -> None:
     _array, segment = await ends.share()
-    fill(sock_of(ends.near))
+    fill(socket_of(ends.near))
     ends.near.segment_sharing.withdraw(segment.number)
     ends.near.close()
-    await until(lambda: ends.far.sink.losses)
+    await wait_until(lambda: ends.far.sink.losses)
     ends.near.segment_sharing.withdraw(segment.number)  # the link is already closed
 
 
 async def test_lost_file_descriptor_does_not_affect_other_segments(ends: Ends) -> None:
     _array, segment = await ends.make()
-    sock_of(ends.near).send(_MESSAGE.pack(_OFFER, segment.number, segment.nbytes))
+    socket_of(ends.near).send(_MESSAGE.pack(_OFFER, segment.number, segment.nbytes))
     ends.near.segment_sharing._offered.add(segment.number)
     _other, other = await ends.share()
     assert ends.read_by_peer(segment) is None
@@ -152,7 +152,7 @@ async def test_late_answer_to_a_segment_offer_is_ignored(ends: Ends) -> None:
     _array, segment = await ends.make()
     ends.near.segment_sharing.can_map(segment)
     ends.near.segment_sharing.withdraw(segment.number)
-    sock_of(ends.far).send(_MESSAGE.pack(_TAKEN, 99, 0))
+    socket_of(ends.far).send(_MESSAGE.pack(_TAKEN, 99, 0))
     _other, _ = await ends.share()
     assert ends.near.segment_sharing._taken.isdisjoint({segment.number, 99})
 
@@ -170,25 +170,25 @@ async def test_malformed_segment_offer_ends_the_link(ends: Ends, what: str) -> N
     message, fds = MALFORMED_OFFERS[what]
     fd, _memory = await create_mapped(PAGE)
     try:
-        socket.send_fds(sock_of(ends.near), [message], [fd] * fds)
+        socket.send_fds(socket_of(ends.near), [message], [fd] * fds)
     finally:
         os.close(fd)
-    await until(lambda: ends.far.sink.losses)
+    await wait_until(lambda: ends.far.sink.losses)
     assert isinstance(ends.far.sink.losses[0], ProtocolError)
 
 
 async def test_offer_of_unsealed_memory_ends_the_link(ends: Ends) -> None:
     zeros = os.open("/dev/zero", os.O_RDWR)
-    socket.send_fds(sock_of(ends.near), [_MESSAGE.pack(_OFFER, 1, PAGE)], [zeros])
+    socket.send_fds(socket_of(ends.near), [_MESSAGE.pack(_OFFER, 1, PAGE)], [zeros])
     os.close(zeros)
-    await until(lambda: ends.far.sink.losses)
+    await wait_until(lambda: ends.far.sink.losses)
     assert isinstance(ends.far.sink.losses[0], ProtocolError)
 
 
 async def test_repeated_segment_number_ends_the_link(ends: Ends) -> None:
     _array, segment = await ends.share()
-    socket.send_fds(sock_of(ends.near), [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])
-    await until(lambda: ends.far.sink.losses)
+    socket.send_fds(socket_of(ends.near), [_MESSAGE.pack(_OFFER, segment.number, segment.nbytes)], [segment.fd])
+    await wait_until(lambda: ends.far.sink.losses)
     assert isinstance(ends.far.sink.losses[0], ProtocolError)
 
 
@@ -217,7 +217,7 @@ async def test_reference_outside_the_segments_ends_the_link(ends: Ends, number: 
     _array, _segment = await ends.share()
     ends.near.chunks.writer.point(5, 7, 0, number, offset)
     assert ends.far.chunks.read(FLOAT, 1) is None
-    await until(lambda: ends.far.sink.losses)
+    await wait_until(lambda: ends.far.sink.losses)
     with pytest.raises(ProtocolError, match="sent the address of a chunk in memory that it has not shared"):
         raise ends.far.sink.losses[0]
 

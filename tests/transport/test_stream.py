@@ -14,6 +14,7 @@ from itertools import count
 
 import pytest
 
+from aiocoll import users
 from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.errors import AuthenticationError, GroupClosedError, PeerLostError, RendezvousError
 from aiocoll.native import core
@@ -50,7 +51,7 @@ from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.tls_stream import open_tls
 from aiocoll.transport.stream.transport import StreamTransport
 
-from ..internals import replaced, sock_of
+from ..internals import socket_of
 
 KEY = b"k" * 32
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
@@ -238,12 +239,12 @@ async def test_connect_opens_a_link_that_transfers_frames(flavour: str) -> None:
         await b.until(lambda: b.received)
         await a.until(lambda: a.received)
         assert (a.received, b.received) == ([(1, 8)], [(0, 7)])
-        sock = sock_of(link)
+        sock = socket_of(link)
         assert sock.gettimeout() == 0
         assert not sock.get_inheritable()
-        assert not sock_of(back).get_inheritable()
+        assert not socket_of(back).get_inheritable()
         if flavour.startswith("tcp"):
-            assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in (sock, sock_of(back)))
+            assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in (sock, socket_of(back)))
 
 
 async def test_connect_opens_one_link_per_kind() -> None:
@@ -507,7 +508,7 @@ async def test_connect_to_another_rank_fails() -> None:
 async def test_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(2, handshake_timeout=3600.0) as (a, b):
         own_uid = os.geteuid()
-        replaced(monkeypatch, peer_uid=lambda _: own_uid + 1)
+        monkeypatch.setattr(users, "peer_uid", lambda _: own_uid + 1)
         async with stranger(b.card) as sock:
             assert await read(sock, 1) == b""
         with pytest.raises(
@@ -865,8 +866,8 @@ async def test_auto_transport_uses_unix_on_one_host_and_tcp_between_hosts() -> N
         await rank.transport.listen()
         rank.card = await rank.transport.listen_tcp("127.0.0.1")
     same, other = await asyncio.gather(ranks[0].connect(ranks[1]), ranks[0].connect(ranks[2]))
-    assert sock_of(same).family == socket.AF_UNIX
-    assert sock_of(other).family == socket.AF_INET
+    assert socket_of(same).family == socket.AF_UNIX
+    assert socket_of(other).family == socket.AF_INET
     await settle(*ranks)
     for rank in ranks:
         await rank.transport.aclose()
@@ -885,11 +886,11 @@ async def test_tcp_is_used_if_the_unix_socket_is_unusable(trouble: str, monkeypa
             rank.card = {**rank.card, "unix": "@aiocoll-elsewhere"}
     if trouble == "another user":
         own_uid = os.geteuid()
-        replaced(monkeypatch, peer_uid=lambda _: own_uid + 1)
+        monkeypatch.setattr(users, "peer_uid", lambda _: own_uid + 1)
     for kind, (one, other) in ((CONTROL, ranks), (DATA, ranks[::-1])):
         link = await one.connect(other, kind)
         assert link is not None
-        assert sock_of(link).family == socket.AF_INET
+        assert socket_of(link).family == socket.AF_INET
         carrier, why = one.transport.carrier(other.transport.rank)
         assert carrier == ("tcp" if kind is DATA else "none")
         assert ("Connection refused" if trouble == "missing" else f"belongs to user {os.geteuid() + 1}") in why
@@ -1014,7 +1015,7 @@ async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
             assert link is not None
             await one.until(lambda: one.links)
             (other,) = one.links
-            asyncio.get_running_loop().remove_reader(sock_of(other).fileno())
+            asyncio.get_running_loop().remove_reader(socket_of(other).fileno())
             link.close()
             assert not other.closed
             await zero.connect(one)

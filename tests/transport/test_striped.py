@@ -19,8 +19,8 @@ from aiocoll.transport.stream.link_table import FAR, MOST_CONNECTIONS
 from aiocoll.transport.stream.plain_stream import PlainStream
 from aiocoll.transport.stream.striped_stream import AHEAD, BLOCK, StripedStream
 
-from ..internals import replaced
-from ..ranks import until
+from ..internals import replace_parts
+from ..ranks import wait_until
 from .links import Recorder, frame, sockets
 from .test_stream import Rank, started
 
@@ -39,7 +39,7 @@ async def striped_ends(ranks: list[Rank], count: int) -> tuple[Any, Any]:
     """Let rank 0 dial; return both ends once they have all connections."""
     ranks[0].transport.connections = lambda host: count
     near = await ranks[0].connect(ranks[1], ConnKind.DATA)
-    await until(lambda: ranks[1].accepted and all(len(connections(ranks[r], 1 - r)) == count for r in range(2)))
+    await wait_until(lambda: ranks[1].accepted and all(len(connections(ranks[r], 1 - r)) == count for r in range(2)))
     return near, ranks[1].accepted[0]
 
 
@@ -71,7 +71,7 @@ async def test_connections_to_distant_hosts_are_paced(
     count: int, host: str, rtt: float, paced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check pacing, without which a fast link loses packets of a burst after a pause, and slows down."""
-    replaced(monkeypatch, round_trip=lambda sock: rtt)
+    replace_parts(monkeypatch, round_trip=lambda sock: rtt)
     async with started(2, "tcp") as ranks:
         ranks[1].card = await ranks[1].transport.listen_tcp(host)
         ends = (
@@ -101,7 +101,7 @@ async def test_additional_connection_for_a_closed_link_is_closed() -> None:
         near = await ranks[0].connect(ranks[1], ConnKind.DATA)
         assert near is not None
         near.close()
-        await until(lambda: not ranks[0].transport._background)
+        await wait_until(lambda: not ranks[0].transport._background)
         assert not ranks[0].transport._links.has((1, ConnKind.DATA))
 
 
@@ -109,7 +109,7 @@ async def test_number_of_connections_per_link_is_limited() -> None:
     async with started(2, "tcp") as ranks:
         ends = await striped_ends(ranks, 2)
         ranks[0].transport._start("more", ranks[0].transport._add_connections, 1, dial_target(ranks), 20)
-        await until(lambda: not ranks[0].transport._background)
+        await wait_until(lambda: not ranks[0].transport._background)
         assert [len(connections(ranks[r], 1 - r)) for r in range(2)] == [MOST_CONNECTIONS] * 2
         assert not any(end.closed for end in ends)
 
@@ -254,7 +254,7 @@ async def test_writable_callback_of_a_striped_stream_follows_the_connection_in_u
             number = streams.index(ends.stream._current.stream)
             written.add(number)
             ends.drain(number)
-            await until(lambda before=before: calls > before)
+            await wait_until(lambda before=before: calls > before)
         assert len(written) > 1
 
 

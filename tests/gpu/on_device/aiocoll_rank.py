@@ -211,7 +211,7 @@ HOW = {
 
 async def body(how: str, kind: str, meeting: str, rank: int) -> None:
     with disguised_device(kind, rank) as made, pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, slot_patience=TIMEOUT)  # so that no call is staged because a rank is slow
+        set_limits(patch, device_slot_wait=TIMEOUT)  # so that no call is staged because a rank is slow
         pg = await new_group(init_method=f"file://{meeting}/store", rank=rank, world_size=2, timeout=TIMEOUT)
         await make_communicator(pg, made)
         await HOW[how](pg, made)

@@ -13,8 +13,10 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
+from aiocoll.group.dispatch.call_cache import PLANS
+from aiocoll.group.dispatch.planner import Planner
 
-from ...internals import Limits, dispatcher_of, spied
+from ...internals import dispatcher_of, observe_methods
 
 SUM = ReduceOp.SUM
 #: Two dtypes of the same width, which NumPy treats as equal but which are distinct objects.
@@ -124,20 +126,19 @@ async def test_cached_plan_keeps_its_op_alive(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_call_cache_keeps_a_limited_number_of_plans(pg: ProcessGroup, limits: Limits) -> None:
-    limits(kept_plans=4)
+async def test_call_cache_keeps_a_limited_number_of_plans(pg: ProcessGroup) -> None:
     known = dispatcher_of(pg).plans.known
-    for length in (1, 2, 3, 4, 5, 1, 2, 3, 4, 5):
+    for length in (*range(1, PLANS), 1, 2, 3, 4, 5):
         assert (await pg.allreduce(np.ones(length))).tolist() == [2] * length
         assert (await pg.allreduce(np.ones(2 * length)[::2])).tolist() == [2] * length
         assert (await pg.allgather_into_tensor(np.ones(2 * length), np.ones(length))).tolist() == [1] * 2 * length
-        assert len(known) <= 4
+        assert len(known) <= PLANS
 
 
 @pytest.mark.ranks(1)
 async def test_planner_function_is_called_once_per_plan(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Any] = []
-    spied(monkeypatch, planned=lambda *args, **_: planned.append(args[1]))
+    observe_methods(monkeypatch, Planner, plan=lambda *args, **_: planned.append(args[1]))
     signature = Signature("ALLGATHER_ALLOCATED", "float64", (), None, None)
     calls: dict[str, Callable[[], Any]] = {
         "array": lambda: pg.allreduce(np.ones(3)),

@@ -17,7 +17,7 @@ from .proof import RECEIVES
 Place = tuple[int, int, int]
 
 
-class Clockwork:
+class SimulatedMachine:
     """A simulated run of a schedule on all ranks; elements are bytes, and `seconds` is the end of the last action."""
 
     def __init__(self, programs: list[Program], machine: Machine) -> None:

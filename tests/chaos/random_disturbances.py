@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
-from tests.chaos.forked import Report, Reports, run_chosen, run_forked
+from tests.chaos.forked_ranks import Report, Reports, run_chosen, run_forked
 
 #: Kinds of disturbances. Another process kills or stops the victim; the victim itself cancels or aborts.
 WHAT = ("kill", "stop", "cancel", "abort")

@@ -9,11 +9,11 @@ import pytest
 
 from .conftest import LIMIT, Ranks
 
-ENDING = str(Path(__file__).with_name("ending.py"))
-UNCLOSED = str(Path(__file__).with_name("unclosed.py"))
+PENDING_WORKS = str(Path(__file__).with_name("pending_works.py"))
+OPEN_GROUPS = str(Path(__file__).with_name("open_groups.py"))
 
 #: The exit code of rank 1, and the last line of its standard error.
-ENDS = {
+EXITS = {
     "raise": (3, ""),
     "interrupt": (-2, "KeyboardInterrupt"),
     "interrupt twice": (-2, "KeyboardInterrupt"),
@@ -22,11 +22,11 @@ ENDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", EXITS)
 def test_ending_rank_prints_only_its_own_error_and_its_peer_is_notified(how: str, ranks: Ranks, port: int) -> None:
-    processes = [ranks.start(ENDING, how, f"tcp://127.0.0.1:{port}", str(rank)) for rank in range(2)]
+    processes = [ranks.start(PENDING_WORKS, how, f"tcp://127.0.0.1:{port}", str(rank)) for rank in range(2)]
     (out, err), (_, last) = [process.communicate(timeout=LIMIT) for process in processes]
-    code, words = ENDS[how]
+    code, words = EXITS[how]
     assert processes[1].returncode == code
     check_stderr(last, words)
     assert (processes[0].returncode, err) == (0, "")
@@ -34,7 +34,7 @@ def test_ending_rank_prints_only_its_own_error_and_its_peer_is_notified(how: str
 
 
 def test_pending_works_print_nothing_after_their_failure_was_reported(ranks: Ranks, port: int) -> None:
-    processes = [ranks.start(ENDING, "leave", f"tcp://127.0.0.1:{port}", str(rank)) for rank in range(2)]
+    processes = [ranks.start(PENDING_WORKS, "leave", f"tcp://127.0.0.1:{port}", str(rank)) for rank in range(2)]
     (out, err), (_, last) = [process.communicate(timeout=LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert out.startswith("CollectiveTimeoutError None ")
@@ -43,7 +43,7 @@ def test_pending_works_print_nothing_after_their_failure_was_reported(ranks: Ran
 
 
 def test_interrupted_rendezvous_prints_only_keyboard_interrupt(ranks: Ranks, port: int) -> None:
-    process = ranks.start(ENDING, "interrupt rendezvous", f"tcp://127.0.0.1:{port}", "0")
+    process = ranks.start(PENDING_WORKS, "interrupt rendezvous", f"tcp://127.0.0.1:{port}", "0")
     _, last = process.communicate(timeout=LIMIT)
     assert process.returncode == -2
     check_stderr(last, "KeyboardInterrupt")
@@ -62,7 +62,7 @@ def test_event_loops_that_end_with_open_groups_leave_no_descriptors_and_threads(
 ) -> None:
     """Run two processes that have watchdogs and share memory."""
     env = {"AIOCOLL_TRANSPORT": transport, "PYTHONWARNINGS": "always::ResourceWarning"}
-    processes = [ranks.start(UNCLOSED, f"tcp://127.0.0.1:{port}", str(rank), env=env) for rank in range(2)]
+    processes = [ranks.start(OPEN_GROUPS, f"tcp://127.0.0.1:{port}", str(rank), env=env) for rank in range(2)]
     for rank, process in enumerate(processes):
         out, err = process.communicate(timeout=LIMIT)
         assert process.returncode == 0, err

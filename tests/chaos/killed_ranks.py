@@ -19,7 +19,7 @@ import numpy as np
 
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
 from aiocoll.algorithms.machine import SingleCopy
-from tests.chaos.forked import LIMIT, Report, run_chosen, run_forked
+from tests.chaos.forked_ranks import LIMIT, Report, run_chosen, run_forked
 
 from ..internals import comm_of
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tests.cli.conftest import Job
 
-__all__ = ["ELASTIC", "MENDS", "Ranks", "enough", "states"]
+__all__ = ["ELASTIC", "REPAIRING", "Ranks", "enough", "states"]
 
 #: Ranks repeat allreduces with the sum 2 ** 0 + ... + 2 ** (WORLD_SIZE - 1), until the file named by the first argument
 #: exists. Each process creates a file in the same directory, named by its rank, or "new", and its pid.
-MENDS = """
+REPAIRING = """
     import asyncio, json, os, sys, time
     from pathlib import Path
     import aiocoll

@@ -1,4 +1,4 @@
-"""Cost of watching a job with `aiocoll top`: ``python bench/watching.py``.
+"""Cost of watching a job with `aiocoll top`: ``python bench/viewer_costs.py``.
 
 Eight ranks, processes of this host, call allreduces of 8 B and of 1 MiB without a pause. The job runs unwatched, with
 ``aiocoll top --json``, or with ``aiocoll top --web`` and a client that sends a request once a second, as its page does.

@@ -15,7 +15,7 @@ def block(rank: int, count: int) -> np.ndarray:
     return np.arange(count, dtype="f8") + rank
 
 
-async def every_call(pg: ProcessGroup, counts: tuple[int, ...] = (1, 1000, LARGE)) -> int:
+async def make_all_calls(pg: ProcessGroup, counts: tuple[int, ...] = (1, 1000, LARGE)) -> int:
     """Make every call with each count; return the number of counts."""
     for count in counts:
         await reductions(pg, count)

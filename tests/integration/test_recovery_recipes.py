@@ -14,7 +14,7 @@ from tests.integration.conftest import KEY, LIMIT
 if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
-PROGRAM = str(Path(__file__).with_name("going_on.py"))
+PROGRAM = str(Path(__file__).with_name("recovery_recipe.py"))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Collectives on lists with one array per rank: results of repeated calls, whose plans are cached."""
+"""Collectives on lists with one array per rank, or on equal parts of one array; plans of repeated calls are cached."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.work import Work
 
-from ..ranks import over
-from .test_in_parts import DTYPES, SHAPES, record_views
+from ..ranks import parametrize_transports
+from .views import recorded_views
 
+#: Shapes of the array for one rank. The first axis of an array with equal parts is longer by the number of ranks.
+SHAPES = [(1,), (3,), (1000,), (2, 5)]
+DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have one width, but may be different types
 #: The arrays that a rank sends and receives. Each is one array, or a list with one array per rank.
 Arrays = tuple[Any, Any]
-#: A function that starts a call on `Arrays`, with a root if the call has one.
+#: A function that starts a call on such arrays, with a root where the call has one.
 Call = Callable[..., Work[Any]]
 
 
@@ -45,28 +48,46 @@ def alltoall(pg: ProcessGroup, given: Any, got: Any, root: int, **options: Any) 
     return pg.alltoall(got, given, **options)
 
 
-CALLS = [allgather, gather, scatter, reduce_scatter, alltoall]
+def allgather_into_tensor(pg: ProcessGroup, given: Any, got: Any, root: int, **options: Any) -> Work[Any]:
+    return pg.allgather_into_tensor(got, given, **options)
+
+
+def reduce_scatter_tensor(pg: ProcessGroup, given: Any, got: Any, root: int, **options: Any) -> Work[Any]:
+    return pg.reduce_scatter_tensor(got, given, **options)
+
+
+def alltoall_base(pg: ProcessGroup, given: Any, got: Any, root: int, **options: Any) -> Work[Any]:
+    return pg.alltoall_base(got, given, **options)
+
+
+LISTS = [allgather, gather, scatter, reduce_scatter, alltoall]
+IN_PARTS = [allgather_into_tensor, reduce_scatter_tensor, alltoall_base]
+CALLS = [*LISTS, *IN_PARTS]
+#: Calls to which each rank gives an array for each rank, or in which it gets one from each rank.
+GIVEN_TO_ALL = (scatter, reduce_scatter, reduce_scatter_tensor)
+GOT_FROM_ALL = (allgather, gather, allgather_into_tensor)
 
 
 def arrays(
-    call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int, root: int, grow: int
+    call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int, root: int = 0, grow: int = 0
 ) -> Arrays:
-    """Return the sent and received arrays; arrays from rank r to rank s have `grow` (r + s) additional rows.
+    """Return the sent and the received arrays; those from rank r to rank s have `grow` (r + s) more rows.
 
     In an allgather and a gather, s counts as 0; in a scatter and a reduce_scatter, r counts as 0.
     """
     size, rank = pg.size(), pg.rank()
-    all_give, all_get = call in (scatter, reduce_scatter), call in (allgather, gather)
 
     def array(src: int, dst: int, fill: int) -> Any:
-        rows = shape[0] + grow * ((0 if all_give else src) + (0 if all_get else dst))
+        rows = shape[0] + grow * ((0 if call in GIVEN_TO_ALL else src) + (0 if call in GOT_FROM_ALL else dst))
         return np.full((rows, *shape[1:]), fill, dtype)
 
     given: Any = [array(rank, peer, value(first, rank, peer)) for peer in range(size)]
     got: Any = [array(peer, rank, -1) for peer in range(size)]
-    if all_get:
+    if call in IN_PARTS:
+        given, got = np.concatenate(given), np.concatenate(got)
+    if call in GOT_FROM_ALL:
         given = array(rank, 0, value(first, rank, 0))
-    if all_give:
+    if call in GIVEN_TO_ALL:
         got = array(0, rank, -1)
     if call is gather and rank != root:
         got = None
@@ -75,38 +96,58 @@ def arrays(
     return given, got
 
 
-def check(call: Call, pg: ProcessGroup, got: Any, first: int, root: int) -> None:
+def check(call: Call, pg: ProcessGroup, got: Any, first: int, root: int = 0) -> None:
     size, rank = pg.size(), pg.rank()
-    if call is reduce_scatter:
+    if call in (reduce_scatter, reduce_scatter_tensor):
         assert (got == sum(value(first, src, rank) for src in range(size))).all()
     elif call is scatter:
         assert (got == value(first, root, rank)).all()
     elif got is not None:
-        for src, each in enumerate(got):
-            assert (each == value(first, src, rank if call is alltoall else 0)).all()
+        for src, each in enumerate(np.split(got, size) if call in IN_PARTS else got):
+            assert (each == value(first, src, 0 if call in GOT_FROM_ALL else rank)).all()
+
+
+def changed_arrays(change: Callable[[Any], Any], given: Any) -> Any:
+    """Return changed copies of one array, or of a list."""
+    if given is None:
+        return None
+    return [change(array) for array in given] if isinstance(given, list) else change(given)
+
+
+def strided(array: Any) -> Any:
+    """Return a copy that is not contiguous."""
+    other = np.zeros((*array.shape, 2), array.dtype)[..., 0]
+    other[:] = array
+    return other
+
+
+def frozen(array: Any) -> Any:
+    """Make an array read-only and return it."""
+    array.flags.writeable = False
+    return array
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-@over("shm", "memory")
+@parametrize_transports("shm", "memory")
 async def test_repeated_call_returns_correct_results(call: Call, pg: ProcessGroup) -> None:
     for shape in SHAPES:
         for dtype in DTYPES:
             for first in range(3):
                 root = first % pg.size()
-                given, got = arrays(call, pg, shape, dtype, first, root, 0)
+                given, got = arrays(call, pg, shape, dtype, first, root)
                 result = await call(pg, given, got, root)
                 check(call, pg, got, first, root)
-                # Each call must return the caller's own arrays.
+                # The call returns the caller's own arrays.
                 same = [result], [got]
                 if isinstance(got, list):
                     same = result, got
                 assert [id(each) for each in same[0]] == [id(each) for each in same[1]]
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", LISTS)
 @pytest.mark.ranks(2, 3, 4)
-@over("shm", "memory")
+@parametrize_transports("shm", "memory")
 async def test_arrays_of_some_ranks_can_be_longer(call: Call, pg: ProcessGroup) -> None:
     for grow in (1, 2, 40_000):
         for first in range(2):
@@ -116,86 +157,76 @@ async def test_arrays_of_some_ranks_can_be_longer(call: Call, pg: ProcessGroup) 
                 check(call, pg, got, first, root)
 
 
+@pytest.mark.ranks(1)
+@parametrize_transports("memory")
+async def test_arrays_without_axes_are_divided(pg: ProcessGroup) -> None:
+    for value in (1.0, 2.0):
+        for shapes in (((), ()), ((), (1,)), ((1,), ())):
+            whole, other = (np.full(shape, value + part) for part, shape in enumerate(shapes))
+            await pg.alltoall_base(other, whole)
+            assert other.reshape(1)[0] == value
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1)
-@over("memory")
-async def test_repeated_call_uses_its_cached_plan_without_examining_arrays(
-    call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await call(pg, *arrays(call, pg, (4,), "f4", 0, 0, 0), 0)
-    viewed = record_views(monkeypatch)
-    given, got = arrays(call, pg, (4,), "f4", 1, 0, 0)
-    await call(pg, given, got, 0)
-    check(call, pg, got, 1, 0)
-    assert viewed == []
-    strided = np.zeros((4, 2), "f4")[:, 0]
-    if call in (allgather, gather):
-        await call(pg, strided, got, 0)
-    else:
-        await call(pg, [strided], got, 0)
-    assert len(viewed) > 1
+@parametrize_transports("memory")
+async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup) -> None:
+    await call(pg, *arrays(call, pg, (4,), "f4", 0), 0)
+    given, got = arrays(call, pg, (4,), "f4", 1)
+    with recorded_views() as viewed:
+        await call(pg, given, got, 0)
+        assert viewed == []
+        await call(pg, changed_arrays(strided, given), got, 0)
+        assert len(viewed) > 1
+    check(call, pg, got, 1)
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
-@over("memory")
+@parametrize_transports("memory")
 async def test_keyed_coalesced_tuple_and_empty_calls_return_correct_results(call: Call, pg: ProcessGroup) -> None:
     for first in range(2):
-        given, got = arrays(call, pg, (4,), "f4", first, 1, 0)
+        given, got = arrays(call, pg, (4,), "f4", first, 1)
         await call(pg, given, got, 1, key="a")
         check(call, pg, got, first, 1)
-        both = [arrays(call, pg, (4,), "f4", first + part, 1, 0) for part in range(2)]
+        both = [arrays(call, pg, (4,), "f4", first + part, 1) for part in range(2)]
         async with pg.coalescing():
             works = [call(pg, given, got, 1) for given, got in both]
         for part, (work, (_, got)) in enumerate(zip(works, both, strict=True)):
             await work
             check(call, pg, got, first + part, 1)
-        given, got = arrays(call, pg, (4,), "f4", first, 1, 0)
+        given, got = arrays(call, pg, (4,), "f4", first, 1)
         result = await call(pg, *(tuple(each) if isinstance(each, list) else each for each in (given, got)), 1)
         check(call, pg, got, first, 1)
         assert isinstance(result, list) == isinstance(got, list)
-        await call(pg, *arrays(call, pg, (0,), "f4", first, 1, 0), 1)
-        given, got = arrays(call, pg, (0,), "f4", first, 1, 1)  # rank 0 has no elements
-        await call(pg, given, got, 1)
-        check(call, pg, got, first, 1)
+        await call(pg, *arrays(call, pg, (0,), "f4", first, 1), 1)
+        if call in LISTS:
+            given, got = arrays(call, pg, (0,), "f4", first, 1, 1)  # rank 0 has no elements
+            await call(pg, given, got, 1)
+            check(call, pg, got, first, 1)
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
-@over("memory")
+@parametrize_transports("memory")
 async def test_call_on_an_unusual_array_after_a_plain_array_returns_the_correct_result(
     call: Call, pg: ProcessGroup
 ) -> None:
     """Use strided and read-only arrays with the shape and dtype of an earlier call."""
-
-    def strided(array: Any) -> Any:
-        other = np.zeros((*array.shape, 2), array.dtype)[..., 0]
-        other[:] = array
-        return other
-
-    def changed_arrays(change: Callable[[Any], Any], given: Any) -> Any:
-        if given is None:
-            return None
-        return [change(array) for array in given] if isinstance(given, list) else change(given)
-
-    def frozen(array: Any) -> Any:
-        array.flags.writeable = False
-        return array
-
     for first, change in enumerate((lambda array: array, strided, lambda array: array)):
-        given, got = arrays(call, pg, (4,), "i4", first, 0, 0)
+        given, got = arrays(call, pg, (4,), "i4", first)
         given, got = changed_arrays(change, given), changed_arrays(change, got)
         await call(pg, given, got, 0)
-        check(call, pg, got, first, 0)
-    given, got = arrays(call, pg, (4,), "i4", 3, 0, 0)
+        check(call, pg, got, first)
+    given, got = arrays(call, pg, (4,), "i4", 3)
     await call(pg, changed_arrays(frozen, given), got, 0)
-    check(call, pg, got, 3, 0)
+    check(call, pg, got, 3)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", LISTS)
 @pytest.mark.ranks(2, 4)
-@over("memory")
-async def test_wrong_array_is_refused_after_an_equal_call_with_a_valid_array(call: Call, pg: ProcessGroup) -> None:
+@parametrize_transports("memory")
+async def test_wrong_list_is_refused_after_a_right_one(call: Call, pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     other = (rank + 1) % size
     given, got = arrays(call, pg, (4,), "f4", 0, rank, 0)
@@ -221,7 +252,7 @@ async def test_wrong_array_is_refused_after_an_equal_call_with_a_valid_array(cal
     for wrong in ([], blocks[1:], [*blocks, blocks[0]], np.zeros(5, "f4"), dict(enumerate(blocks))):
         with pytest.raises((TypeError, ValueError)):
             call(pg, *((given, wrong) if isinstance(got, list) else (wrong, got)), rank)
-    # Pass this rank's array also in place of another rank's array.
+    # This rank's array also takes the place of another rank's array.
     if isinstance(got, list):
         across = given, with_replaced(got, other, own(given))
     else:
@@ -240,9 +271,40 @@ async def test_wrong_array_is_refused_after_an_equal_call_with_a_valid_array(cal
     check(call, pg, got, 1, 0)
 
 
+@pytest.mark.parametrize("call", IN_PARTS)
+@pytest.mark.ranks(2)
+@parametrize_transports("memory")
+async def test_wrong_parts_are_refused_after_a_right_one(call: Call, pg: ProcessGroup) -> None:
+    given, got = arrays(call, pg, (4,), "f4", 0)
+    await call(pg, given, got, 0)
+    whole, other = (got, given) if call is allgather_into_tensor else (given, got)
+
+    def wrong(whole: Any, other: Any) -> None:
+        call(pg, *((other, whole) if call is allgather_into_tensor else (whole, other)), 0)
+
+    with pytest.raises(ValueError, match=r"elements|split"):
+        wrong(np.zeros(7, "f4"), other)
+    with pytest.raises(ValueError, match="elements"):
+        wrong(whole, other[:-2].copy())
+    with pytest.raises(TypeError, match="dtype"):
+        wrong(whole, other.astype("f8"))
+    if call is alltoall_base:
+        with pytest.raises(ValueError, match="shares memory"):
+            wrong(whole, whole)
+    elif call is allgather_into_tensor:
+        with pytest.raises(ValueError, match="shares memory"):
+            wrong(whole, np.split(whole, 2)[1 - pg.rank()])
+    got.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        wrong(whole, other)
+    given, got = arrays(call, pg, (4,), "f4", 1)
+    await call(pg, given, got, 0)
+    check(call, pg, got, 1)
+
+
 @pytest.mark.parametrize("call", [gather, scatter])
 @pytest.mark.ranks(2)
-@over("memory")
+@parametrize_transports("memory")
 async def test_only_the_root_can_pass_a_list(call: Call, pg: ProcessGroup) -> None:
     root = 1 - pg.rank()
     mine, lists = np.zeros(4, "f4"), [np.zeros(4, "f4") for _ in range(2)]
@@ -260,7 +322,7 @@ async def test_only_the_root_can_pass_a_list(call: Call, pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(3)
-@over("memory")
+@parametrize_transports("memory")
 async def test_inputs_and_outputs_that_overlap_as_documented_are_accepted(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     for first in range(2):
@@ -282,15 +344,26 @@ async def test_inputs_and_outputs_that_overlap_as_documented_are_accepted(pg: Pr
         got = [np.zeros(4, "f4") for _ in range(size)]
         await pg.alltoall(got, [same] * size)
         assert [each.tolist() for each in got] == [[value(first, src, 0)] * 4 for src in range(size)]
+        _, got = arrays(allgather_into_tensor, pg, (4,), "f4", first)
+        mine = np.split(got, size)[rank]
+        mine[:] = value(first, rank, 0)
+        await pg.allgather_into_tensor(got, mine)
+        check(allgather_into_tensor, pg, got, first)
+        given, _ = arrays(reduce_scatter_tensor, pg, (4,), "f4", first)
+        mine = np.split(given, size)[rank]
+        await pg.reduce_scatter_tensor(mine, given)
+        check(reduce_scatter_tensor, pg, mine, first)
 
 
+@pytest.mark.parametrize("call", [reduce_scatter, reduce_scatter_tensor])
 @pytest.mark.ranks(2)
-@over("memory")
-async def test_plans_are_cached_separately_for_each_op(pg: ProcessGroup) -> None:
+@parametrize_transports("memory")
+async def test_plans_are_cached_separately_for_each_op(call: Call, pg: ProcessGroup) -> None:
     rank = pg.rank()
     for op, expected in ((ReduceOp.SUM, 10.0), (ReduceOp.MAX, 10.0), (ReduceOp.AVG, 5.0), (ReduceOp.MIN, 0.0)) * 2:
-        given, got = arrays(reduce_scatter, pg, (4,), "f4", 0, 0, 0)
-        await pg.reduce_scatter(got, given, op)
+        given, got = arrays(call, pg, (4,), "f4", 0)
+        await call(pg, given, got, 0, op=op)
         assert (got == expected + rank * (2 if op == ReduceOp.SUM else 1)).all()
+    given, got = arrays(call, pg, (4,), "f8", 0)
     with pytest.raises(TypeError):
-        pg.reduce_scatter(np.zeros(2), [np.zeros(2)] * 2, ReduceOp.BAND)
+        call(pg, given, got, 0, op=ReduceOp.BAND)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = str(Path(__file__).with_name("few_files.py"))
+PROGRAM = str(Path(__file__).with_name("descriptor_limit.py"))
 
 
 @pytest.mark.slow

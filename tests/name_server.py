@@ -1,0 +1,31 @@
+"""A name server for tests, in place of the one of this host."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+
+class NameServer:
+    """A name server that resolves every name to `addresses`, after some failed lookups.
+
+    Args:
+        addresses: IPv4 addresses.
+        unknown: the number of lookups that fail first.
+    """
+
+    def __init__(self, *addresses: str, unknown: int = 0) -> None:
+        self._addresses = addresses
+        self._unknown = unknown
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Answer all lookups of this process."""
+        patch.setattr(socket, "getaddrinfo", self._getaddrinfo)
+
+    def _getaddrinfo(self, host: Any, port: Any, *_: Any, **__: Any) -> list[tuple[Any, ...]]:
+        if self._unknown:
+            self._unknown -= 1
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port)) for address in self._addresses]
