@@ -529,7 +529,7 @@ async def test_ranks_with_user_certificates_meet(authority: Authority, world_siz
 async def test_auto_encryption_between_hosts_uses_the_certificate_files(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Make the test fail that no certificate is created, which would need `cryptography`."""
+    """Check that no certificate is made, for which `cryptography` would be needed."""
     each = [options(authority.make(ANY), encryption="auto", host_id=host) for host in "ab"]
     make_own_contexts.cache_clear()
     monkeypatch.setitem(sys.modules, "cryptography", None)

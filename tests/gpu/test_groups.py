@@ -727,7 +727,7 @@ async def test_error_in_a_staged_call_fails_the_call() -> None:
     await run_with_gpus(1, body)
 
 
-async def test_device_calls_work_with_a_small_plan_cache() -> None:
+async def test_device_calls_work_with_more_shapes_than_kept_plans() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         shapes = [(1,), (2,), (2, 1), (1, 2)]
         for shape in (*shapes, *((length,) for length in range(3, PLANS + 3)), *shapes):

@@ -19,7 +19,7 @@ SHAPES = [(1,), (3,), (1000,), (2, 5)]
 DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have one width, but may be different types
 #: The arrays that a rank sends and receives. Each is one array, or a list with one array per rank.
 Arrays = tuple[Any, Any]
-#: A function that starts a call on such arrays, with a root where the call has one.
+#: A function that starts a call on `Arrays`, with a root if the call has one.
 Call = Callable[..., Work[Any]]
 
 
@@ -71,7 +71,7 @@ GOT_FROM_ALL = (allgather, gather, allgather_into_tensor)
 def arrays(
     call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int, root: int = 0, grow: int = 0
 ) -> Arrays:
-    """Return the sent and the received arrays; those from rank r to rank s have `grow` (r + s) more rows.
+    """Return the sent and received arrays; arrays from rank r to rank s have `grow` (r + s) additional rows.
 
     In an allgather and a gather, s counts as 0; in a scatter and a reduce_scatter, r counts as 0.
     """
@@ -138,7 +138,7 @@ async def test_repeated_call_returns_correct_results(call: Call, pg: ProcessGrou
                 given, got = arrays(call, pg, shape, dtype, first, root)
                 result = await call(pg, given, got, root)
                 check(call, pg, got, first, root)
-                # The call returns the caller's own arrays.
+                # Each call must return the caller's own arrays.
                 same = [result], [got]
                 if isinstance(got, list):
                     same = result, got
@@ -170,7 +170,7 @@ async def test_arrays_without_axes_are_divided(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1)
 @parametrize_transports("memory")
-async def test_repeated_call_makes_no_views(call: Call, pg: ProcessGroup) -> None:
+async def test_repeated_call_uses_its_cached_plan_without_examining_arrays(call: Call, pg: ProcessGroup) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0), 0)
     given, got = arrays(call, pg, (4,), "f4", 1)
     with recorded_views() as viewed:
@@ -226,7 +226,7 @@ async def test_call_on_an_unusual_array_after_a_plain_array_returns_the_correct_
 @pytest.mark.parametrize("call", LISTS)
 @pytest.mark.ranks(2, 4)
 @parametrize_transports("memory")
-async def test_wrong_list_is_refused_after_a_right_one(call: Call, pg: ProcessGroup) -> None:
+async def test_wrong_list_is_refused_after_an_equal_call_with_a_valid_list(call: Call, pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     other = (rank + 1) % size
     given, got = arrays(call, pg, (4,), "f4", 0, rank, 0)
@@ -252,7 +252,7 @@ async def test_wrong_list_is_refused_after_a_right_one(call: Call, pg: ProcessGr
     for wrong in ([], blocks[1:], [*blocks, blocks[0]], np.zeros(5, "f4"), dict(enumerate(blocks))):
         with pytest.raises((TypeError, ValueError)):
             call(pg, *((given, wrong) if isinstance(got, list) else (wrong, got)), rank)
-    # This rank's array also takes the place of another rank's array.
+    # Pass this rank's array also in place of another rank's array.
     if isinstance(got, list):
         across = given, with_replaced(got, other, own(given))
     else:
@@ -274,7 +274,7 @@ async def test_wrong_list_is_refused_after_a_right_one(call: Call, pg: ProcessGr
 @pytest.mark.parametrize("call", IN_PARTS)
 @pytest.mark.ranks(2)
 @parametrize_transports("memory")
-async def test_wrong_parts_are_refused_after_a_right_one(call: Call, pg: ProcessGroup) -> None:
+async def test_wrong_parts_are_refused_after_an_equal_call_with_valid_parts(call: Call, pg: ProcessGroup) -> None:
     given, got = arrays(call, pg, (4,), "f4", 0)
     await call(pg, given, got, 0)
     whole, other = (got, given) if call is allgather_into_tensor else (given, got)

@@ -266,7 +266,7 @@ async def test_log_names_the_dump_option_without_a_directory(caplog: pytest.LogC
 
 @pytest.fixture
 def earlier_signals() -> Iterator[list[int]]:
-    """Install a signal handler before any group, and yield the received signals, after a garbage collection."""
+    """Install a signal handler and yield the received signals; collect the groups of after a before."""
     gc.collect()  # a group that was not closed listens until then
     had: list[int] = []
 

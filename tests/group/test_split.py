@@ -19,7 +19,7 @@ from ..ranks import LINKS, check_group, parametrize_transports, wait_until
 async def test_split_groups_by_colour_and_orders_by_key(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     everyone = range(size)
-    # The colour, the key, and the ranks of the group of this rank's colour.
+    # Cases: the colour, the key, and the expected ranks of the group with this rank's colour.
     cases: list[tuple[Any, int, list[int]]] = [
         (0, 0, list(everyone)),
         (0, -rank, list(reversed(everyone))),
@@ -60,7 +60,7 @@ async def test_rank_without_a_colour_receives_no_group_from_split(pg: ProcessGro
 @pytest.mark.ranks(4)
 @parametrize_transports("memory", "unix")
 async def test_split_works_concurrently_with_other_calls(pg: ProcessGroup) -> None:
-    """Let the splits end in different orders on different ranks: each keeps the number of its call."""
+    """Let the splits end in different orders on different ranks; each split keeps the number of its call."""
     rank = pg.rank()
     splits = [asyncio.ensure_future(pg.split(rank % 2, key)) for key in (0, -rank)]
     await asyncio.sleep(0)  # lets the splits begin
@@ -103,7 +103,7 @@ async def test_split_group_can_be_split_again(pg: ProcessGroup) -> None:
     assert part.global_ranks == (pg.rank(),)
     again = await group.split_group([0, 1])
     assert again is not None
-    assert again.global_ranks == (1, 0)  # in the order of the parent group
+    assert again.global_ranks == (1, 0)  # the ranks have the order of the parent group
     assert await check_group(again) == (1, 0)
 
 
@@ -174,7 +174,7 @@ async def test_local_split_can_be_called_only_by_the_ranks_of_the_new_group(pg: 
             part = await pg.split_group([3, 1], local=True)
             assert part.global_ranks == (1, 3)
             assert await part.allgather_object(pg.rank()) == [1, 3]
-    # The other ranks have not counted the local splits: for them, this is the first one.
+    # The other ranks do not count local splits, so for them this is the first split.
     whole = await pg.split_group(range(4))
     assert await whole.allreduce(1) == 4
     assert await pg.split_group([(pg.rank() + 1) % 4], local=True) is None
