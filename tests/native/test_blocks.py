@@ -238,7 +238,7 @@ async def test_native_block_is_one_operation_in_records_and_counters() -> None:
 async def test_handover_of_the_last_small_call_starts_no_packed_call(
     iterations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, packing_budget=0.0)  # so that the flush starts one packed call per iteration of the loop
+    set_limits(monkeypatch, loop_budget=0.0)  # so that the flush starts one packed call per iteration of the loop
     async with group_of_ranks([True, True]) as pgs:
         arrays = [[ones(count, pg.rank() + 1) for count in (4, SMALL, SMALL)] for pg in pgs]
 
@@ -252,7 +252,7 @@ async def test_handover_of_the_last_small_call_starts_no_packed_call(
         await wait_until(lambda: native.count == 1)
         for _ in range(iterations):
             await asyncio.sleep(0)
-        set_limits(monkeypatch, packing_budget=1.0)
+        set_limits(monkeypatch, loop_budget=1.0)
         before = pending_in_python(pgs[0])
         native.hand_over()
         assert pending_in_python(pgs[0]) == before + 1
