@@ -22,6 +22,8 @@ __all__ = ["Divergence", "Finding", "Lateness", "diagnose", "divergence", "laten
 NAMED = 8
 #: Average delay in seconds from which the verdict names the late rank.
 LATE = 1e-3
+#: Delay in seconds of one rank at one collective from which the verdict names that collective.
+LATE_ONCE = 1.0
 #: Operations with their arguments, as in "RECV(shape=[], dtype=object)".
 _ARGUMENTS = re.compile(r"\b([A-Z][A-Z_]+)\([^()]*\)")
 
@@ -131,13 +133,18 @@ def _is_missing(group: GroupDumps, call: MergedCall, rank: int) -> bool:
 
 def lateness(group: GroupDumps) -> Lateness | None:
     """Return the rank that entered collectives last on average; None if no collective can be compared."""
-    shared = [call for call in group.calls if len(call.entered) == len(group.ranks)]
-    if len(group.ranks) < 2 or not shared:
+    shared = _shared_calls(group)
+    if not shared:
         return None
     average = {rank: fmean(call.entered[rank] - call.first for call in shared) for rank in group.ranks}
     rank = max(average, key=lambda each: average[each])
     last = sum(call.entered[rank] == max(call.entered.values()) for call in shared)
     return Lateness(rank, average[rank], last, len(shared))
+
+
+def _shared_calls(group: GroupDumps) -> list[MergedCall]:
+    """Return the collectives that all ranks with a dump entered; an empty list if there is only one such rank."""
+    return [call for call in group.calls if len(call.entered) == len(group.ranks) > 1]
 
 
 # -- the verdict
@@ -165,11 +172,39 @@ def diagnose(group: GroupDumps, found: Divergence | None, late: Lateness | None)
         return _diagnose_cause(group, cause, call)
     if group.silent:
         return Finding(f"no failure recorded, but {_ranks(group.silent)} wrote no dump", tuple(group.silent), "no dump")
+    delayed = _diagnose_delay(group)
+    if delayed is not None:
+        return delayed
     if late is None or late.seconds < LATE:
         return Finding("no failure: no collective diverged")
     return Finding(
         f"no failure; rank {late.rank} arrived last in {late.last} of {late.calls} collectives, "
         f"{format_duration(late.seconds)} after the first on average"
+    )
+
+
+def _diagnose_delay(group: GroupDumps) -> Finding | None:
+    """Return the verdict on a rank that entered one collective long after the others; None if there is none.
+
+    A rank that is as late at many collectives is described by its average delay instead.
+    """
+    delays: list[tuple[float, int, MergedCall]] = []
+    for call in _shared_calls(group):
+        (before, _), (last, rank) = sorted((time, rank) for rank, time in call.entered.items())[-2:]
+        delays.append((last - before, rank, call))
+    if not delays:
+        return None
+    longest, rank, call = max(delays, key=lambda each: each[0])
+    total = sum(delay for delay, late, _ in delays if late == rank)
+    if longest < LATE_ONCE or longest < total / 2:
+        return None
+    others = [each for each in group.ranks if each != rank]
+    delay = format_duration(longest)
+    return Finding(
+        f"no failure; rank {rank} entered {_first_call_text(call)} {delay} after {_ranks(others)}",
+        (rank,),
+        f"{delay} late",
+        call,
     )
 
 

@@ -132,6 +132,28 @@ def test_trace_of_a_healthy_group_names_the_rank_that_is_last_on_average(
     assert (late.rank, late.seconds, late.last, late.calls) == (2, pytest.approx(0.25), 4, 4)
 
 
+@pytest.mark.parametrize(
+    ("delays", "expected"),
+    [
+        ((0, 0, 2, 0), "no failure; rank 2 entered BARRIER 3 2 s after ranks 0, 1"),
+        ((0.1, 0.1, 1.5, 0.1), "no failure; rank 2 entered BARRIER 3 1.5 s after ranks 0, 1"),
+        ((2, 2, 2, 2), "no failure; rank 2 arrived last in 4 of 4 collectives, 2 s after the first on average"),
+        ((0, 0.9, 0, 0), "no failure; rank 2 arrived last in 4 of 4 collectives, 225 ms after the first on average"),
+    ],
+)
+def test_verdict_names_the_collective_that_one_rank_entered_late(
+    delays: tuple[float, ...], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        for delay in delays:
+            await asyncio.sleep(delay * (pg.rank() == 2))
+            await pg.barrier()
+
+    code, output = trace(capsys, *record(3, rank, tmp_path))
+    assert code == 0
+    assert f"\n  verdict: {expected}\n" in output
+
+
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("keyed", [False, True])
 def test_trace_names_a_missing_rank_of_an_open_group(
