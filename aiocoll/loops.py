@@ -72,7 +72,7 @@ class Started(Generic[T]):
         return self._done
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the end and return the result.
+        """Wait until the call has ended, and return its result.
 
         Args:
             timeout: seconds to wait; None waits as long as it takes.
@@ -94,13 +94,13 @@ class Started(Generic[T]):
         return cast("T", self._result)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end and return the error of the call.
+        """Wait until the call has ended, and return its error.
 
         Args:
             timeout: seconds to wait; None waits as long as it takes.
 
         Returns:
-            What `result` would raise; None if the call has ended well.
+            What `result` would raise; None if the call has succeeded.
 
         Raises:
             TimeoutError: the call has not ended in time; it goes on.

@@ -30,8 +30,8 @@ _LEAST, _MOST = 1e-15, 1e3
 _HINT = "write a new file with `aiocoll bench --tune`"
 #: File with the processor's description on Linux.
 _PROCESSORS = "/proc/cpuinfo"
-#: Size limits of single copy by processor vendor, where copies in user space are slow compared to the kernel's. There,
-#: single copy is faster from smaller sizes on than by default (`bench/RESULTS.md`).
+#: Message sizes from which a receiver reads the sender's memory in place (`SingleCopy`), by processor vendor. On these
+#: processors, copies in user space are slow compared to the kernel's, so the sizes are smaller than the default.
 _SINGLE_COPY = {b"GenuineIntel": SingleCopy(reduced=2.0 * 1024 * 1024)}
 
 

@@ -197,8 +197,8 @@ def verdict(found: dict[int, Times]) -> str:
     return (
         f"An awaited allreduce of {size_of(nbytes)} takes {whole:.1f} µs more than the bare call. Of these, "
         f"{agreement:.1f} µs are the agreement of the only rank with itself. They are 'agreed' (a call on no elements) "
-        "minus 'host, 4 B' (a call on a host array) and minus 'marked'. The time 'marked' is that of viewing the array "
-        f"and marking the stream. The rest, {added:.1f} µs, must be at most {LIMIT} µs: {met}."
+        "minus 'host, 4 B' (a call on a host array) and minus 'marked'. In 'marked', the array is viewed as flat "
+        f"memory, and an event is recorded on the stream. The rest, {added:.1f} µs, must be at most {LIMIT} µs: {met}."
     )
 
 

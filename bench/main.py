@@ -55,7 +55,7 @@ REPEATS, QUICK_REPEATS = 5, 0
 #: Effort for a case in one launch. The seconds limit slow calls: in mode "test" with 4 ranks on 2 cores, a call of
 #: MPICH takes 16 ms.
 EFFORT, QUICK_EFFORT = Effort(0.05, 3, 1000), Effort(0.01, 2, 200)
-#: Number of allreduces in a measurement of loop lag, which run a few thousand callbacks.
+#: Number of allreduces in a measurement of loop lag. Together they run a few thousand callbacks.
 LAG_ITERATIONS, QUICK_LAG_ITERATIONS = 8, 2
 #: Seconds of measurement for each figure of the roofline.
 ROOFLINE, QUICK_ROOFLINE = 0.5, 0.1

@@ -42,12 +42,12 @@ def failure_table(skipped: dict[str, str], all_results: Iterable[Results]) -> st
 
 
 def awaited_table(results: Results, system: str) -> str | None:
-    """Return the table that compares `system` with awaited peers; None if no such peer was measured."""
+    """Return the table that compares `system` with peers whose calls are awaited; None if none was measured."""
     return _comparison(results, system, ("aiocoll pure", *AWAITED), AWAITED, "× fastest awaited peer")
 
 
 def blocking_table(results: Results, system: str) -> str | None:
-    """Return the table that compares `system` with blocking peers; None if no such peer was measured."""
+    """Return the table that compares `system` with peers whose calls block; None if none was measured."""
     return _comparison(results, system, BLOCKING, MPI_BLOCKING, "× faster MPI")
 
 

@@ -27,7 +27,7 @@ def host_memory(nbytes: int, device: int) -> np.ndarray:
 
 
 class Module:
-    """State common to both modules: current device, current stream of each device, and the enqueued work."""
+    """Common base of the fake CuPy and torch modules: current device, current streams, and the enqueued work."""
 
     def __init__(self, enqueue: Enqueue = run_at_once, allocate: Allocate = host_memory) -> None:
         self._enqueue, self._allocate = enqueue, allocate

@@ -648,7 +648,7 @@ def test_names_in_all_exist() -> None:
     assert not missing
 
 
-#: Modules of the edge that `import aiocoll` loads.
+#: Modules of the import layer "edge" that `import aiocoll` loads.
 LOADED_EDGE_MODULES = {
     "aiocoll": "the public names",
     "shipped": "the table of the registries' names; it imports registries of base and core only",

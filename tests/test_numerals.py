@@ -77,7 +77,7 @@ def test_key_descriptor_in_non_ascii_digits_is_not_opened() -> None:
         assert pipe.read() == b"0123456789abcdef"
 
 
-#: Command lines with a numeric argument, which end with another error if the text is accepted as a number.
+#: Command lines with a numeric argument. If the text passes as a number, the command fails for a different reason.
 ARGUMENTS = [
     ("run", "-n", "{}", "script"),
     ("run", "-n", "1", "--nnodes", "{}", "script"),

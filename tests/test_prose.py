@@ -19,7 +19,7 @@ first-words = ["which", "one"]
 
 
 def lines(path: str, text: str) -> list[int]:
-    """Return the lines of the findings in a file."""
+    """Return the line numbers of the findings in a file."""
     return [line for line, _, _ in prose.check_file(path, text, RULES)]
 
 

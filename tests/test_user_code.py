@@ -106,7 +106,7 @@ class Hook:
 
 
 class HookWithProperties:
-    """A hook whose methods cannot be read a second time."""
+    """A hook whose methods are properties; reading one of them again raises an error."""
 
     def __init__(self, when: str, error: type[BaseException]) -> None:
         self.calls = 0
@@ -394,7 +394,7 @@ class Cancelling(MinimalStore):
 async def test_cancelled_error_of_a_store_does_not_cancel_its_caller(left: int) -> None:
     async with Cancelling({}) as store:
         store.left = left
-        expected = r"Cancelling raised CancelledError: .* in .*\(\), but the call was not cancelled"
+        expected = r"Cancelling raised CancelledError: .* in .*\(\), although nothing cancelled the call"
         with pytest.raises(StoreError, match=expected):
             await aiocoll.new_group(store=store, rank=0, world_size=1, timeout=5)
 

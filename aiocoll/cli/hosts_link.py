@@ -25,7 +25,7 @@ from aiocoll.store import PrefixStore, Store, StoreServer, TCPStore
 
 __all__ = ["HostsLink"]
 
-#: Seconds in which the launcher of host 0 must start. At the end of a job, launchers of all hosts must have started.
+#: Timeout in seconds of two waits: each launcher waits for host 0, and at the end host 0 waits for late launchers.
 COMES_WITHIN = 300.0
 #: Seconds until a launcher that waits for host 0 prints a notice.
 SAYS_SO_AFTER = 2.0

@@ -107,7 +107,7 @@ class Restarts(Protocol):
     allowed: int
 
     def begin(self, notify: Callable[[News], object]) -> None:
-        """Start; call `notify` from any thread with a `Verdict` when ranks may start, and with all later news."""
+        """Pass a `Verdict` to `notify` when ranks may start, and then all news, from any thread."""
 
     def take(self, rank: int) -> None:
         """Request a restart to replace `rank`; `RestartGrant` is the reply."""

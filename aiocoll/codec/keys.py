@@ -31,8 +31,8 @@ _MAX_SAME_HASH = 128
 #: with a time zone.
 _SLOWER = 16
 _SLOW = (Decimal, Fraction, np.generic)
-#: Size in memory, in bytes, of a number of about 1700 bits or 360 digits. Its conversion takes as long as `_SLOWER`
-#: comparisons.
+#: Size in memory, in bytes, of an int of about 1700 bits, or of a Decimal of about 360 digits. Converting such a number
+#: to another type takes as long as `_SLOWER` comparisons.
 _LARGE = 256
 
 

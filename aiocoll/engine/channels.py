@@ -160,7 +160,7 @@ class Channels:
             channel.shared.on_departure(group)
 
     def release(self, rank: int, group: int) -> None:
-        """Record that `rank` posts no more data in shared memory for a group that both ranks have left."""
+        """Forget a group that this rank and `rank` have left: `rank` posts no more data for it in shared memory."""
         if (channel := self._channels.get(rank)) is not None:
             channel.purge(group, has_left=True)
 

@@ -335,8 +335,8 @@ class Journal:
         self._wait_rows: dict[int, int] = {}
         # The time at which `_mark` must run next: the start of the next second. An array, because C code writes to it.
         self.due = array("d", [-inf])
-        # Cached row and number of bytes of equal calls, by the `id` of their signature; for a message, by that `id` and
-        # the peer. The cache also holds the signature, so that its `id` is not reused.
+        # Cache of the journal row and byte count of a call. The key of a collective is the `id` of its signature. The
+        # key of a message also contains the peer. The cache holds the signature, so that its `id` is not reused.
         self._calls: dict[int | tuple[int, int], tuple[int, float, Signature]] = {}
         # The medium of collectives, and whether it has been determined since a link was last opened.
         self._carrier = ""

@@ -236,7 +236,7 @@ class Device:
         return launched
 
     def look(self, stream: int, loop: asyncio.AbstractEventLoop) -> bool | None:
-        """If the first call on a stream has ended, report it to the running `loop`; see `CompletionThread.look`."""
+        """If a stream's oldest pending call has ended, report it to the running `loop`; see `CompletionThread.look`."""
         waiter = self._waiters.get(stream)
         return None if waiter is None else waiter.look(loop)
 

@@ -126,7 +126,7 @@ class CompletionThread:
             launched.number = self._word.follow(launched.stream)
 
     def look(self, loop: asyncio.AbstractEventLoop) -> bool | None:
-        """If the first call has ended, report it to the running `loop`.
+        """If the oldest pending call has ended, report it to the running `loop`.
 
         Returns:
             Whether it has ended; None if the thread checks it, or the device writes no number after it.

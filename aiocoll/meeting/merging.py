@@ -95,7 +95,7 @@ def _is_complete(found: list[Party]) -> bool:
     if _count_ranks(found) > size:
         raise RendezvousError(
             f"the groups to be merged have {_count_ranks(found)} ranks, not size={size}: {_format_parties(found)}; "
-            "pass the number of their ranks as size in all groups"
+            "pass the total number of ranks of all groups as size, the same on every rank"
         )
     return _count_ranks(found) == size
 

@@ -115,8 +115,8 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
 
 def check_peer(sock: socket.socket) -> None:
     """Raise `AuthenticationError` if, by the kernel's report, a unix socket's peer may be another user's process."""
-    if sock.family == socket.AF_UNIX and (foreign := peer_trouble(sock)) is not None:
-        raise AuthenticationError(f"the other end of the unix socket {foreign}")
+    if sock.family == socket.AF_UNIX and (reason := peer_trouble(sock)) is not None:
+        raise AuthenticationError(f"the process at the other end of the unix socket {reason}")
 
 
 def literal(host: str, port: int) -> StoreEndpoint | None:

@@ -342,8 +342,8 @@ class Store(ABC):
             if task is None or task.cancelling():
                 raise
             raise StoreError(
-                f"{type(self).__name__} raised {describe(error)} in {command}(), but the call was not cancelled: "
-                "let the store raise StoreError"
+                f"{type(self).__name__} raised {describe(error)} in {command}(), although nothing cancelled the "
+                "call; change the store to raise StoreError instead"
             ) from error
 
 

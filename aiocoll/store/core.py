@@ -59,7 +59,7 @@ class StoreCore:
         return self._handlers[command](*arguments)
 
     def start(self, command: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> PendingWait | None:
-        """Start a wait of `WAITS`; call `deliver(result)` now, or during the command that ends the wait.
+        """Start a waiting command; call `deliver(result)` now, or during the command that ends the wait.
 
         Returns:
             The wait, for `drop`; None if the result has been delivered.

@@ -67,7 +67,7 @@ def make_launch(
 
 
 def make_results(bench: Any, case: Case, *times: Mapping[str, float]) -> Any:
-    """Return benchmark results from rounds with the given microseconds, by system."""
+    """Return benchmark results with one round per mapping, from a system's name to its microseconds."""
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking", "mpich blocking", "open mpi blocking"])
     results.rounds += [{name: make_launch(bench, case, value) for name, value in each.items()} for each in times]
     return results

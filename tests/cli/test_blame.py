@@ -223,7 +223,7 @@ def test_launcher_prints_a_stopped_rank_last_if_the_stop_made_other_ranks_fail(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds unix sockets of the ranks through /proc")
-def test_launcher_prints_a_rank_with_a_blocked_loop_last_with_the_blocking_line(launch: Launch) -> None:
+def test_last_output_line_shows_where_a_rank_blocks_its_event_loop(launch: Launch) -> None:
     script = SCRIPT.format(fault="import time; time.sleep(600)", other="await pg.barrier(timeout=2)")
     done = launch("-n", 3, script=script).finish()
     assert done.returncode == 1

@@ -47,7 +47,7 @@ def options(**given: Any) -> GroupOptions:
 
 @pytest.fixture
 def meet(port: int) -> Meet:
-    """Return a function that plays one host."""
+    """Return a function that meets the other hosts as the host with a given number."""
 
     def start(
         number: int, nnodes: int, timeout: float = LIMIT, key: bytes = KEY, at: str = "127.0.0.1", **given: Any

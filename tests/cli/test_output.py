@@ -245,7 +245,7 @@ async def test_benchmark_without_a_reader_measures_to_its_end(monkeypatch: pytes
 
 
 def test_new_pipes_do_not_take_the_numbers_of_closed_standard_streams(tmp_path: Path) -> None:
-    """Check the descriptor numbers of new pipes: a child process would use pipe number 1 as its standard output."""
+    """Check that a new pipe does not get descriptor 1, which a child process would use as its standard output."""
     program = f"""if True:
         import os
         from aiocoll.cli.sink import CommandOutput

@@ -198,7 +198,7 @@ async def test_two_default_groups_have_separate_subgroups() -> None:
     await store.aclose()
 
 
-async def test_new_group_compares_the_requested_backends_by_device() -> None:
+async def test_new_group_refuses_backends_that_differ_from_those_of_the_default_group() -> None:
     async with HashStore() as store:
         await dist.init_process_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1)
         config = dist.get_backend_config()

@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Record, Record, str]] = {
 
 
 async def block_mismatch(pg: ProcessGroup, most: Record, one: Record, odd: int, text: str) -> str:
-    """Let rank `odd` record other calls; return the text of the mismatch error."""
+    """Record calls in a block, different ones on rank `odd`; return the text of the mismatch error."""
     loop = asyncio.get_running_loop()
     await pg.barrier()
     start = loop.time()

@@ -323,7 +323,7 @@ async def test_writer_that_waits_behind_chunks_of_a_failed_group_is_woken() -> N
         for pg in (*a, *b):
             disable_accelerator(pg)
         count = 2 * PIECE + 1
-        # Rank 0 no longer needs the chunk queue, which holds unread chunks and behind them a chunk of another group.
+        # Rank 0 puts all its chunks of the first group into the chunk queue, and then a chunk of the second group.
         calls = [call(a[1], count), call(a[0], count)]
         (reader,) = comm_of(a[1]).in_flight.pending
         assert isinstance(reader, ShmRing)

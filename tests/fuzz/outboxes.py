@@ -187,7 +187,7 @@ class _Outbox:
         self._moment = itertools.count()
 
     def open(self, pg: ProcessGroup) -> None:
-        """Start the changes of words."""
+        """Map the outbox of this rank, so that `make_changes` can overwrite its words."""
         links = [channel.shared for channel in comm_of(pg).channels if channel.shared is not None]
         writer = links[0].common_writer
         assert isinstance(writer, CommonWriter)
@@ -195,7 +195,7 @@ class _Outbox:
         self.words = memoryview(writer._region.memory).cast("Q")
 
     def close(self) -> None:
-        """Stop the changes, and release the memory."""
+        """Unmap the outbox, so that `make_changes` does nothing."""
         self.words = None
 
     def make_changes(self) -> None:

@@ -232,7 +232,7 @@ async def end_group(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) ->
 
 
 async def check_block_of_every_kind(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Make nearly every kind of call in one block, and check the results."""
+    """Make nearly every kind of call in one `coalescing` block, and check the results."""
     rank, size = pg.rank(), pg.size()
 
     def full(count: int, value: float, dtype: str = "float32") -> Any:

@@ -89,7 +89,7 @@ class _Maker(NamedTuple):
 
     @property
     def raw_by(self) -> str:
-        """The way in which the first step with two ranks calls NCCL; the other steps depend on this step."""
+        """The name of the library that calls NCCL in the first step with two ranks. Other steps run after it."""
         return "library" if self.libraries[0] == "torch" else self.libraries[0]
 
     def needed(self, kind: str) -> Sequence[str]:

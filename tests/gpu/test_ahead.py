@@ -400,7 +400,7 @@ async def test_keyed_calls_and_messages_get_a_common_position_among_ordered_call
 
 
 @pytest.mark.parametrize("what", ["key", "message"])
-async def test_keyed_call_or_message_behind_an_unmatched_launch_is_staged(what: str) -> None:
+async def test_call_with_a_key_or_message_is_staged_while_an_earlier_call_occupies_the_device(what: str) -> None:
     """Check that rank 0, whose device is occupied by a launched call, stages an operation that rank 1 does first."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

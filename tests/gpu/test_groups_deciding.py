@@ -388,7 +388,7 @@ async def test_rank_that_fails_during_the_nccl_agreement_blocks_no_other_rank() 
         if rank == 2:
             deciding = dispatcher_of(first).device_calls.state._agreement  # type: ignore[union-attr]
             await wait_until(lambda: deciding._settled is not None)
-            assert not deciding._is_decided
+            assert not deciding._is_settled
             first.abort("enough")
             # A late decision for staging creates no communicator, so the rank ignores the decision.
             deciding.handle_late({"number": 1, "decision": Decision(False, "")})

@@ -37,7 +37,7 @@ async def test_lost_rank_is_reported_while_cuda_queries_block() -> None:
     assert not gpu.cuda.overdue
 
 
-async def test_on_stream_raises_an_error_while_the_launcher_thread_is_stuck() -> None:
+async def test_awaiting_work_on_stream_raises_an_error_while_the_launcher_thread_is_stuck() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gpu.cuda.stalls = True

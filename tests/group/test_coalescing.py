@@ -362,7 +362,7 @@ async def test_messages_of_a_block_are_sent_when_the_block_starts(pg: ProcessGro
 
 
 @pytest.mark.ranks(2)
-async def test_receive_of_a_block_without_awaiters_is_withdrawn(pg: ProcessGroup) -> None:
+async def test_receive_inside_coalescing_is_withdrawn_when_its_only_awaiter_is_cancelled(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         if pg.rank() == 0:
             work = pg.recv(ones(), 1)

@@ -387,10 +387,10 @@ async def test_empty_message_completes_its_receive_once(monkeypatch: pytest.Monk
 
 
 @pytest.mark.ranks(2)
-async def test_incoming_iterator_requests_the_rest_of_an_announced_message(
+async def test_incoming_iterator_requests_the_rest_of_a_message_when_the_sender_is_ready(
     pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deliver a part of the message first, and the READY frame for the rest in a later loop iteration."""
+    """Deliver the first part, then the sender's READY frame for the rest, which the iterator answers with a GRANT."""
     if pg.rank() == 1:
         await pg.recv_object(0)
         return

@@ -521,7 +521,7 @@ def test_dense_exchange_of_sparse_arrays_is_selected_only_for_many_entries() -> 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("in_block", [False, True])
-async def test_sparse_allreduce_works_in_blocks_and_with_compared_calls(in_block: bool, debug: Any) -> None:
+async def test_sparse_allreduce_works_inside_coalescing_and_with_debug_detail(in_block: bool, debug: Any) -> None:
 
     async def run_rank(pg: ProcessGroup) -> None:
         arrays = [rank_array(pg.rank(), kind) for kind in FORMATS[:3]]

@@ -60,7 +60,7 @@ async def test_sparse_messages_can_be_sent_around_a_ring(pg: ProcessGroup, place
 @parametrize_transports(*LINKS)
 @pytest.mark.ranks(2)
 async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
-    """Send a large array, which a thread reads first, followed by arrays that could be sent at once."""
+    """Send a large array, which a thread must read before it is sent, then arrays that could be sent at once."""
     shape = 2000, 2000
     large = scipy.sparse.random_array(shape, density=0.05, format="coo", rng=np.random.default_rng(1))
     for tag, (src, dst) in enumerate(((0, 1), (1, 1))):

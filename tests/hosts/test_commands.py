@@ -16,7 +16,7 @@ SHOWN = code(PAGE, "Starting", language="text")
 
 
 async def outputs(net: Network, folder: Path, scripts: list[str]) -> list[str]:
-    """Run a script on each host, all in one folder; return the outputs (the pages call the first host 10.0.0.1)."""
+    """Run a page's script on each host, with the real address instead of 10.0.0.1; return the outputs."""
     here = [re.sub(r"\b10\.0\.0\.1\b", net.hosts[0].ipv4, script) for script in scripts]
     started = [
         asyncio.to_thread(shell, shlex.join(host.command("sh", "-c", script)), folder)

@@ -17,7 +17,8 @@ async def serve_request(app: Any, reader: asyncio.StreamReader, writer: asyncio.
     requests: asyncio.Queue[dict[str, str]] = asyncio.Queue()
     requests.put_nowait({"type": "http.request"})
     responses: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    await app({"type": "http", "method": method, "path": path, "headers": []}, requests.get, responses.put)
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": []}
+    await app(scope, requests.get, responses.put)
     status, body = responses.get_nowait()["status"], responses.get_nowait()["body"]
     writer.write(b"HTTP/1.1 %d .\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (status, len(body), body))
     await writer.drain()

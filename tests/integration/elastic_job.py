@@ -148,7 +148,7 @@ class Supervisor:
         self._zero = self._double = 0
 
     async def run(self) -> dict[str, Any]:
-        """Carry out the plan; return the counts and recovery times."""
+        """Start the workers and kill them as planned; return the numbers of kills and steps, and the recovery times."""
         plan = self._plan
         for rank in range(plan.size):
             await self._start(self._meeting.ticket(rank), rank % len(plan.hosts))

@@ -194,6 +194,19 @@ def test_web_service_workers_remain_ready_while_another_worker_is_stopped(
     wait_until(lambda: total(ports[2]) == 1)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("fastapi") is None, reason="fastapi is not installed")
+def test_fastapi_application_starts_and_stops_the_total(ranks: Ranks, environ: dict[str, str]) -> None:
+    processes: list[Any] = [ranks.start(SERVER, "api:app", env=environ) for _ in range(WORKERS)]
+    ports = [int(process.stdout.readline()) for process in processes]
+    assert fetch(ports[1], "POST", "/count") == (200, None)
+    for port in ports:
+        wait_until(lambda port=port: total(port) == 1)
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=LIMIT) == ("", "")
+        assert process.returncode == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_web_server_returns_its_own_exit_code(ranks: Ranks, environ: dict[str, str], number: int) -> None:
     environ["WORKERS"] = "1"

@@ -71,7 +71,7 @@ def loop_time() -> float:
 
 
 async def replace_at_request(size: int, victim: int, last: int, late: int | None) -> bool:
-    """Cancel a rank at request `last`, start its successor and then rank `late`; return whether the request waited."""
+    """Cancel a rank at its store request `last`, then start its successor and rank `late`; return if it got there."""
     store = HashStore()
     watched = HoldingStore(store, last)
     others = [rank for rank in range(size) if rank not in (victim, late)]

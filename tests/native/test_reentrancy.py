@@ -129,7 +129,7 @@ async def test_finalizer_can_abort_the_group_during_native_calls(dtype: str, col
         assert all(work.done() for work in works)
 
 
-async def test_waiting_native_call_is_not_handed_over_before_the_peer_calls() -> None:
+async def test_accelerator_keeps_a_waiting_call_until_the_peer_calls() -> None:
     async with jobs(2) as [pgs]:
         work = start_allreduce(pgs[0], "f8")
         assert native_calls_of(pgs[0]).count == 1

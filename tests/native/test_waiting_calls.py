@@ -1,4 +1,4 @@
-"""Calls that wait in the accelerator for slots that earlier calls of their group still use."""
+"""Native calls that wait for shared-memory slots, because earlier calls of their group still use these slots."""
 
 from __future__ import annotations
 

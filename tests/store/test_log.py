@@ -116,7 +116,7 @@ async def test_damaged_store_log_with_a_truncated_end_is_refused(path) -> None:
 
 
 @pytest.mark.parametrize("filler", [b"\0", b"\xff"])
-async def test_store_log_end_that_no_writer_produces_is_refused(path, filler: bytes) -> None:
+async def test_store_log_with_filler_bytes_in_place_of_records_is_refused(path, filler: bytes) -> None:
     """Check bytes that a host crash can leave in place of records which processes may have read."""
     whole = path.read_bytes()
     for start in record_ends(whole):

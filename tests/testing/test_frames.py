@@ -105,7 +105,7 @@ def test_failure_report_shows_only_the_frames_of_the_test(project: Project) -> N
 
 
 @pytest.mark.slow
-def test_failure_report_shows_only_the_frames_of_tests_of_other_kinds(project: Project) -> None:
+def test_failure_report_hides_package_frames_for_every_kind_of_test(project: Project) -> None:
     result = project.run(SUITE + SLOW, "--tb=native")
     result.assert_outcomes(failed=11)
     assert PACKAGE_FRAME.findall(result.stdout.str()) == []

@@ -21,7 +21,7 @@ from aiocoll.transport.stream.link_table import CarrierUse
 
 
 class DecliningCarrier:
-    """A carrier that declines every link, which then stays on its connection."""
+    """A carrier that opens no data links, so frames stay on the authenticated connection."""
 
     def __init__(self, request: CarrierRequest) -> None:
         self.request = request

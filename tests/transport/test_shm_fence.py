@@ -79,7 +79,7 @@ def test_memory_fences_are_unavailable_without_libatomic(error: Exception, monke
     assert fences("aarch64") is None
 
 
-def test_x86_machine_has_fences_without_a_store_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x86_needs_no_fence_function_to_order_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     known = fences()
     assert known is not None

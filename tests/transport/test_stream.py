@@ -771,7 +771,7 @@ async def test_connect_to_an_unreachable_peer_raises_peer_lost_error(flavour: st
 
 
 async def test_authenticated_peer_is_not_reported_as_silent() -> None:
-    """Let the promised link fail after some seconds; the rank then dials."""
+    """Keep an authenticated connection without a link open; when it closes, the rank dials by itself."""
     runtime = TickingClock(asyncio.get_running_loop(), 3)
     async with started(2, runtime=runtime, connect_timeout=1000.0, handshake_timeout=0.01) as (a, b):
         b.transport.set_all_met()

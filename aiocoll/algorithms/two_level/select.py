@@ -250,7 +250,7 @@ def _allreduce_bytes(n: int, h: int, k: int) -> int:
     return 2 * n * (h * k - 1) // (h * k)
 
 
-#: Formulas of bytes n, hosts h and ranks per host k, as in the module docstrings of the algorithms.
+#: Number of steps and bytes per rank, for n bytes, h hosts and k ranks per host: see the algorithms' module docstrings.
 _FORMULAS: Mapping[tuple[str, str], Callable[[int, int, int], tuple[int, int]]] = MappingProxyType(
     {
         ("allreduce", "leaders"): lambda n, h, k: (

@@ -14,7 +14,7 @@ from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["Coordinator"]
 
-#: Seconds to wait for votes, and then again for acceptances. By contract, a stopped rank may stay undetected so long.
+#: Seconds to wait for votes, and then for acceptances. The documentation allows 6 s until a stopped rank is detected.
 BOUND = 6.0
 #: Seconds to try to reach a lost rank again: longer than any round trip, even with a lost SYN packet, and than the
 #: reply of a rank whose loop is not blocked.

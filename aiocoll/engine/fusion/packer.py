@@ -381,7 +381,7 @@ class Flush(Operation):
             self.set_waited_for(-1)
 
     def on_singles_ended_later(self, peer: int) -> None:
-        """Record in the next loop iteration that the accelerator has no more members."""
+        """Schedule `on_singles_ended` for the next loop iteration."""
         self.comm.call_soon(self.on_singles_ended, peer)
 
     def _on_packed(self) -> None:

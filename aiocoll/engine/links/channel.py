@@ -427,7 +427,7 @@ class Channel:
             self.shared = None
 
     def purge(self, group: int, has_left: bool) -> None:
-        """Free the peer's shared-memory posts for an ended group, and also later ones unless the peer `has_left` it."""
+        """Free the peer's shared-memory posts for a closed group; also its later posts, unless the peer has left."""
         if self.shared is not None:
             self.shared.purge(group, has_left)
 

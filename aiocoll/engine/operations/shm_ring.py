@@ -328,8 +328,8 @@ class ShmRing(Operation):
         own = self._piece(sources[step], chunk)
         kernel = self._plan.kernel
         assert kernel is not None
-        # For a single element, NumPy uses another code path in place, which returns the other one of two NaNs. So write
-        # to a temporary array.
+        # NumPy combines single elements in place by a different code path. If both inputs are NaN, this path returns
+        # the other one of them. So write a single element to a temporary array.
         out = place if len(place) > 1 else np.empty_like(place)
         try:
             kernel.combine(incoming, own, out)

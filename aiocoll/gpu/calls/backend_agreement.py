@@ -67,8 +67,8 @@ class BackendAgreement:
         self._turn: Turn | None = None
         #: Done when the decision is made, or will never be made. None before this rank has reported its turn.
         self._settled: asyncio.Future[None] | None = None
-        #: Whether the decision is made, or will never be made.
-        self._is_decided = False
+        #: Whether this rank no longer waits for a decision: it is made, or no decision will follow.
+        self._is_settled = False
         #: Used on rank 0: the cards, by rank; the ranks whose turns are not requested yet, in reverse order; and the
         #: rank whose turn was requested.
         self._cards: dict[int, Card] = {}
@@ -94,10 +94,10 @@ class BackendAgreement:
             if len(self._cards) == len(self._comm.ranks):
                 self._decide()
         elif "turn" in message:
-            if not self._is_decided:
+            if not self._is_settled:
                 self._turn = self._device.turns.take(self._on_turn)
         elif "ready" in message:
-            if not self._is_decided and peer == self._asked:
+            if not self._is_settled and peer == self._asked:
                 self._is_ready(bool(message["shares"]))
         else:
             number, decision = index(message["number"]), read_decision(message["decision"])
@@ -124,7 +124,7 @@ class BackendAgreement:
 
     def on_departure(self, rank: int) -> None:
         """Handle a rank that has closed the group, perhaps before the decision."""
-        if self._is_decided:
+        if self._is_settled:
             return
         if rank == 0:
             self.end()
@@ -153,7 +153,7 @@ class BackendAgreement:
         self._send(0, {"ready": True, "shares": self._device.order.is_used})
 
     def _settle(self) -> None:
-        self._is_decided = True
+        self._is_settled = True
         if self._settled is not None and not self._settled.done():
             self._settled.set_result(None)
 
@@ -184,7 +184,7 @@ class BackendAgreement:
         return comm.endpoint.cards[comm.ranks[rank]]["host"], self._cards[rank]["bus"]
 
     def _on_unique_id(self, named: asyncio.Future[bytes]) -> None:
-        if self._is_decided or named.cancelled():
+        if self._is_settled or named.cancelled():
             return
         assert self._decision is not None
         if (error := named.exception()) is not None:

@@ -37,7 +37,7 @@ class BatchedCalls(Agreed):
         completion.value = [member.result for member in members]
         self._members = members
         self._is_ordered = ordered
-        #: Number of parts (the NCCL calls, and each staged call) that have not ended.
+        #: Number of parts that have not ended. All NCCL calls together are one part; each staged call is one more.
         self._left = 1
 
     def is_private(self) -> bool:

@@ -51,7 +51,7 @@ class _Slot:
 
 
 class Slots:
-    """The slots of one group's NCCL calls, as one rank knows them.
+    """The places of one group's NCCL calls in the launch order of the devices, as one rank knows them.
 
     Args:
         comm: this rank's part in the group.
@@ -201,8 +201,10 @@ class Slots:
             self._send(0, {"slot": number, "clock": clock})
 
     def _stamp(self, number: int, time: int) -> None:
-        if self._times[number] is not None or time < 0:
-            raise ValueError(f"slot {number} has a time already, or {time} is not a time")
+        if self._times[number] is not None:
+            raise ValueError(f"slot {number} already has a time")
+        if time < 0:
+            raise ValueError(f"slot {number} got time={time}, which is negative")
         self._times[number] = time
         if time == 0:
             self._lane.withdraw(number)

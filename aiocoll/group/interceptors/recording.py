@@ -125,7 +125,7 @@ class Recording:
     def deferred(
         self, plan: Plan, arrays: list[Any], facts: tuple[Any, ...], waiters: Any, guard: Any, work: Any
     ) -> DeferredCompletion:
-        """Return the completion of a call that the accelerator recorded. Arguments as for `make_completion`."""
+        """Return the completion of a call recorded by the accelerator in C. Arguments as for `make_completion`."""
         whole = self._wholes.get(work)
         completion: DeferredCompletion
         if whole is None:

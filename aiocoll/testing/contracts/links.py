@@ -281,7 +281,7 @@ class LinkContract:
             assert far.sink.frames == []
 
     @pytest.mark.parametrize("error", [ProtocolError, KeyError, MemoryError, RecursionError])
-    async def test_what_the_sink_cannot_take_is_handed_out_once_and_the_peer_hears_why(
+    async def test_frame_that_the_sink_refuses_is_delivered_once_and_the_peer_gets_the_error(
         self, linked: Linked, error: type[Exception]
     ) -> None:
         """The peer receives the error of the sink after all frames in flight, and before the end of the link."""

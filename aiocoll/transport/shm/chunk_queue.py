@@ -93,7 +93,7 @@ class ChunkQueueWriter(_QueueEnd):
     """The writing end of a chunk queue.
 
     Attributes:
-        nbytes: size of the largest chunk, in bytes.
+        nbytes: maximum size of a chunk, in bytes.
     """
 
     __slots__ = ("_region", "nbytes")
@@ -348,7 +348,7 @@ class Chunks:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the largest chunk, in bytes."""
+        """Return the maximum size of a chunk, in bytes."""
         return self.writer.nbytes
 
     def connect(self, native: Any, memory: memoryview) -> None:
