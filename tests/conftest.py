@@ -203,8 +203,8 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     threads, files = set(threading.enumerate()), None if keeps else _open_files()
     yield
     for thread in set(threading.enumerate()) - threads:
-        if thread.name.startswith("asyncio-waitpid-"):
-            thread.join(1.0)  # the thread that reports the end of a process to asyncio ends a moment later
+        if thread.name.startswith(("asyncio-waitpid-", "aiocoll warning ")):
+            thread.join(1.0)  # a thread that reports the end of a process or writes a log line ends a moment later
     if _leaks(threads, files):
         gc.collect()  # garbage in a cycle is no leak; a collection after every test would take minutes
     assert not (left := _leaks(threads, files)), f"the test left behind: {left}"

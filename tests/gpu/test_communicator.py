@@ -67,12 +67,13 @@ async def test_async_error_is_queried_by_one_query_at_a_time_and_a_late_result_i
 
 
 async def test_event_loop_yields_the_gil_until_the_launcher_thread_has_enqueued_a_call(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     """Check that the loop yields the GIL less and less often, and never while calls only wait for a stream.
 
     The launcher may be in a call that waits for another rank, so the loop must not yield too often.
     """
+    limits(device_check_interval=60.0)  # the check for asynchronous errors occupies the launcher thread, too
     free = threading.Event()
     checks: dict[Launched, list[tuple[float, bool]]] = defaultdict(list)
     yields: list[int] = []

@@ -101,7 +101,7 @@ async def test_shutdown_of_many_ranks_takes_few_control_messages(monkeypatch: py
         await pg.barrier()
 
     await run_ranks(32, rank)
-    assert set(sent_notes) <= {"end", "ended", "known"}
+    assert set(sent_notes) <= {"end", "ended", "known", "status"}  # status: of a rank that a busy machine delays
     # Each rank reports its end to the hub, which replies and relays a varying number of ends per message.
     assert len(sent_notes) < 32 * 8
 

@@ -33,7 +33,7 @@ from ..ranks import parametrize_transports
 
 SIZES = (1, 2, 3, 4, 7)
 #: Seconds by which a rank is late; one iteration of all loops takes less time.
-LATE = 0.02
+LATE = 0.1
 #: The resolution of timers, in seconds.
 CLOCK = 0.002
 NOTHING = PeerStats(0, 0, 0.0, 0, 0.0, 0)
