@@ -195,8 +195,8 @@ FAILED = [17391, 19108]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds",
-    [range(FEW), FAILED, pytest.param(range(FEW, MANY), marks=pytest.mark.soak)],
-    ids=["few", "failed once", "many"],
+    [*(range(first, FEW, 4) for first in range(4)), FAILED, pytest.param(range(FEW, MANY), marks=pytest.mark.soak)],
+    ids=["few 1", "few 2", "few 3", "few 4", "failed once", "many"],
 )
 def test_two_partitions_of_a_job_never_both_continue(seeds: Sequence[int]) -> None:
     jobs_continued = 0
