@@ -407,16 +407,19 @@ class Communicator:
             channel.drop(operation)
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
-        """Run a callback through `attempt` in the next iteration of the loop."""
-        self.runtime.call_soon(self.attempt, callback, *args)
+        """Run a callback through `attempt` in the next iteration of the loop, in the engine's context variables."""
+        self.runtime.call_soon(self.attempt, callback, *args, context=self.context.quiet.copy())
 
     def before_turn_ends(self, callback: Callable[[], object]) -> None:
-        """Run a callback through `attempt` at the end of this iteration of the loop, or when an await polls."""
-        self.runtime.before_turn_ends(lambda: self.attempt(callback))
+        """Run a callback through `attempt` at the end of this loop iteration, or when an await polls.
+
+        It runs in the engine's context variables.
+        """
+        self.runtime.before_turn_ends(lambda: self.context.run_quietly(self.attempt, callback))
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
-        """Run a callback through `attempt` in `delay` seconds."""
-        return self.runtime.call_later(delay, self.attempt, callback, *args)
+        """Run a callback through `attempt` in `delay` seconds, in the engine's context variables."""
+        return self.runtime.call_later(delay, self.attempt, callback, *args, context=self.context.quiet.copy())
 
     def linked(self) -> None:
         """Handle a data link that has been opened to any rank."""

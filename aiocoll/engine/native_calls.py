@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from aiocoll.completion import Completion
-from aiocoll.engine.job.context import is_quiet
 from aiocoll.engine.native_reasons import log_obstacle, log_reasons, obstacle
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.plan import Plan
@@ -66,7 +65,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Ca
             "remember": comm.in_flight.remember,
             "scope": scope,
             "stop_polling": polling.stop_until_next_iteration,
-            "quiet": seams.run_quietly,
+            "quiet": comm.context.run_quietly,
             "wait": seams.wait,
         },
         _FOLDER,
@@ -137,12 +136,6 @@ class _NativeCallbacks:
         operation.entered = entered
         return operation
 
-    def run_quietly(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `function` in the engine's context variables, which silence NumPy's warnings."""
-        if is_quiet.get():
-            return function(*arguments)
-        return self._comm.endpoint.quiet.run(function, *arguments)
-
     def overwritten(self, peer: int) -> None:
         """Raise an error: a peer that no longer waits for this rank has overwritten the slot that this rank reads.
 
@@ -167,7 +160,7 @@ class _NativeCallbacks:
             return
         before = native.waiting
         try:
-            comm.endpoint.quiet.run(native.look)
+            native.look()
             if native.waiting == before and now - self._since > MAX_WAIT:
                 native.give_up()
         except Exception as error:

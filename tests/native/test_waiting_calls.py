@@ -101,6 +101,17 @@ async def test_native_calls_use_frames_if_no_slot_becomes_free(immediate_handove
         await check_sums(pgs, again)
 
 
+async def test_call_that_uses_frames_is_reduced_without_the_warnings_of_the_caller(immediate_handover: None) -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        with np.errstate(all="raise"):
+            works = [pgs[0].allreduce(np.full(3, np.inf)) for _ in range(CALLS)]
+            await wait_until(lambda: not native_calls_of(pgs[0]).waiting)
+            works += [pgs[1].allreduce(np.full(3, -np.inf)) for _ in range(CALLS)]
+            async with asyncio.timeout(20):
+                for work in works:
+                    assert np.isnan(await await_work(work)).all()
+
+
 async def test_inspection_of_a_waiting_native_call_hands_the_call_over() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = start_allreduces(pgs[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,11 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.byte_stream import ByteStream
 
-__all__ = ["Context", "is_quiet"]
+__all__ = ["Context"]
 
 
 #: Whether the current code already runs in a context such as `Context.quiet`. A context cannot be entered twice.
-is_quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("aiocoll_quiet", default=False)
+_is_quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("aiocoll_quiet", default=False)
 
 
 class Context:
@@ -47,9 +47,15 @@ class Context:
         self.cards: Mapping[int, Card] = {}
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
-        self.quiet.run(is_quiet.set, True)
+        self.quiet.run(_is_quiet.set, True)
         self.closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    def run_quietly(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call `function` in the context variables `quiet`, from a caller that may or may not run in them already."""
+        if _is_quiet.get():
+            return function(*arguments)
+        return self.quiet.run(function, *arguments)
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
         """Open a link to `rank`; return None if `rank` is already opening a link to this rank."""
