@@ -6,6 +6,8 @@ There is no ``async_op``: every call that moves data starts at once and returns 
 names the method of `ProcessGroup` that documents its shapes, costs, errors and algorithm.
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from aiocoll.backends import Backend, BackendConfig
 from aiocoll.distributed.blocks import coalescing_manager, time_estimator
 from aiocoll.distributed.calls import (
@@ -84,6 +86,15 @@ from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from aiocoll.work import Work
 
 reduce_op = ReduceOp
+
+if not TYPE_CHECKING:  # so that type checkers report unknown names
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(
+            f"aiocoll.distributed has no {name!r}: docs/porting.md lists the names of torch.distributed that it leaves "
+            "out, and their replacements"
+        )
+
 
 __all__ = [
     "SHRINK_ABORT",

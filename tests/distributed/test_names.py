@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -288,6 +289,15 @@ async def test_distributed_functions_return_the_closed_form_results_over_every_t
     for each in CASES.values():
         await each(pg.rank(), pg.size())
         await dist.barrier()  # keeps the messages of different cases separate
+
+
+@pytest.mark.parametrize("name", ["ProcessGroupNCCL", "set_debug_level"])
+def test_name_that_is_left_out_gives_an_error_with_the_page_of_replacements(name: str) -> None:
+    page = "docs/porting.md"
+    with pytest.raises(AttributeError, match=f"aiocoll.distributed has no '{name}': {page} lists the names"):
+        getattr(dist, name)
+    assert f"`{name}`" in (Path(__file__).parents[2] / page).read_text()
+    assert not hasattr(dist, name)
 
 
 def test_functions_that_move_data_are_not_coroutine_functions() -> None:
