@@ -86,7 +86,8 @@ check: $(VENV)/installed
 	$(VENV)/bin/python tools/prose.py
 
 coverage-gpu: $(VENV)/installed
-	$(VENV)/bin/python -m coverage run -m pytest -q -m 'not matrix and not soak' tests/gpu tests/elements/test_device*.py $(ARGS)
+	$(VENV)/bin/python -m coverage run -m pytest -q -m 'not matrix and not soak' tests/gpu tests/elements/test_device*.py \
+		tests/group/dispatch/test_devices.py $(ARGS)
 	$(VENV)/bin/python -m coverage report
 
 matrix: products matrix-3.11 matrix-3.12 matrix-3.13

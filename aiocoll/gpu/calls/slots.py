@@ -203,8 +203,6 @@ class Slots:
     def _stamp(self, number: int, time: int) -> None:
         if self._times[number] is not None:
             raise ValueError(f"slot {number} already has a time")
-        if time < 0:
-            raise ValueError(f"slot {number} got time={time}, which is negative")
         self._times[number] = time
         if time == 0:
             self._lane.withdraw(number)
