@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from aiocoll.elastic_groups import elastic
     from aiocoll.store import RedisStore
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "PROC_NULL",
