@@ -35,6 +35,8 @@ class Report(NamedTuple):
     code: int | None
     error: str
     place: str
+    late: list[int]
+    group: str
     traceback: str
 
     @property

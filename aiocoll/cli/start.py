@@ -9,6 +9,8 @@ as a line of JSON:
     code        the exit code of `sys.exit`, null for any other exception
     error       the exception in one line; for `sys.exit`, the exception that led to it, "" if there is none
     place       the program's line that raised or was interrupted, "" if there is none
+    late        the ranks for which a collective waited until its timeout; empty for any other exception
+    group       the name of the group that the exception is about, "" if there is none
     traceback   the text that Python would have shown, without causes that repeat the message and have no traceback
 
 The launcher prints the traceback instead of the interpreter, which would mix it with the output of other ranks. This
@@ -187,6 +189,8 @@ def _report(error: BaseException, pipe: int) -> bool:
             "code": _exit_code(error) if is_exit else None,
             "error": "" if shown is None else _in_one_line(shown),
             "place": "" if shown is None else _place(shown),
+            "late": _late_ranks(shown),
+            "group": getattr(shown, "group", None) or "",
             "traceback": "" if is_exit else _format(traceback.TracebackException.from_exception(error)),
         }
         data = memoryview(json.dumps(report).encode() + b"\n")
@@ -228,6 +232,11 @@ def _degree(error: BaseException) -> int:
 def _is_news(error: BaseException) -> bool:
     errors = sys.modules.get("aiocoll.errors")
     return errors is not None and isinstance(error, tuple(getattr(errors, name) for name in _NEWS))
+
+
+def _late_ranks(error: BaseException | None) -> list[int]:
+    errors = sys.modules.get("aiocoll.errors")
+    return list(error.ranks) if errors is not None and isinstance(error, errors.CollectiveTimeoutError) else []
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -147,6 +147,9 @@ def _describe_culprit(to_blame: RankOutcome, is_other_stuck: bool) -> str:
         return f"rank {rank} failed first"
     if report is not None and report.kind == "CollectiveMismatchError":
         return f"ranks made different calls; rank {rank} was the first to report it"
+    if report is not None and report.late:
+        late = f"{'ranks' if len(report.late) > 1 else 'rank'} {rank_numbers(report.late)}"
+        return f"rank {rank} was the first to report a timeout: it waited for {late} of group {report.group!r}"
     return f"rank {rank} was the first to report a failure" + (
         "" if is_other_stuck else ", and none here failed by itself"
     )

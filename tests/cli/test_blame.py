@@ -445,7 +445,9 @@ asyncio.run(main())
     done = launch("-n", 2, script=script).finish()
     *others, last = blocks(done.stderr)
     assert others[-1] == ["aiocoll run: rank 1 exited with code 5"]
-    assert last[0].startswith("aiocoll run: rank 0 was the first to report a failure, and none here failed by itself")
+    assert last[0] == (
+        "aiocoll run: rank 0 was the first to report a timeout: it waited for rank 1 of group 'world:0'; exit code 1:"
+    )
     assert "CollectiveTimeoutError" in last[-1]
     assert done.returncode == 1
 
