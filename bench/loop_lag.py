@@ -1,112 +1,83 @@
-"""A rank of lag.py, which measures how long each callback blocks the event loop during allreduces.
-
-First every callback of the loop is timed, on the CPU clock of this thread and on the wall clock. Further allreduces run
-next to a task that repeatedly sleeps for a millisecond and records how late it wakes: the delay that other tasks of a
-program would see. These are separate so that the short callbacks of the task are not among the timed ones.
-"""
+"""Time for which callbacks block the event loop during large allreduces, on ranks that run loop_lag_rank.py."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
+import secrets
+import subprocess
 import sys
-from collections.abc import Callable
-from time import perf_counter, thread_time
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvloop
+from markdown import ranks_of, size_of, table
 
-from aiocoll import GroupOptions, new_group
+RANK = Path(__file__).with_name("loop_lag_rank.py")
+#: Bytes of the arrays.
+NBYTES = 256 << 20
+#: Seconds until a rank counts as hung; a normal run takes a tenth of that.
+LIMIT = 120
+#: Measured settings: event loop and transport.
+SETTINGS = (("uvloop", "auto"), ("uvloop", "tcp"), ("asyncio", "auto"), ("asyncio", "tcp"))
 
-#: Seconds of a sleep: the timer granularity of both loops.
-NAP = 0.001
-
-
-class Timed:
-    """An event loop mixin that times callbacks while `samples` is a list."""
-
-    samples: list[tuple[float, float]] | None = None
-
-    def _timed(self, callback: Callable[..., Any]) -> Callable[..., Any]:
-        if getattr(callback, "timed", False):  # wrapped already: asyncio's call_later calls call_at
-            return callback
-
-        def run(*args: Any) -> None:
-            cpu, wall = thread_time(), perf_counter()
-            callback(*args)
-            if self.samples is not None:
-                self.samples.append((thread_time() - cpu, perf_counter() - wall))
-
-        run.timed = True
-        return run
-
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
-        return super().call_soon(self._timed(callback), *args, context=context)
-
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
-        return super().call_later(delay, self._timed(callback), *args, context=context)
-
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
-        return super().call_at(when, self._timed(callback), *args, context=context)
-
-    def add_reader(self, fd: Any, callback: Any, *args: Any) -> Any:
-        return super().add_reader(fd, self._timed(callback), *args)
-
-    def add_writer(self, fd: Any, callback: Any, *args: Any) -> Any:
-        return super().add_writer(fd, self._timed(callback), *args)
+#: By loop and transport: the results of each rank, or the reason why the launch failed.
+Found = Mapping[tuple[str, str], Sequence[Mapping[str, Any]] | str]
 
 
-class TimedAsyncio(Timed, asyncio.SelectorEventLoop):
-    pass
+def lag(world_size: int, loop: str, transport: str, iterations: int) -> list[dict[str, Any]] | str:
+    """Start ranks that run loop_lag_rank.py; return the results of each rank, or why the launch failed."""
+    config = {
+        "loop": loop,
+        "transport": transport,
+        "nbytes": NBYTES,
+        "iterations": iterations,
+        "world_size": world_size,
+        "job_key": secrets.token_hex(16),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(RANK), json.dumps(config | {"rank": rank})],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,  # where the ranks meet
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            outputs = [process.communicate(timeout=LIMIT) for process in processes]
+        except subprocess.TimeoutExpired:
+            return f"not done after {LIMIT} s"
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            return (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    return [json.loads(output) for output, _ in outputs]
 
 
-class TimedUvloop(Timed, uvloop.Loop):
-    pass
+def longest(ranks: Sequence[Mapping[str, Any]]) -> float:
+    """Return the p99 of the durations of all callbacks, in milliseconds of thread CPU time."""
+    return float(np.percentile(np.concatenate([rank["cpu"] for rank in ranks]), 99) * 1e3)
 
 
-async def naps(late: list[float]) -> None:
-    while True:
-        start = perf_counter()
-        await asyncio.sleep(NAP)
-        late.append(perf_counter() - start - NAP)
-
-
-async def measure(config: dict[str, Any]) -> dict[str, Any]:
-    loop: Any = asyncio.get_running_loop()
-    late: list[float] = []
-    async with new_group(
-        init_method=f"file://{os.getcwd()}/store",
-        rank=config["rank"],
-        world_size=config["world_size"],
-        options=GroupOptions(transport=config["transport"], job_key=config["job_key"]),
-    ) as pg:
-        x = np.ones(config["nbytes"] // 4, np.float32)
-        await pg.allreduce(x)  # opens the links
-        await asyncio.sleep(0)  # ends the current callback before timing starts
-        samples: list[tuple[float, float]] = []
-        loop.samples = samples
-        start = perf_counter()
-        for _ in range(config["iterations"]):
-            await pg.allreduce(x)
-        took = perf_counter() - start
-        loop.samples = None
-        napping = asyncio.create_task(naps(late))
-        for _ in range(config["iterations"]):
-            await pg.allreduce(x)
-        napping.cancel()
-        assert (x == float(config["world_size"]) ** (2 * config["iterations"] + 1)).all(), "a sum is wrong"
-    cpu, wall = zip(*samples, strict=True)
-    return {"cpu": cpu, "wall": wall, "late": late, "seconds": took / config["iterations"]}
-
-
-def main() -> None:
-    config = json.loads(sys.argv[1])
-    loop = TimedUvloop if config["loop"] == "uvloop" else TimedAsyncio
-    with asyncio.Runner(loop_factory=loop) as runner:
-        json.dump(runner.run(measure(config)), sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+def lag_table(world_size: int, found: Found) -> str:
+    """Return a table of callback durations, with one row per loop, transport and clock."""
+    rows: list[Sequence[object]] = []
+    for (loop, transport), ranks in found.items():
+        if isinstance(ranks, str):
+            rows.append((loop, transport, "failed", ranks, *[""] * 4))
+            continue
+        each = max(rank["seconds"] for rank in ranks) * 1e3
+        for name, what in (("cpu", "thread CPU"), ("wall", "wall clock"), ("late", "1 ms sleep late")):
+            values = np.maximum(0, np.concatenate([rank[name] for rank in ranks])) * 1e3  # uvloop wakes a little early
+            numbers = (f"{value:.3f}" for value in np.percentile(values, (50, 99, 100)))
+            place = (loop, transport, f"{each:.0f}") if name == "cpu" else ("", "", "")
+            rows.append((*place, what, values.size, *numbers))
+    head = ("loop", "transport", "ms each", "what, in ms", "count", "p50", "p99", "max")
+    return f"### {ranks_of(world_size)}, allreduces of {size_of(NBYTES)}\n\n{table(head, rows)}"

@@ -23,8 +23,8 @@ from pathlib import Path
 from busy import busy
 from environments import Unavailable, prepare
 from inflight import Case
-from lag import SETTINGS, lag
 from launch import launch, launch_until_quiet
+from loop_lag import SETTINGS, lag
 from machine import measured_load
 from markdown import name_of, ranks_of
 from report import Report, write_csv

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 
 from environments import REQUIREMENTS
-from lag import Found, lag_table, longest
 from limits import OF_BOUND, Verdict, verdicts
+from loop_lag import Found, lag_table, longest
 from machine import machine
 from markdown import ranks_of, table
 from results import Results

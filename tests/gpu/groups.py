@@ -26,7 +26,7 @@ from ..fakes.cuda import FakeCuda, Gate
 from ..fakes.nccl import FakeNccl
 from ..internals import dispatcher_of
 from ..ranks import run_ranks, wait_until
-from .adapted import select_adapter
+from .fake_libraries import select_adapter
 
 #: How calls handle CUDA arrays: by NCCL, or staged through the host.
 WAYS = ("nccl", "staged")

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from tests.gpu.device_kinds import ADAPTER, ADAPTERS, PLAYED, REAL
+from tests.gpu.device_kinds import ADAPTER, ADAPTERS, REAL, SIMULATED
 
 ROOT = Path(__file__).parents[2]
 #: Seconds for hung processes to write the stacks of their threads.
@@ -85,7 +85,7 @@ class _Maker(NamedTuple):
     @property
     def kinds(self) -> Sequence[str]:
         """The array libraries of this run, usable or not."""
-        return PLAYED if self.fake else REAL
+        return SIMULATED if self.fake else REAL
 
     @property
     def raw_by(self) -> str:
@@ -117,7 +117,7 @@ class _Maker(NamedTuple):
         kind = self.kinds[0]
         step = self.two(f"raw by {kind}", "raw", kind, None, kind)
         yield step._replace(needs=(*step.needs, *self.needed(kind)))
-        step = self.two("raw by library", "raw", "library", None, "played" if self.fake else "")
+        step = self.two("raw by library", "raw", "library", None, "simulated" if self.fake else "")
         yield step._replace(needs=(*step.needs, *self.needed("ctypes")))
 
     def pairs(self) -> Iterator[Step]:
@@ -129,7 +129,7 @@ class _Maker(NamedTuple):
         yield self.two("exit with RAS unclosed", "aiocoll_rank", "left", NCCL_RAS_ENABLE="1")
         if self.fake:
             for how in PAIRED:
-                yield self.two(f"{how} played", "aiocoll_rank", how, "raw by library", "played")
+                yield self.two(f"{how} simulated", "aiocoll_rank", how, "raw by library", "simulated")
 
     def tests(
         self, file: str, limit: float, name: str = "", chosen: str = "", after: str | None = None
@@ -185,7 +185,7 @@ def all_steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Contain
         plugins: options that let pytest load its plugins.
         missing: names of missing requirements.
     """
-    make = _Maker(fake, folder, plugins, PLAYED[:1] if fake else [kind for kind in REAL if kind not in missing])
+    make = _Maker(fake, folder, plugins, SIMULATED[:1] if fake else [kind for kind in REAL if kind not in missing])
     found = [
         Step("signatures", 45, make.pytest("tests/gpu/test_cupy_api.py", "tests/gpu/test_ctypes_api.py"), PYTEST),
         *make.alone(),

@@ -18,8 +18,8 @@ from . import machine_info, processes
 from . import run as module
 from .device_kinds import ADAPTER, ADAPTERS
 from .on_device import two
-from .played import torch_machine
 from .run import Run
+from .simulated_machine import torch_machine
 from .steps import ROOT, Outcome, Step, all_steps, end_process, run_step
 
 EVERYTHING: dict[str, Any] = {
@@ -351,7 +351,7 @@ def test_nccl_settings_for_two_ranks_on_one_device_depend_on_the_nccl_version() 
 @pytest.mark.parametrize(
     "only",
     [
-        "raw by fake,killed,two ranks played,bench",
+        "raw by fake,killed,two ranks simulated,bench",
         pytest.param("", marks=pytest.mark.soak, id="everything"),
     ],
 )
@@ -376,12 +376,12 @@ ALONE = """
 import atexit, sys
 from tests.fakes.nccl import FakeNccl
 from tests.gpu.on_device.far_nccl import FarNccl
-from tests.gpu.played import torch_machine
+from tests.gpu.simulated_machine import torch_machine
 
 pair = {"tests.gpu.on_device.aiocoll_rank", "tests.gpu.on_device.raw"}
-played = torch_machine(1, FarNccl if pair & {*sys.orig_argv} else FakeNccl)
-played.__enter__()
-atexit.register(played.__exit__, None, None, None)
+simulated = torch_machine(1, FarNccl if pair & {*sys.orig_argv} else FakeNccl)
+simulated.__enter__()
+atexit.register(simulated.__exit__, None, None, None)
 """
 
 

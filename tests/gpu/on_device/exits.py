@@ -21,7 +21,7 @@ from aiocoll.gpu.provider import provide, runtime
 from aiocoll.store import HashStore
 
 from .delegate import Delegate
-from .worlds import PLAYED, World, world
+from .worlds import SIMULATED, World, world
 
 #: Timeouts for a call that hangs, in seconds: on a real device and on a simulated one.
 LIMIT = (5.0, 0.3)
@@ -65,7 +65,7 @@ class Lonely(Delegate):
 async def lonely(made: World) -> None:
     cuda, nccl = runtime()
     with provide(cuda, Lonely(nccl)):  # type: ignore[arg-type]
-        async with new_group(store=HashStore(), rank=0, world_size=1, timeout=LIMIT[made.kind in PLAYED]) as pg:
+        async with new_group(store=HashStore(), rank=0, world_size=1, timeout=LIMIT[made.kind in SIMULATED]) as pg:
             try:
                 await pg.allreduce(made.tensor(np.ones(3)))
             except CollectiveTimeoutError as error:
@@ -78,7 +78,7 @@ async def unclosed(made: World) -> None:
 
 
 def main(how: str, kind: str) -> None:
-    if kind in PLAYED:
+    if kind in SIMULATED:
         side_module.RELEASE = 0.1  # the simulated communicator hangs forever, so a short wait is enough
     with ExitStack() as stack:
         made = stack.enter_context(world(kind, stuck=how == "lonely"))

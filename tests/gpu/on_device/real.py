@@ -201,10 +201,10 @@ class TorchWorld(RealWorld):
         return int(tensor.numel())
 
 
-class PlayedWorld(TorchWorld):
-    """A simulated machine with torch alone, which looks like a real one; see `..played`."""
+class SimulatedWorld(TorchWorld):
+    """A simulated machine with torch alone, which looks like a real one; see `..simulated_machine`."""
 
     slow = 0.3
 
     def __init__(self) -> None:
-        super().__init__("played")
+        super().__init__("simulated")

@@ -17,7 +17,7 @@ from ...pairwise import Case, cover
 from ...ranks import run_ranks
 from ...reductions import OPS, WIDE, equal, numpy_dtype
 from ..groups import WAYS
-from .worlds import PLAYED, World, possible_ranks, world
+from .worlds import SIMULATED, World, possible_ranks, world
 
 COUNTS = ("0", "1", "1000")
 
@@ -78,7 +78,7 @@ def everything() -> Iterator[Case]:
 async def test_every_op_and_dtype_gives_correct_results_on_the_device(kind: str, way: str) -> None:
     with world(kind, way, 2) as made:
         size = possible_ranks(made, way, 2)
-        found = pairs() if kind in PLAYED else everything()
+        found = pairs() if kind in SIMULATED else everything()
         cases = [
             case | {"root": number % size if case["kind"] in ("broadcast", "reduce") else 0, "world_size": size}
             for number, case in enumerate(found)

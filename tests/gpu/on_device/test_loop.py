@@ -16,7 +16,7 @@ from aiocoll.gpu.provider import runtime
 from ...ranks import run_ranks
 from ..groups import WAYS
 from .base import lag_percentiles, late_wakeups
-from .worlds import PLAYED, World, world
+from .worlds import SIMULATED, World, world
 
 both = pytest.mark.parametrize("way", WAYS)
 
@@ -46,7 +46,7 @@ async def test_event_loop_is_not_blocked_during_a_long_kernel(kind: str, way: st
 
 
 async def test_delay_between_device_end_and_await_end_is_measured(kind: str) -> None:
-    turns = 20 if kind in PLAYED else 200
+    turns = 20 if kind in SIMULATED else 200
 
     async def body(pg: ProcessGroup, made: World) -> None:
         tensor = made.tensor(np.zeros(1), 0)
@@ -94,7 +94,7 @@ async def test_delay_between_device_end_and_await_end_is_measured(kind: str) -> 
 @both
 async def test_other_threads_can_use_the_device_during_calls(kind: str, way: str) -> None:
     """Check that the GIL and CUDA's locks cause no deadlock while other threads call the runtime."""
-    seconds = 0.2 if kind in PLAYED else 8.0
+    seconds = 0.2 if kind in SIMULATED else 8.0
     stop = threading.Event()
     pokes = [0] * 4
 

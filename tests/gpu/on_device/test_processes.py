@@ -17,7 +17,7 @@ from aiocoll.gpu.provider import provide, runtime
 from ...internals import dispatcher_of
 from ...ranks import run_ranks
 from .two import PosingCuda, rank_settings, way_for_version
-from .worlds import PLAYED, World, world
+from .worlds import SIMULATED, World, world
 
 #: The timeout of a test's processes in seconds, shorter than the step's, so that the test can show their stacks.
 LIMIT = 45.0
@@ -78,7 +78,7 @@ async def call_staged(pg: ProcessGroup, kind: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 async def test_calls_of_processes_on_one_device_are_staged(kind: str, world_size: int) -> None:
-    if kind in PLAYED and world_size > 2:
+    if kind in SIMULATED and world_size > 2:
         pytest.skip("two processes are enough on simulated devices")
     assert await testing.run_processes(world_size, call_staged, kind, timeout=LIMIT) == ["staged"] * world_size
 
@@ -120,7 +120,7 @@ async def call_on_shared_device(pg: ProcessGroup, kind: str) -> str:
 
 @pytest.mark.gpu
 async def test_two_processes_on_one_device_reduce_by_nccl(kind: str) -> None:
-    if kind in PLAYED:
+    if kind in SIMULATED:
         pytest.skip("the ranks of the simulated NCCL share a process: see the next test")
     assert await testing.run_processes(2, call_on_shared_device, kind, timeout=LIMIT) == ["nccl"] * 2
 

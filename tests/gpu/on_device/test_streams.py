@@ -12,7 +12,7 @@ from aiocoll import ProcessGroup
 from ...ranks import run_ranks
 from ..groups import WAYS
 from .base import reduced_and_gated
-from .worlds import PLAYED, World, possible_ranks, world
+from .worlds import SIMULATED, World, possible_ranks, world
 
 both = pytest.mark.parametrize("way", WAYS)
 
@@ -76,7 +76,7 @@ async def test_on_stream_makes_another_stream_wait(kind: str) -> None:
 @both
 @pytest.mark.parametrize("per_thread", [False, True])
 async def test_work_on_default_streams_is_ordered_with_calls(kind: str, way: str, per_thread: bool) -> None:
-    if kind in ("torch", "played") and per_thread:
+    if kind in ("torch", "simulated") and per_thread:
         pytest.skip("torch does not use the default streams of threads")
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -119,7 +119,7 @@ async def test_stream_capture_stays_valid_and_contains_no_collective_call(kind: 
 
 @both
 async def test_array_memory_is_not_reused_while_calls_read_the_array(kind: str, way: str) -> None:
-    turns, together, count = (32 if kind in PLAYED else 2000), 8, 5000
+    turns, together, count = (32 if kind in SIMULATED else 2000), 8, 5000
 
     async def body(pg: ProcessGroup, made: World) -> None:
         rank, size, device = pg.rank(), pg.size(), pg.rank() % made.devices
@@ -145,7 +145,7 @@ async def test_array_memory_is_not_reused_while_calls_read_the_array(kind: str, 
 
 @both
 async def test_arrays_can_be_deleted_while_their_calls_are_in_flight(kind: str, way: str) -> None:
-    turns = 30 if kind in PLAYED else 500
+    turns = 30 if kind in SIMULATED else 500
 
     async def body(pg: ProcessGroup, made: World) -> None:
         device = pg.rank() % made.devices

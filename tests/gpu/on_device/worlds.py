@@ -1,9 +1,9 @@
 """The devices on which the same tests run: simulated ones, and real ones with arrays of CuPy or torch.
 
-fake      fake CUDA and NCCL, which aiocoll calls without an adapter
-played    a simulated machine with torch and without CuPy, where aiocoll finds driver, NCCL and torch as on a real one
-cupy      real devices with CuPy's arrays
-torch     real devices with torch's tensors; CUDA and NCCL by CuPy, or without it by the libraries that torch brings
+fake        fake CUDA and NCCL, which aiocoll calls without an adapter
+simulated   a simulated machine with torch and without CuPy, where aiocoll finds driver, NCCL and torch
+cupy        real devices with CuPy's arrays
+torch       real devices with torch's tensors; CUDA and NCCL by CuPy, or without it by the libraries that torch brings
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from aiocoll.gpu.provider import by_ctypes, missing_nccl_reason, provide, runtim
 from aiocoll.testing.skips import _gpus
 
 from ...fakes.nccl import FakeNccl
-from ..device_kinds import ADAPTER, PLAYED, REAL
+from ..device_kinds import ADAPTER, REAL, SIMULATED
 from ..groups import gpus, join_threads
-from ..played import torch_machine
+from ..simulated_machine import torch_machine
 from .base import World
 from .fake import FakeWorld
 from .far_nccl import FarNccl
-from .real import CupyWorld, PlayedWorld, TorchWorld
+from .real import CupyWorld, SimulatedWorld, TorchWorld
 
-__all__ = ["PLAYED", "REAL", "World", "missing", "possible_ranks", "world"]
+__all__ = ["REAL", "SIMULATED", "World", "missing", "possible_ranks", "world"]
 
-_WORLDS = {"played": PlayedWorld, "cupy": CupyWorld, "torch": TorchWorld}
+_WORLDS = {"simulated": SimulatedWorld, "cupy": CupyWorld, "torch": TorchWorld}
 
 
 def missing(kind: str) -> str | None:
     """Return the reason why this machine does not have devices of a kind, or None."""
-    if kind in PLAYED:
+    if kind in SIMULATED:
         return None
     if not _gpus():
         return "no CUDA device found"
@@ -69,9 +69,9 @@ def world(
         with gpus(devices, way, library) as gpu:
             yield FakeWorld(gpu, devices)
         return
-    with ExitStack() as played:
-        if kind == "played":
-            played.enter_context(torch_machine(devices, library))
+    with ExitStack() as simulated:
+        if kind == "simulated":
+            simulated.enter_context(torch_machine(devices, library))
         by_cupy = os.environ.get(ADAPTER) != "ctypes"
         cuda, nccl, lacking = (*runtime(), missing_nccl_reason()) if by_cupy else by_ctypes()
         made = _WORLDS[kind]()

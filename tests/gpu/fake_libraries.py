@@ -24,7 +24,7 @@ from aiocoll.gpu.driver import Driver
 from ..fakes.cuda import FakeCuda
 from . import stub_cupy
 from .device_kinds import ADAPTER
-from .played_kernels import kernel_functions
+from .simulated_kernels import kernel_functions
 from .stub_driver import CONTEXT, Pointer, write_number
 from .stub_libraries import CUDA_H, LAUNCH_H, NCCL_H, RAW_H, ctypes_of
 

@@ -1,4 +1,4 @@
-"""Cost of operation counters (the option `stats`) per call: ``python bench/counting.py``.
+"""Cost of operation counters (the option `stats`) per call: ``python bench/counter_costs.py``.
 
 Two ranks in one thread await allreduces of one number. Short rounds without counters and with counters alternate. In
 each call one of the ranks waits for the other. The figure is the CPU time of the thread, half of it per rank. The

@@ -14,7 +14,7 @@ from aiocoll.gpu.provider import missing_nccl_reason, runtime
 
 from .on_device import real, single_rank
 from .on_device.worlds import missing, world
-from .played import torch_machine
+from .simulated_machine import torch_machine
 
 
 def test_simulated_machine_has_torch_without_cupy() -> None:
@@ -32,7 +32,7 @@ def test_simulated_machine_has_torch_without_cupy() -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_array_operations_of_device_tests_work_on_simulated_devices(devices: int) -> None:
-    with world("played", devices=devices) as made:
+    with world("simulated", devices=devices) as made:
         assert made.devices == devices
         for device in range(devices):
             tensor = made.tensor(np.arange(5.0), device)
@@ -45,12 +45,12 @@ def test_array_operations_of_device_tests_work_on_simulated_devices(devices: int
 
 
 def test_single_rank_reduces_tensors_on_the_simulated_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    single_rank.main("played")
-    assert capsys.readouterr().out.splitlines() == [f"played, {dtype}: reduced" for dtype in ("bfloat16", "float32")]
+    single_rank.main("simulated")
+    assert capsys.readouterr().out.splitlines() == [f"simulated, {dtype}: reduced" for dtype in ("bfloat16", "float32")]
 
 
 def test_gate_that_is_never_opened_releases_the_device_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    with world("played") as made:
+    with world("simulated") as made:
         monkeypatch.setattr(real, "SHUT", 0.01)
         tensor = made.tensor(np.zeros(3))
         made.gate(0)

@@ -23,7 +23,7 @@ from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
 from ..reductions import DTYPES
 from . import stub_cupy
-from .adapted import libcuda, libnccl
+from .fake_libraries import libcuda, libnccl
 from .groups import join_threads
 
 
