@@ -305,7 +305,6 @@ class Journal:
         "_calls",
         "_carrier",
         "_channels",
-        "_is_known",
         "_pending",
         "_rows",
         "_wait_rows",
@@ -338,9 +337,8 @@ class Journal:
         # Cache of the journal row and byte count of a call. The key of a collective is the `id` of its signature. The
         # key of a message also contains the peer. The cache holds the signature, so that its `id` is not reused.
         self._calls: dict[int | tuple[int, int], tuple[int, float, Signature]] = {}
-        # The medium of collectives, and whether it has been determined since a link was last opened.
-        self._carrier = ""
-        self._is_known = False
+        # The media of collectives; None if a link has been opened since they were looked up.
+        self._carrier: str | None = None
 
     # -- writing
 
@@ -417,7 +415,7 @@ class Journal:
     def linked(self) -> None:
         """Handle an opened link: from now on, operations may use another medium. A closed link has no effect."""
         self._calls.clear()
-        self._is_known = False
+        self._carrier = None
 
     def _find_row(self, operation: Operation, other: int, call: int | tuple[int, int]) -> tuple[int, float, Signature]:
         """Return an operation's counter row and number of bytes; cache both if they hold for all equal calls."""
@@ -435,10 +433,8 @@ class Journal:
 
     def row_of_plan(self, plan: Plan, shape: tuple[int, ...]) -> tuple[int, float]:
         """Return the counter row and number of bytes of a plan's call in shared memory; `shape` is its main array's."""
-        if not self._is_known:
-            self._is_known = True
-            self._carrier = carriers_of(self._channels)
-        return self._row_of(plan.signature.op, plan.algorithm, self._carrier), float(_nbytes(plan.signature, shape))
+        row = self._row_of(plan.signature.op, plan.algorithm, self._common_carrier())
+        return row, float(_nbytes(plan.signature, shape))
 
     def _row(self, operation: Operation, other: int) -> int:
         return self._row_of(operation.signature.op, operation.algorithm(), self._carrier_of(operation, other))
@@ -457,9 +453,12 @@ class Journal:
             return self._channels[other].carrier
         if operation.signature.device != "cpu":  # the medium differs from call to call: the device itself, or links
             return operation.carriers()
-        if not self._is_known:
-            self._is_known = True
-            self._carrier = operation.carriers()
+        return self._common_carrier()
+
+    def _common_carrier(self) -> str:
+        """Return the media of all channels, looked up once after each opening of a link."""
+        if self._carrier is None:
+            self._carrier = carriers_of(self._channels)
         return self._carrier
 
     # -- reading

@@ -74,7 +74,6 @@ def operation(
         started=nan,
         done=False,
         algorithm=lambda: "ring",
-        carriers=lambda: "shm",
     )
 
 
@@ -83,8 +82,8 @@ class Group:
 
     def __init__(self, counts: bool = True) -> None:
         self.pending: dict[Operation, None] = {}
-        channels: Any = [SimpleNamespace(carrier=carrier) for carrier in ("tcp", "unix")]
-        self.journal = Journal(channels, lambda: list(self.pending), 0.0, counts)
+        self.channels: Any = [SimpleNamespace(carrier=carrier) for carrier in ("tcp", "unix")]
+        self.journal = Journal(self.channels, lambda: list(self.pending), 0.0, counts)
 
     def end(self, each: Operation, now: float, error: BaseException | None = None) -> None:
         self.journal.ended(each, error, now)
@@ -241,7 +240,7 @@ def test_journal_counters_equal_the_expected_numbers(counts: bool) -> None:
         assert (found, group.journal.waited(100.0)) == ([], {})
         return
     (row,) = found
-    assert row.kind == ("ALLREDUCE", "ring", "shm")
+    assert row.kind == ("ALLREDUCE", "ring", "tcp+unix")
     assert (row.failures, row.nbytes, row.seconds) == (30, 100 * 8 * 55, 250 * 15)
     assert [(at - SHIFT, calls) for at, calls in enumerate(row.buckets) if calls] == [
         (power + 1, 250) for power in range(4)
@@ -285,11 +284,11 @@ def test_recent_waits_include_a_rank_first_waited_for_late_in_a_second() -> None
 def test_journal_records_the_transport_of_a_new_link_for_later_calls() -> None:
     group = Group()
     for carrier in ("shm", "tcp"):
-        each = operation()
-        each.carriers = lambda carrier=carrier: carrier
-        group.end(each, 1.0)
-        group.end(operation(), 1.0)
+        for channel in group.channels:
+            channel.carrier = carrier
         group.journal.linked()
+        group.end(operation(), 1.0)
+        group.end(operation(), 1.0)
     assert [(each.kind[2], sum(each.buckets)) for each in group.journal.counted()] == [("shm", 2), ("tcp", 2)]
 
 
