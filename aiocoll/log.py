@@ -1,4 +1,4 @@
-"""Logger of the library, `logging.getLogger("aiocoll")`. Each record names the group and the rank.
+"""Logger of the library, `logging.getLogger("aiocoll")`. Records about a group name the group and the rank.
 
 If a handler or filter of the program raises, the logging code continues, and the traceback goes to stderr.
 """

@@ -19,7 +19,7 @@ async def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             await pg.allreduce(np.ones(3))
-        except aiocoll.GroupError as error:  # PeerLostError; in a later call, GroupRevokedError
+        except aiocoll.GroupError as error:  # PeerLostError, or GroupRevokedError at a later call
             print(error)
             async with await pg.shrink() as rest:
                 print(f"{rest.size()} ranks go on:", await rest.allreduce(np.ones(3)))
