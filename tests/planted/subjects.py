@@ -250,7 +250,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("DeviceCommunicator.launch", "CtypesCommunicator.finish", "_Nccl.init"),
             (
                 ("test_ctypes_api.py", "test_cupy_api.py", "gpu/test_communicator.py", "test_looks.py"),
-                ("test_adapters.py", "test_contexts.py", "test_bounce.py", "gpu/test_ahead.py"),
+                ("gpu/test_adapters.py", "test_contexts.py", "test_bounce.py", "gpu/test_ahead.py"),
             ),
         ),
         "adapters": Subject(
