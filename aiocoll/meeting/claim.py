@@ -120,7 +120,8 @@ class Claims:
             claim = await self.store.compare_set(f"claim/{next_rank}", b"?", b"?")  # a read that never waits
             if self._has_ended(claim) and await self._store.add(_met_key(next_rank), 0) < self.generation:
                 reason = (
-                    f"rank {next_rank} was lost before all ranks had met: its process has ended; start all ranks again"
+                    f"rank {next_rank} was lost before all ranks had met: it failed or its process has ended; see its "
+                    "error message, and start all ranks again"
                 )
                 await call_off(self._store, self._world_size, reason, self.generation)
                 return RendezvousError(reason)

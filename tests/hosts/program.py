@@ -202,9 +202,27 @@ def serve() -> None:
     server.close()
 
 
+async def report_failed_meeting(place: dict[str, Any]) -> None:
+    """Meet the other ranks when the test sends a line; after the failure, keep the store open until the next line.
+
+    So all ranks start together, and no rank sees another one leave.
+    """
+    async with place["store"]:
+        report("ready")
+        await asyncio.to_thread(sys.stdin.readline)
+        try:
+            await aiocoll.new_group(**place)
+        except aiocoll.RendezvousError as error:
+            report(str(error))
+        await asyncio.to_thread(sys.stdin.readline)
+
+
 async def main(what: str) -> None:
     """Carry out the task and report its result."""
     place = group_arguments()
+    if what == "report_failed_meeting":
+        await report_failed_meeting(place)
+        return
     async with contextlib.AsyncExitStack() as stack:
         if "store" in place:
             await stack.enter_async_context(place["store"])

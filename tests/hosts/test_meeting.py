@@ -32,8 +32,14 @@ async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], 
     net = network(2)
     net.drop(1, 0, "tcp dport != 29500")
     net.drop(0, 1, "tcp sport != 29500")
-    started = await ranks.start_all(net, "total", TIMEOUT="5", AIOCOLL_WARN_AFTER="4")
-    last = r"aiocoll\.errors\.RendezvousError: "
+    method = f"store:{net.hosts[0].ipv4}"
+    started = await ranks.start_all(net, "report_failed_meeting", method, TIMEOUT="5", AIOCOLL_WARN_AFTER="4")
+    assert [await process.next_line() for process in started] == ["ready"] * 2
+    for process in started:
+        process.send_line()
+    errors = [await process.next_line() for process in started]
+    for process in started:
+        process.send_line()
     shown = [
         code("docs/several-hosts.md", "When they do not meet", 1, "text"),
         code("docs/several-hosts.md", "When they do not meet", 2, "text"),
@@ -43,10 +49,10 @@ async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], 
         r"check that they run and that firewalls permit the connection",
         r"rank 0 cannot be reached at 10\.77\.0\.1 port \d+: it does not answer \(tried for \d\.\d s\)",
     ]
-    for rank, (process, text) in enumerate(zip(started, expected, strict=True)):
-        error, complaints = await meeting_error(process)
-        assert re.fullmatch(rf"{last}rank {rank} of 2 did not meet the others within 5 s: {text}", error)
+    for rank, (process, error, text) in enumerate(zip(started, errors, expected, strict=True)):
+        assert re.fullmatch(rf"rank {rank} of 2 did not meet the others within 5 s: {text}", error)
         assert is_shown(shown[rank], error)
+        _, complaints = await process.end()
         warning = rf"^rank {rank} of 2 did not meet the others within 4 s: {text}; still waiting$"
         assert re.search(warning, complaints, re.MULTILINE)
 

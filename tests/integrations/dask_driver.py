@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dask.config
 import numpy as np
 from distributed import Client, LocalCluster
 
 import aiocoll
 from aiocoll import BlockingGroup, GroupOptions, PeerLostError
-from aiocoll.integrations import dask
-from aiocoll.integrations.dask import run
+from aiocoll.integrations.dask import _running, run
 from tests.integrations.engines import held_resources, hello_program, record_leftovers, serve, wait_until
 from tests.pages import code, execute
 
@@ -101,7 +101,7 @@ def block_forever(folder: str) -> None:
 
 def remaining_objects() -> tuple[list[str], list[str]]:
     """Return the objects of earlier ranks that a worker process still references."""
-    return sorted(held_resources()), sorted(map(str, dask._running))
+    return sorted(held_resources()), sorted(map(str, _running))
 
 
 # -- functions for the tests
@@ -297,6 +297,8 @@ async def page() -> Any:
 
 async def main() -> None:
     global cluster, client
+    # A LocalCluster gives up a worker that is absent 15 s after a loss, even if another loss came in between.
+    dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"})
     async with (
         LocalCluster(
             n_workers=WORKERS, threads_per_worker=2, processes=True, host="127.0.0.1", dashboard_address=None,
