@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.integrations.torch.calls import Calls
+from aiocoll.integrations.torch.aio_backend import AioBackend, can_shrink, shrunk
 from aiocoll.integrations.torch.carriers import BACKEND
-from aiocoll.integrations.torch.process import process
+from aiocoll.integrations.torch.lifetime import Lifetime
 from aiocoll.loops import LoopThread
 
 __all__ = ["NAME", "AioGroup"]
@@ -20,11 +19,10 @@ __all__ = ["NAME", "AioGroup"]
 NAME = BACKEND
 
 
-class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
+class AioGroup(Lifetime, dist.ProcessGroup):  # type: ignore[misc]
     """A torch process group that wraps an aiocoll group.
 
-    It is a `ProcessGroup` and not a `Backend`: torch wraps the works of a Python backend, and the wrapper forwards only
-    `wait` and `get_future`.
+    It is its own backend, because torch wraps the works of an `AioBackend`.
 
     Args:
         pg: the group of aiocoll.
@@ -35,12 +33,9 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, pg: ProcessGroup, thread: LoopThread, store: Any, is_owner: bool = True) -> None:
         dist.ProcessGroup.__init__(self, pg.rank(), pg.size())
-        self.setup_calls(pg, thread, NAME)
+        self.setup(pg, thread, is_owner)
         self._store = store
         self._name = self._desc = ""
-        self._closes = is_owner
-        if is_owner:
-            process.groups.add(self)
 
     # -- names, by the methods that C++ and Python call
 
@@ -78,39 +73,30 @@ class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return [torch.device(device) for device in self.carriers.devices(self)]
 
-    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    @property
+    def supports_shrinking(self) -> bool:
+        """Return whether `shrink_group` can shrink the group: from torch 2.14 on, with backend "aio" alone."""
+        return can_shrink() and self.carriers.devices(self) == ["cpu"]
+
+    def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> AioBackend:
+        """Return the backend of a group of the other living ranks; called by `shrink_group`."""
+        return shrunk(self, ranks_to_exclude, shrink_flags, opts_override)
 
     def _get_backend(self, device: torch.device) -> Any:
-        carrier = self.carriers.find(self, torch.device(device).type)
+        kind = torch.device(device).type
+        if kind not in self.carriers.devices(self):
+            raise RuntimeError(f"the group has no backend for {kind}")  # torch catches this class
+        carrier = self.carriers.find(self, kind)
         return self if carrier is None else carrier._get_backend(device)
 
     def get_group_store(self) -> Any:
         """Return the store of the group."""
         return self._store
 
-    def _get_sequence_number_for_group(self) -> int:
-        return self.count
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the default timeout of operations."""
-        limit = timeout.total_seconds()
-
-        def assign() -> None:
-            self.pg.timeout = limit
-
-        self.thread.start(assign).result()
-
-    _set_default_timeout = set_timeout
-
     def shutdown(self) -> None:
         """Close the group; called by `destroy_process_group`."""
         if dist.GroupMember.WORLD is not self:  # torch destroys all other groups with the default one
             self.carriers.destroy()
-        if self._closes:
-            self._closes = False
-            process.groups.discard(self)
-            self.thread.start(self.pg.shutdown).result()
-
-    def abort(self) -> None:
-        """Revoke the group, so that its pending works fail on all ranks."""
-        self.thread.post(self.pg.abort)
+        super().shutdown()

@@ -7,10 +7,12 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.integrations.torch.aio_group import AioGroup
+from aiocoll.integrations.torch.lifetime import Lifetime
 from aiocoll.integrations.torch.process import process
 from aiocoll.integrations.torch.store import TorchStore, host_of, is_loopback
 from aiocoll.loops import LoopThread
@@ -80,8 +82,8 @@ def _parent(ranks: list[int]) -> tuple[ProcessGroup, LoopThread] | None:
     """Return the group from which to split a group of `ranks`, and its loop; an empty list stands for all ranks."""
     if not ranks:
         return None if process.world is None else (process.world, process.thread())
-    world = dist.GroupMember.WORLD
-    return (world.pg, world.thread) if isinstance(world, AioGroup) else None
+    world = _carrier_of(dist.GroupMember.WORLD)
+    return None if world is None else (world.pg, world.thread)
 
 
 def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
@@ -97,7 +99,18 @@ def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
         TypeError: `pg` has another backend.
     """
     found = dist.GroupMember.WORLD if pg is None else pg
-    if not isinstance(found, AioGroup):
+    carrier = _carrier_of(found)
+    if carrier is None:
         name = "no group: call init_process_group first" if found is None else f"{type(found).__name__}"
         raise TypeError(f"pg must be a torch group with backend 'aio', not {name}")
-    return found.pg
+    return carrier.pg
+
+
+def _carrier_of(group: Any) -> Lifetime | None:
+    """Return the object that carries out the calls of a torch group on CPU tensors; None if aiocoll does not."""
+    if isinstance(group, dist.ProcessGroup) and not isinstance(group, AioGroup):  # `shrink_group` may have made it
+        try:
+            group = group._get_backend(torch.device("cpu"))
+        except RuntimeError:  # the group has no backend for the CPU
+            return None
+    return group if isinstance(group, Lifetime) else None

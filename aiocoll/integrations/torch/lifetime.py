@@ -1,0 +1,53 @@
+"""`Lifetime`: the timeout and the end of a torch object whose calls aiocoll carries out."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.integrations.torch.calls import Calls
+from aiocoll.integrations.torch.carriers import BACKEND
+from aiocoll.integrations.torch.process import process
+from aiocoll.loops import LoopThread
+
+__all__ = ["Lifetime"]
+
+
+class Lifetime(Calls):
+    """The calls of a torch object, its timeout and its end, as a mixin.
+
+    Attributes:
+        is_owner: whether the end of the torch object closes `pg`.
+    """
+
+    def setup(self, pg: ProcessGroup, thread: LoopThread, is_owner: bool) -> None:
+        """Initialize this mixin, whose `__init__` torch's classes would not call."""
+        self.setup_calls(pg, thread, BACKEND)
+        self.is_owner = is_owner
+        if is_owner:
+            process.groups.add(self)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the default timeout of operations."""
+        limit = timeout.total_seconds()
+
+        def assign() -> None:
+            self.pg.timeout = limit
+
+        self.thread.start(assign).result()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Close the group; called by `destroy_process_group`."""
+        if self.is_owner:
+            self.is_owner = False
+            process.groups.discard(self)
+            self.thread.start(self.pg.shutdown).result()
+
+    def abort(self) -> None:
+        """Revoke the group, so that its pending works fail on all ranks."""
+        self.thread.post(self.pg.abort)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.count

@@ -1,0 +1,107 @@
+"""`shrink_group` on one of three ranks: `python -m tests.integrations.torch.shrinking CASE RANK FOLDER`.
+
+Prints a line of JSON with the results of calls in the group of the ranks 0 and 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import SHRINK_ABORT, SHRINK_DEFAULT
+from torch.nn.parallel import DistributedDataParallel
+
+import aiocoll.torch
+from aiocoll.integrations.torch.process import process
+
+SIZE = 3
+EXCLUDED = 1
+
+
+def leave_before(rank: int) -> int:
+    """Let the excluded rank leave; the other ranks wait for their pending call."""
+    if rank == EXCLUDED:
+        dist.destroy_process_group()
+        sys.exit()
+    return SHRINK_DEFAULT
+
+
+def kill_before(rank: int) -> int:
+    """Kill the excluded rank; a call of the other ranks fails."""
+    if rank == EXCLUDED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(dist.DistBackendError):
+        dist.all_reduce(torch.ones(3))
+    return SHRINK_ABORT
+
+
+def use(group: Any) -> dict[str, Any]:
+    """Return the results of calls in the default group, which is now `group`."""
+    rank = dist.get_rank()
+    total = torch.full((3,), rank + 1.0)
+    dist.all_reduce(total)
+    gathered = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(gathered, torch.tensor([float(rank)]))
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    message = torch.full((2,), 7.0 * (rank == 0))
+    if rank == 0:
+        dist.send(message, 1)
+    else:
+        dist.irecv(message, 0).wait()
+    model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+    model(torch.full((1, 4), rank + 1.0)).sum().backward()
+    pair = dist.new_group([1, 0], sort_ranks=False)
+    first = torch.tensor([rank])
+    dist.broadcast(first, 1, group=pair)
+    return {
+        "rank": [group.rank(), group.size(), rank, dist.get_world_size(), aiocoll.torch.group().size()],
+        "total": total.tolist(),
+        "gathered": torch.cat(gathered).tolist(),
+        "objects": objects,
+        "message": message.tolist(),
+        "gradient": next(model.parameters()).grad.tolist(),
+        "broadcast": [first.item(), type(pair).__name__],
+    }
+
+
+def mismatch() -> str:
+    """Return the text of the error after calls with different shapes."""
+    try:
+        dist.all_reduce(torch.ones(3 + dist.get_rank()))
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+def main(case: str, rank: int, folder: Path) -> None:
+    """Run one case and print the results."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "aio", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
+    )
+    dist.new_group([0, 2])  # torch destroys it when the default group shrinks
+    found: dict[str, Any] = {"supported": dist.group.WORLD.supports_shrinking}
+    if found["supported"]:
+        try:
+            dist.group.WORLD.shrink([EXCLUDED], SHRINK_DEFAULT, aiocoll.GroupOptions())
+        except TypeError as error:
+            found["options"] = str(error)
+        dist.barrier()
+        group = dist.shrink_group([EXCLUDED], shrink_flags=globals()[case](rank))
+        found |= use(group) | {"mismatch": mismatch()}
+        dist.destroy_process_group()
+        found["open"] = len(process.groups)
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
