@@ -467,8 +467,16 @@ FOREIGN = {
     "cli.start": {"_run_module_as_main"},  # of runpy
     "arrays.torch_sparse": {"_indices", "_values"},  # of torch, for tensors that are not coalesced
     "group.lifetime": {"_settle"},  # of the flight recorder, which is public
+    "integrations.torch.aio_backend": {
+        "_device_types",
+        "_get_backend",
+        "_register_backend",
+        "_set_default_backend",
+        "_world",
+    },  # of torch
     "integrations.torch.calls": {"_profiler_enabled", "_record_function_with_args_enter"},  # of torch
     "integrations.torch.rendezvous": {"_rendezvous_handlers"},  # of torch
+    "integrations.torch.world": {"_get_backend"},  # of torch
     "integrations.torch.work": {"_record_function_with_args_exit"},  # of torch
     "group.parts": {"_parts"},  # the only access to the parts of a group
     "meeting.claim": {"_hold", "_sees_disconnects"},  # of stores, which users implement
