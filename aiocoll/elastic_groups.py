@@ -59,9 +59,9 @@ async def elastic(
     When the group has failed, the living ranks call `ProcessGroup.shrink`, wait for newcomers as replacements of the
     lost ranks, and share the state. If another rank is lost meanwhile, they start again. If they continued without some
     ranks and newcomers come later, the group is aborted to admit them. All ranks and all newcomers run the same
-    program. A newcomer has a ticket for that purpose, or ``join=True``. Newcomers need a store that outlives the lost
-    rank: `aiocoll.Meeting`, the launcher, a file or Redis. If a process ends before the first group has met, start a
-    new process in the same way, as the same rank.
+    program. A newcomer has a ticket for that purpose, or ``join=True``; with ``join=None``, each process finds out
+    whether it is one. Newcomers need a store that outlives the lost rank: `aiocoll.Meeting`, the launcher, a file or
+    Redis. If a process ends before the first group has met, start a new process in the same way, as the same rank.
 
     Args:
         state: the initial state of every group. In each group, all ranks receive the values of its rank 0, arrays in

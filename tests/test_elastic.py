@@ -386,3 +386,78 @@ async def test_elastic_run_refuses_states_with_different_arrays() -> None:
 async def test_elastic_refuses_wrong_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         await anext(elastic(**{"init_method": "file:///nowhere", **given}))
+
+
+# -- processes that find out whether they are newcomers
+
+
+async def run_worker(store: HashStore, world_size: int, ends: int | None = None) -> list[tuple[int, int]]:
+    """Run the same call in every process; return rank and size of each group. Leave after `ends` steps."""
+    groups: list[tuple[int, int]] = []
+    state = {"step": 0}
+    where = {"store": store, "world_size": world_size, "join": None, "timeout": LIMIT}
+    async with aclosing(elastic(**where, state=state, wait=LIMIT)) as made:
+        async for pg in made:
+            groups.append((pg.rank(), pg.size()))
+            with suppress(GroupError):
+                while state["step"] < STEPS:
+                    if state["step"] == ends:
+                        return groups
+                    await pg.allreduce(1)
+                    state["step"] += 1
+    return groups
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_later_processes_of_an_elastic_run_find_out_that_they_are_newcomers(world_size: int) -> None:
+    store = HashStore()
+    running = [asyncio.create_task(run_worker(store, world_size)) for _ in range(world_size - 1)]
+    leaving = asyncio.create_task(run_worker(store, world_size, ends=4))
+    [(rank, size)] = await leaving
+    assert size == world_size
+    later = asyncio.create_task(run_worker(store, world_size))
+    assert await later == [(world_size - 1, world_size)]
+    others = await asyncio.gather(*running)
+    assert sorted(groups[0][0] for groups in others) == [each for each in range(world_size) if each != rank]
+    assert [[size for _, size in groups] for groups in others] == [[world_size] * 2] * (world_size - 1)
+
+
+async def test_process_takes_the_rank_of_one_that_has_ended_before_the_ranks_have_met() -> None:
+    store = HashStore()
+    first, ended = (asyncio.create_task(run_worker(store, 3)) for _ in range(2))
+    await store.wait(["aiocoll/1/card/0", "aiocoll/1/card/1"])
+    ended.cancel()
+    await asyncio.wait([ended])
+    groups = await asyncio.gather(first, *(run_worker(store, 3) for _ in range(2)))
+    assert sorted(groups) == [[(rank, 3)] for rank in range(3)]
+
+
+async def test_surplus_process_becomes_a_newcomer_of_the_group_that_grows() -> None:
+    store = HashStore()
+    where: dict[str, Any] = {"store": store, "world_size": 2, "join": None, "timeout": LIMIT}
+
+    async def meet() -> ProcessGroup:
+        pg = await new_group(**where)
+        if pg.size() == 2:
+            small, pg = pg, await pg.grow(1)
+            await small.shutdown()
+        return pg
+
+    groups = await asyncio.gather(*(meet() for _ in range(3)))
+    assert sorted(pg.rank() for pg in groups) == [0, 1, 2]
+    await asyncio.gather(*(pg.allreduce(1) for pg in groups))
+    await asyncio.gather(*(pg.shutdown() for pg in groups))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"store": HashStore(), "world_size": 2, "rank": 0}, "join=None: leave out rank"),
+        ({"init_method": "tcp://127.0.0.1:9", "world_size": 2, "rank": 0}, "join=None: leave out rank"),
+        ({"init_method": "tcp://127.0.0.1:9", "world_size": 2}, "rank is missing"),
+        ({"store": HashStore()}, "world_size is missing"),
+    ],
+)
+async def test_process_that_finds_out_its_part_passes_no_rank(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        new_group(join=None, **given)

@@ -26,7 +26,7 @@ from aiocoll.store import Store
 from aiocoll.store.commands import LEFT, LEFT_SUFFIX
 from aiocoll.transport.stream.addresses import host_identity
 
-__all__ = ["Claims", "RankTakenError", "assign", "call_off_all"]
+__all__ = ["Claims", "RankTakenError", "RanksHaveMetError", "assign", "call_off_all"]
 
 #: Seconds between two checks whether the process of a claim has ended.
 _LOOK = 1.0
@@ -42,6 +42,10 @@ class RankTakenError(RendezvousError):
     """Raised when another process, which may be alive, has claimed the rank."""
 
 
+class RanksHaveMetError(RendezvousError):
+    """Raised instead of a second rendezvous when the ranks have met before."""
+
+
 class Claims:
     """The claim of one rank in a store, and the generation (attempt of the ranks to meet) for which it is valid.
 
@@ -50,14 +54,16 @@ class Claims:
         rank: the rank to claim.
         world_size: number of ranks.
         runtime: clock and randomness.
+        once: whether the ranks may meet only once.
 
     Attributes:
         generation: the generation of the claim.
         met: the last generation whose ranks have met.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, runtime: Runtime) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, runtime: Runtime, once: bool = False) -> None:
         self.generation = self.met = 0
+        self._once = once
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -85,10 +91,13 @@ class Claims:
 
         Raises:
             RankTakenError: another process, which may be alive, is that rank.
+            RanksHaveMetError: the ranks may meet only once, and have met.
             RendezvousError: other ranks use a different world size, or may have started with an ended process.
         """
         await self._agree_on_size()
         self.met = await self._store.add(_met_key(self._rank), 0)
+        if self.met and self._once:
+            raise RanksHaveMetError("the ranks have met on this store")
         self.generation = max(self.generation, self.met) + 1
         while not await self._claim():
             self.generation += 1

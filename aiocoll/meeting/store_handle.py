@@ -17,6 +17,9 @@ class StoreHandle:
         open_store: opens the store in that case; the last user closes it.
         replaceable: whether another store may be opened if this one is lost.
         holder: the name of this process in a meeting; "" outside of a meeting.
+
+    Attributes:
+        once: whether the ranks may meet only once in this store.
     """
 
     def __init__(
@@ -25,6 +28,7 @@ class StoreHandle:
         self.store = store if store is not None else open_store()
         self.replaceable = store is None and replaceable
         self.holder = holder
+        self.once = False
         self._owned = store is None
         self._open_store = open_store
         self._holders = 0

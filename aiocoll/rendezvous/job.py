@@ -215,7 +215,7 @@ class Job:
         return PrefixStore(self._prefix, store) if self._prefix else store
 
     def _make_claims(self) -> Claims:
-        return Claims(self._store, self.rank, self.world_size, self._runtime)
+        return Claims(self._store, self.rank, self.world_size, self._runtime, self._store_handle.once)
 
     async def _open(self, left: float, timeout: float) -> None:
         """Meet the other ranks, unless a group has done so before. The caller releases the job if this fails."""

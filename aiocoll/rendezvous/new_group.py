@@ -16,7 +16,7 @@ from aiocoll.group.dispatch.devices import devices
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.reconfigurer import ADOPTED
 from aiocoll.launcher import is_newcomer
-from aiocoll.meeting.claim import RankTakenError, assign
+from aiocoll.meeting.claim import RanksHaveMetError, RankTakenError, assign
 from aiocoll.meeting.growth import Assignment, await_assignment
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions, job_key, seconds
@@ -52,7 +52,8 @@ class new_group:
         name: name of the group, the same on all ranks; by default numbered in the order of the calls.
         join: become a rank of an existing group whose ranks call `ProcessGroup.grow`; the group assigns the rank. With
             ``env://``, ``AIOCOLL_JOIN=1`` has the same effect. The launcher sets it for the process that replaces a
-            lost rank.
+            lost rank. None joins such a group if the ranks have met on this store before, and meets the other ranks
+            otherwise; the store assigns the rank. A new job then needs a new store, or another ``job_id``.
         options: see `GroupOptions`.
 
     Returns:
@@ -78,7 +79,7 @@ class new_group:
         timeout: float | timedelta = 300.0,
         device: str | None = None,
         name: str | None = None,
-        join: bool = False,
+        join: bool | None = False,
         options: GroupOptions | None = None,
     ) -> None:
         refuse_trio()
@@ -110,7 +111,7 @@ class new_group:
         self._options = GroupOptions.resolve(options, os.environ)
         job_id = self._options.job_id or ""
         if isinstance(init_method, InitMethod):
-            if (rank, world_size, join) != (None, None, False):
+            if (rank, world_size) != (None, None) or join is not False:
                 raise ValueError("leave out rank, world_size and join: the ticket given as init_method determines them")
             self._parameters = init_method.where()
             if not self._parameters.world_size and (name is not None or self._backend != Backend.AIO):
@@ -128,6 +129,11 @@ class new_group:
             self._parameters = find_dry_run(rank, world_size, os.environ)
         else:
             self._parameters = find_parameters(init_method, store, rank, world_size, os.environ, job_id)
+        self._finds_out = join is None and bool(self._parameters.world_size)
+        if self._finds_out and self._parameters.rank is not None:
+            raise ValueError(
+                "join=None: leave out rank, and use a store that no rank hosts; the store or the group assigns the rank"
+            )
         if self._parameters.rank is None and self._backend != Backend.AIO:
             raise ValueError(f"rank is missing: give rank=, since backend={backend!r} does not assign ranks")
         self._pg: Any = None
@@ -139,7 +145,7 @@ class new_group:
 
     @property
     def newcomer(self) -> bool:
-        """Return whether this process joins an existing group as a newcomer."""
+        """Return whether this process joins an existing group as a newcomer; known after the call with `join=None`."""
         return not self._parameters.world_size
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
@@ -184,6 +190,7 @@ class new_group:
 
     async def _assign(self, options: GroupOptions, left: Callable[[], float]) -> ProcessGroup:
         store_handle = self._open_store_handle(options)
+        store_handle.once = self._finds_out
         store_handle.hold()
         try:
             size = self._parameters.world_size
@@ -196,7 +203,12 @@ class new_group:
                     )
                 except RankTakenError as error:  # try the next rank: this process may replace an ended one
                     taken = error
-            raise taken
+                except RanksHaveMetError:
+                    break
+            if not self._finds_out:
+                raise taken
+            self._parameters = self._parameters._replace(rank=0, world_size=0)
+            return await self._join_group(options, left)
         finally:
             await store_handle.drop()
 

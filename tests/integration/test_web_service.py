@@ -259,24 +259,14 @@ def test_systemd_unit_file_of_the_documentation_is_valid(tmp_path: Path) -> None
 @pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn is not installed")
 def test_uvicorn_replaces_killed_workers(ranks: Ranks, environ: dict[str, str], port: int) -> None:
     server = start_uvicorn(ranks, environ, port)
-
-    def readiness() -> dict[str, Any]:
-        try:
-            return fetch(port, "GET", "/ready")[1]
-        except (
-            ConnectionError,
-            http.client.HTTPException,
-        ):  # not listening yet, or the worker was just killed
-            return {"ranks": 0, "worker": 0}
-
-    wait_until(lambda: readiness()["ranks"] == WORKERS)
+    wait_until(lambda: readiness(port)["ranks"] == WORKERS)
     for _ in range(10):
         assert fetch(port, "POST", "/count") == (200, {})
     wait_until(lambda: total(port) == 10)
-    worker = readiness()["worker"]
+    worker = readiness(port)["worker"]
     os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: readiness()["ranks"] == WORKERS - 1)
-    wait_until(lambda: readiness()["ranks"] == WORKERS)
+    wait_until(lambda: readiness(port)["ranks"] == WORKERS - 1)
+    wait_until(lambda: readiness(port)["ranks"] == WORKERS)
     assert total(port) == 10
     server.send_signal(signal.SIGTERM)
     server.communicate(timeout=LIMIT)
@@ -285,18 +275,44 @@ def test_uvicorn_replaces_killed_workers(ranks: Ranks, environ: dict[str, str], 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn is not installed")
-@pytest.mark.parametrize("death", ["os._exit(1)", "os.kill(os.getpid(), 9)", "raise RuntimeError"])
-def test_web_service_fails_if_a_uvicorn_worker_dies_during_its_start(
+@pytest.mark.parametrize("death", ["os._exit(1)", "os.kill(os.getpid(), 9)"])
+def test_uvicorn_replaces_a_worker_that_dies_during_its_start(
     ranks: Ranks, environ: dict[str, str], port: int, tmp_path: Path, death: str
 ) -> None:
-    """Let the second worker die at its first call; its successor joins no group, and the server gives up after 30 s."""
-    program = tmp_path / "totals.py"
-    place = "        if rank < WORKERS:\n"
-    text = program.read_text().replace("timeout=30", "timeout=5")
-    program.write_text(text.replace(place, f"        if rank == 1:\n            {death}\n{place}"))
+    """Let the second worker die before it meets the others; its successor takes its rank."""
+    let_second_worker(death, tmp_path)
+    server = start_uvicorn(ranks, environ, port)
+    wait_until(lambda: readiness(port)["ranks"] == WORKERS)
+    server.send_signal(signal.SIGTERM)
+    server.communicate(timeout=LIMIT)
+    assert server.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn is not installed")
+def test_web_service_fails_if_a_uvicorn_worker_fails_to_start(
+    ranks: Ranks, environ: dict[str, str], port: int, tmp_path: Path
+) -> None:
+    let_second_worker("raise RuntimeError", tmp_path)
     server = start_uvicorn(ranks, environ, port)
     server.communicate(timeout=LIMIT)
     assert server.returncode == 75
+
+
+def let_second_worker(fail: str, folder: Path) -> None:
+    """Insert a statement that the second worker runs before it meets the others."""
+    program, place = folder / "totals.py", "        self.task = asyncio.create_task(self.run())\n"
+    text = program.read_text()
+    assert place in text
+    fault = f"        if await self.store.add('started', 1) == 2:\n            {fail}\n"
+    program.write_text(text.replace(place, fault + place))
+
+
+def readiness(port: int) -> dict[str, Any]:
+    try:
+        return fetch(port, "GET", "/ready")[1]
+    except (ConnectionError, http.client.HTTPException):  # not listening yet, or the worker was just killed
+        return {"ranks": 0, "worker": 0}
 
 
 def start_uvicorn(ranks: Ranks, environ: dict[str, str], port: int) -> Any:
