@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -132,27 +131,13 @@ def run_rank(library: str, transport: str, rank: int) -> None:
 
 def launch(python: str, library: str, transport: str) -> dict[str, list[float]] | str:
     """Return the times of one launch, each that of the slower rank, or the reason why the launch failed."""
+    from launch import run_all
+
+    program = str(Path(__file__).resolve())
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            subprocess.Popen(
-                [python, str(Path(__file__).resolve()), library, transport, str(rank)],
-                cwd=folder,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(WORLD_SIZE)
-        ]
-        try:
-            errors = [process.communicate(timeout=LIMIT)[1] for process in processes]
-        except subprocess.TimeoutExpired:
-            return f"not done after {LIMIT} s"
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        for process, error in zip(processes, errors, strict=True):
-            if process.returncode:
-                return (error.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        commands = [[python, program, library, transport, str(rank)] for rank in range(WORLD_SIZE)]
+        if isinstance(outputs := run_all(commands, folder, LIMIT), str):
+            return outputs
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
     return {name: [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
 

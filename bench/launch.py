@@ -162,6 +162,30 @@ def launch_until_quiet(start: Callable[[], Launch[T]], meter: LoadMeter, repeats
     return replace(best, repeats=len(launches) - 1)
 
 
+def run_all(commands: Sequence[Sequence[str]], folder: str, limit: int) -> list[str] | str:
+    """Run processes together in a folder; return the output of each, or the reason why the launch failed.
+
+    Args:
+        commands: one command per process.
+        folder: their working directory.
+        limit: seconds after which they are killed.
+    """
+    pipe = subprocess.PIPE
+    with ExitStack() as stack:
+        processes = [subprocess.Popen(each, cwd=folder, stdout=pipe, stderr=pipe, text=True) for each in commands]
+        for process in processes:
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        try:
+            outputs = [process.communicate(timeout=limit) for process in processes]
+        except subprocess.TimeoutExpired:
+            return f"not done after {limit} s"
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            return (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    return [output for output, _ in outputs]
+
+
 def _failure(processes: Sequence[subprocess.Popen[bytes]], deadline: float, limit: int) -> str | None:
     """Wait until all processes have ended; return the first failure as text, or None."""
     failed: str | None = None

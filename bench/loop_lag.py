@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from launch import run_all
 from markdown import ranks_of, size_of, table
 
 RANK = Path(__file__).with_name("loop_lag_rank.py")
@@ -36,29 +36,10 @@ def lag(world_size: int, loop: str, transport: str, iterations: int) -> list[dic
         "world_size": world_size,
         "job_key": secrets.token_hex(16),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(RANK), json.dumps(config | {"rank": rank})],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=folder,  # where the ranks meet
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            outputs = [process.communicate(timeout=LIMIT) for process in processes]
-        except subprocess.TimeoutExpired:
-            return f"not done after {LIMIT} s"
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        if process.returncode:
-            return (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-    return [json.loads(output) for output, _ in outputs]
+    commands = [[sys.executable, str(RANK), json.dumps(config | {"rank": rank})] for rank in range(world_size)]
+    with tempfile.TemporaryDirectory() as folder:  # where the ranks meet
+        outputs = run_all(commands, folder, LIMIT)
+    return outputs if isinstance(outputs, str) else [json.loads(output) for output in outputs]
 
 
 def longest(ranks: Sequence[Mapping[str, Any]]) -> float:

@@ -159,12 +159,9 @@ class _NativeCallbacks:
         if native is None:
             return
         before = native.waiting
-        try:
-            native.look()
-            if native.waiting == before and now - self._since > MAX_WAIT:
-                native.give_up()
-        except Exception as error:
-            comm.revoke_after_crash(error)
+        native.look()
+        if native.waiting == before and now - self._since > MAX_WAIT:
+            native.give_up()
         if not native.waiting:
             return
         if native.waiting < before:
