@@ -101,10 +101,10 @@ async def elastic(
                         if mending.mends == max_mends or isinstance(failure, CollectiveMismatchError):
                             raise failure
                         failure = await mending.mend()
-            except TimeoutError as error:
+            except TimeoutError:
                 if not limit.expired():
                     raise
-                raise mending.abort_group(f"no new group within mend_timeout={mend_timeout:g} s") from error
+                raise mending.abort_group(f"no new group within mend_timeout={mend_timeout:g} s") from None
             yield mending.pg
             if (failure := mending.failure) is None:
                 return

@@ -364,7 +364,7 @@ class Reconfigurer:
         try:
             return await self._origin.rendezvous_again(assignment, limit, spec, store)
         except AiocollError as error:
-            if not isinstance(error.__cause__, TimeoutError):
+            if not isinstance(error.__context__, TimeoutError):
                 await self._dispatcher.runtime.sleep(DETECTION_TIME)
             raise
 

@@ -222,8 +222,8 @@ class Job:
         try:
             async with asyncio.timeout(None if left == float("inf") else left), self._opening:
                 await (self._meet() if self.endpoint is None else self._open_stream.renew())
-        except TimeoutError as error:
-            raise RendezvousError(await self._describe_absence(timeout)) from error
+        except TimeoutError:
+            raise RendezvousError(await self._describe_absence(timeout)) from None
         except OSError as error:
             if isinstance(error, AiocollError):
                 raise

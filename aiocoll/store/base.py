@@ -388,7 +388,7 @@ async def await_reply(request: Coroutine[Any, Any, T], timeout: float, store: St
     except TimeoutError as error:
         if limit.expired() and not isinstance(error, StoreTimeoutError):
             reason = store.trouble or f"{store} does not answer"
-            raise StoreTimeoutError(f"{command} failed: {reason}") from error
+            raise StoreTimeoutError(f"{command} failed: {reason}") from None
         raise
     finally:
         timer.cancel()

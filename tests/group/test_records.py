@@ -148,7 +148,7 @@ async def test_structured_arrays_of_different_lengths_or_dtypes_are_reported_as_
     one = np.array((rank, 0.5), PARTICLE)
     await pg.broadcast(one, 2)
     assert one.tolist() == (2, 0.5)
-    scalar = await pg.broadcast(np.datetime64("2020-01-01") + rank, 1)
+    scalar = await pg.broadcast(np.datetime64("2020-01-01") + np.timedelta64(rank, "D"), 1)
     assert scalar == np.datetime64("2020-01-02")
     x = await pg.empty((2, 2), PARTICLE)
     x[...] = (rank, 1.5)

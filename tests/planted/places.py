@@ -124,13 +124,14 @@ class Package:
     def find(self, place: Place) -> list[Spot]:
         """Return the spots that match a place: exactly one if the place is unique and still exists."""
         found = []
+        old = tuple(text(ast.parse(each)) for each in place.old)  # Python versions quote nested strings differently
         for path, function in self.functions.get(place.where, ()):
-            if len(place.old) == 1:
-                found += [spot for spot in spots(path, function) if text(spot.nodes[0]) == place.old[0]]
+            if len(old) == 1:
+                found += [spot for spot in spots(path, function) if text(spot.nodes[0]) == old[0]]
                 continue
             for block in sequences(function):
-                for first in range(len(block) - len(place.old) + 1):
-                    nodes = tuple(block[first : first + len(place.old)])
-                    if tuple(map(text, nodes)) == place.old:
+                for first in range(len(block) - len(old) + 1):
+                    nodes = tuple(block[first : first + len(old)])
+                    if tuple(map(text, nodes)) == old:
                         found.append(Spot(path, nodes))
         return found
