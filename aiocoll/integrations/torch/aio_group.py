@@ -13,10 +13,7 @@ from aiocoll.integrations.torch.carriers import BACKEND
 from aiocoll.integrations.torch.lifetime import Lifetime
 from aiocoll.loops import LoopThread
 
-__all__ = ["NAME", "AioGroup"]
-
-#: The name of the backend.
-NAME = BACKEND
+__all__ = ["AioGroup"]
 
 
 class AioGroup(Lifetime, dist.ProcessGroup):  # type: ignore[misc]
@@ -41,7 +38,7 @@ class AioGroup(Lifetime, dist.ProcessGroup):  # type: ignore[misc]
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
-        return NAME
+        return BACKEND
 
     name = _get_backend_name = getBackendName
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from aiocoll.engine.control.causes import failure_by
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.integrations.torch.aio_group import NAME, AioGroup
+from aiocoll.integrations.torch.aio_group import AioGroup
 from aiocoll.integrations.torch.arguments import to_timedelta
+from aiocoll.integrations.torch.carriers import BACKEND
 from aiocoll.integrations.torch.group_store import GroupStore
 from aiocoll.integrations.torch.running_loop import RunningLoop
 from aiocoll.integrations.torch.world import attached
@@ -77,8 +78,8 @@ def _make_torch_group(pg: ProcessGroup, thread: RunningLoop, store: GroupStore) 
     token = attached.set((pg, thread))
     try:
         if dist.is_initialized():
-            return dist.new_group(backend=NAME, timeout=timeout)
-        dist.init_process_group(NAME, store=store, rank=pg.rank(), world_size=pg.size(), timeout=timeout)
+            return dist.new_group(backend=BACKEND, timeout=timeout)
+        dist.init_process_group(BACKEND, store=store, rank=pg.rank(), world_size=pg.size(), timeout=timeout)
         return dist.group.WORLD
     finally:
         attached.reset(token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from aiocoll.integrations.torch.aio_group import NAME
+from aiocoll.integrations.torch.carriers import BACKEND
 from aiocoll.integrations.torch.rendezvous import meet_under_launcher
 from aiocoll.integrations.torch.world import make_group
 
@@ -16,6 +16,6 @@ def register() -> None:
 
     `import aiocoll.torch` calls this function. From version 2.14 on, torch calls it at the first use of the name.
     """
-    if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=["cpu"])
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu"])
         meet_under_launcher()

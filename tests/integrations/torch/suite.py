@@ -56,7 +56,7 @@ def replace_gloo() -> None:
     """Replace Gloo by aio; tests see the name "gloo", by which they skip and choose expectations."""
     import torch.distributed as dist
 
-    from aiocoll.integrations.torch import aio_group, register
+    from aiocoll.integrations.torch import aio_group, lifetime, register
 
     register()
     c10d = dist.distributed_c10d
@@ -76,7 +76,7 @@ def replace_gloo() -> None:
         return new_group(*args, backend=actual_backend(backend), **kwargs)
 
     aio_group.AioGroup.getBackendName = lambda _: "aio"  # torch's C++ code calls this method
-    aio_group.NAME = "gloo"  # the profiler's events contain this name
+    lifetime.BACKEND = "gloo"  # the profiler's events contain this name
     c10d.get_backend = dist.get_backend = shown_backend
     c10d.init_process_group = dist.init_process_group = init_by_aio
     c10d.new_group = dist.new_group = new_by_aio
