@@ -196,6 +196,8 @@ async def _list_waiting(store: Store) -> tuple[list[int], int]:
 
 async def _call_holders(store: Store, tickets: Sequence[int], timeout: float) -> list[int]:
     """Call the newcomers that hold `tickets`; return the tickets of those that answer, and withdraw the others."""
+    if not tickets:
+        return []
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
     call = await store.add(CALLS, 1)

@@ -122,6 +122,8 @@ class StoreCore:
 
     def _store(self, items: Mapping[str, bytes]) -> None:
         old = [self._values[key] for key in items if key in self._values]
+        if old == list(items.values()):
+            return  # nothing changes, so a file store need not record it
         self._reserve(len(items) - len(old), sum(map(len, items.values())) - sum(map(len, old)))
         self._values.update(items)
         for key in items:

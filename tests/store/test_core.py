@@ -144,9 +144,12 @@ def test_item_returned_to_a_queue_is_counted_and_can_exceed_the_limits(small: St
     [
         ("set", ("a", b"1"), 1),
         ("check", (["a"],), 0),
+        ("set", ("a", b"2"), 0),
+        ("multi_set", (["a"], [b"2"]), 0),
         ("multi_set", ([], []), 0),
         ("multi_set", (["a", "b"], [b"", b""]), 1),
         ("add", ("a", 1), 1),
+        ("add", ("a", 0), 0),
         ("append", ("a", b"1"), 1),
         ("compare_set", ("a", b"7", b"8"), 0),
         ("compare_set", ("a", b"2", b"8"), 1),

@@ -53,6 +53,7 @@ async def test_commands_that_change_nothing_are_not_written_to_the_store_file(lo
         await store.delete_key("x")
         await store.compare_set("x", b"1", b"2")
         await store.queue_len("q")
+        await store.set("a", b"a" * 10)
     assert path.stat().st_size == sizes[-1]
 
 

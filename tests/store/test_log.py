@@ -220,8 +220,8 @@ async def test_store_file_truncated_after_a_read_is_refused(path) -> None:
     async with FileStore(path) as old, FileStore(path) as new:
         assert await old.list_keys() == KEYS[:2]
         path.write_bytes(whole[: record_ends(whole)[1]])
-        for _ in range(4):
-            await new.set("d", b"d" * 10)
+        for letter in (b"d", b"e", b"f", b"g"):
+            await new.set("d", letter * 10)
         with pytest.raises(StoreError, match=damage_pattern(third)):
             await old.list_keys()
 
