@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import dask.config
+import dask
 import numpy as np
 from distributed import Client, LocalCluster
 
 import aiocoll
 from aiocoll import BlockingGroup, GroupOptions, PeerLostError
-from aiocoll.integrations.dask import _running, run
+from aiocoll.integrations import dask as on_dask
+from aiocoll.integrations.dask import run
 from tests.integrations.engines import held_resources, hello_program, record_leftovers, serve, wait_until
 from tests.pages import code, execute
 
@@ -101,7 +102,7 @@ def block_forever(folder: str) -> None:
 
 def remaining_objects() -> tuple[list[str], list[str]]:
     """Return the objects of earlier ranks that a worker process still references."""
-    return sorted(held_resources()), sorted(map(str, _running))
+    return sorted(held_resources()), sorted(map(str, on_dask._running))
 
 
 # -- functions for the tests

@@ -35,7 +35,8 @@ class AioBackend(Lifetime, _TorchBackend):  # type: ignore[misc]
         thread: the thread with the event loop of `pg`.
     """
 
-    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+    supports_shrinking = True
 
     def __init__(self, pg: ProcessGroup, thread: LoopThread) -> None:
         _TorchBackend.__init__(self, pg.rank(), pg.size())
@@ -46,6 +47,10 @@ class AioBackend(Lifetime, _TorchBackend):  # type: ignore[misc]
     def getBackendName(self) -> str:
         """Return the name of the backend."""
         return BACKEND
+
+    def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> AioBackend:
+        """Return the backend of a group of the other ranks; called by `shrink_group`."""
+        return shrunk(self, ranks_to_exclude, shrink_flags, opts_override)
 
     def shutdown(self) -> None:
         """Close the group; called by `destroy_process_group`."""
@@ -77,7 +82,7 @@ def can_shrink() -> bool:
 
 
 def shrunk(group: Lifetime, ranks_to_exclude: list[int], flags: int, options: Any) -> AioBackend:
-    """Return the backend of a group without `ranks_to_exclude` and without lost ranks.
+    """Return the backend of a group without `ranks_to_exclude`.
 
     Args:
         group: the torch object to shrink.
@@ -87,7 +92,7 @@ def shrunk(group: Lifetime, ranks_to_exclude: list[int], flags: int, options: An
 
     Raises:
         TypeError: `options` is not None.
-        RuntimeError: `attach` made `group`.
+        RuntimeError: `attach` made `group`; or other ranks are lost, too, which torch would count as members.
         Exception: see `ProcessGroup.shrink`.
     """
     if options is not None:
@@ -98,6 +103,18 @@ def shrunk(group: Lifetime, ranks_to_exclude: list[int], flags: int, options: An
     async def shrink() -> ProcessGroup:
         if flags != distributed_c10d.SHRINK_ABORT:
             await parts_of(group.pg).lifetime.settle()
-        return await group.pg.shrink(ranks_to_exclude)
+        pg = await group.pg.shrink(ranks_to_exclude)
+        before = group.pg.global_ranks
+        lost = [
+            rank for rank, each in enumerate(before) if each not in pg.global_ranks and rank not in ranks_to_exclude
+        ]
+        if lost:
+            await pg.shutdown()
+            names = ", ".join(map(str, lost))
+            raise RuntimeError(
+                f"rank(s) {names} are lost, too, but not in ranks_to_exclude; initialize another group, since this one "
+                "cannot be shrunk again"
+            )
+        return pg
 
     return AioBackend(group.thread.run(shrink()), group.thread)

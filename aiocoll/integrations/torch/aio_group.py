@@ -78,7 +78,7 @@ class AioGroup(Lifetime, dist.ProcessGroup):  # type: ignore[misc]
         return can_shrink() and self.carriers.devices(self) == ["cpu"]
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> AioBackend:
-        """Return the backend of a group of the other living ranks; called by `shrink_group`."""
+        """Return the backend of a group of the other ranks; called by `shrink_group`."""
         return shrunk(self, ranks_to_exclude, shrink_flags, opts_override)
 
     def _get_backend(self, device: torch.device) -> Any:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,37 @@ from aiocoll.integrations.torch.process import process
 
 SIZE = 3
 EXCLUDED = 1
+#: Messages that are pending while the group shrinks, and their works.
+MESSAGES: list[torch.Tensor] = []
+WORKS: list[dist.Work] = []
 
 
 def leave_before(rank: int) -> int:
-    """Let the excluded rank leave; the other ranks wait for their pending call."""
+    """Let the excluded rank leave. The shrink on rank 0 must wait for the pending message of rank 2."""
     if rank == EXCLUDED:
         dist.destroy_process_group()
         sys.exit()
+    if rank == 0:
+        MESSAGES.append(torch.zeros(2))
+        WORKS.append(dist.irecv(MESSAGES[0], 2))
+    else:
+        time.sleep(0.5)
+        WORKS.append(dist.isend(torch.full((2,), 5.0), 0))
     return SHRINK_DEFAULT
 
 
 def kill_before(rank: int) -> int:
     """Kill the excluded rank; a call of the other ranks fails."""
     if rank == EXCLUDED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(dist.DistBackendError):
+        dist.all_reduce(torch.ones(3))
+    return SHRINK_ABORT
+
+
+def kill_two_before(rank: int) -> int:
+    """Kill the excluded rank and another one."""
+    if rank:
         os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(dist.DistBackendError):
         dist.all_reduce(torch.ones(3))
@@ -96,8 +115,19 @@ def main(case: str, rank: int, folder: Path) -> None:
         except TypeError as error:
             found["options"] = str(error)
         dist.barrier()
-        group = dist.shrink_group([EXCLUDED], shrink_flags=globals()[case](rank))
-        found |= use(group) | {"mismatch": mismatch()}
+        flags = globals()[case](rank)
+        try:
+            group = dist.shrink_group([EXCLUDED], shrink_flags=flags)
+        except RuntimeError as error:
+            print(json.dumps({"error": str(error)}), flush=True)
+            return
+        for work in WORKS:
+            work.wait()
+        found |= use(group) | {"mismatch": mismatch(), "pending": [each.tolist() for each in MESSAGES]}
+        if dist.get_rank() == 0:
+            again = torch.ones(2)
+            dist.all_reduce(again, group=dist.shrink_group([1], shrink_flags=SHRINK_ABORT))
+            found["again"] = again.tolist()
         dist.destroy_process_group()
         found["open"] = len(process.groups)
     print(json.dumps(found), flush=True)

@@ -31,6 +31,14 @@ def test_shrunk_torch_group_works_without_the_excluded_rank(case: str, tmp_path:
         assert results["options"] == "pg_options must be None: the new group has the options of the old one"
         assert results["mismatch"].startswith(f"[Rank {rank}] all_reduce failed: Collectives differ")
         assert results["open"] == 0
+    assert found[0]["pending"] == ([[5.0, 5.0]] if case == "leave_before" else [])
+    assert found[0]["again"] == [1.0, 1.0]
+
+
+@pytest.mark.skipif(OLD, reason="needs torch 2.14, which accepts a backend in Python")
+def test_shrinking_a_torch_group_names_lost_ranks_that_are_not_excluded(tmp_path: Path) -> None:
+    found = [last_json(printed) for printed in run_ranks("shrinking", "kill_two_before", 3, tmp_path)]
+    assert found[0]["error"].startswith("rank(s) 2 are lost, too, but not in ranks_to_exclude")
 
 
 @pytest.mark.skipif(not OLD, reason="torch 2.14 and newer accept a backend in Python")
