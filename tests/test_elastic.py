@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -422,6 +423,34 @@ async def test_later_processes_of_an_elastic_run_find_out_that_they_are_newcomer
     assert [[size for _, size in groups] for groups in others] == [[world_size] * 2] * (world_size - 1)
 
 
+async def test_file_of_an_elastic_run_remains_for_further_newcomers(tmp_path: Path) -> None:
+    """Let more processes leave than the group has ranks."""
+    place = tmp_path / "store"
+    where = {"init_method": f"file://{place}", "world_size": 2, "join": None, "timeout": LIMIT}
+    over = asyncio.Event()
+
+    async def remain() -> None:
+        async with aclosing(elastic(**where, wait=0)) as groups:
+            async for pg in groups:
+                with suppress(GroupError):
+                    while not over.is_set():
+                        await pg.allreduce(1)
+
+    async def visit() -> int:
+        async with aclosing(elastic(**where, wait=0)) as groups:
+            async for pg in groups:
+                with suppress(GroupError):
+                    return await pg.allreduce(1)
+        return 0
+
+    remaining = asyncio.create_task(remain())
+    for _ in range(4):
+        assert await visit() == 2
+        assert place.exists()
+    over.set()
+    await remaining
+
+
 async def test_process_takes_the_rank_of_one_that_has_ended_before_the_ranks_have_met() -> None:
     store = HashStore()
     first, ended = (asyncio.create_task(run_worker(store, 3)) for _ in range(2))
@@ -461,3 +490,13 @@ async def test_surplus_process_becomes_a_newcomer_of_the_group_that_grows() -> N
 async def test_process_that_finds_out_its_part_passes_no_rank(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         new_group(join=None, **given)
+
+
+async def test_error_of_a_newcomer_on_the_store_of_an_earlier_job_names_the_cause() -> None:
+    where: dict[str, Any] = {"store": HashStore(), "world_size": 1, "join": None, "timeout": 0.1}
+    async with new_group(**where):
+        pass
+    with pytest.raises(
+        RendezvousError, match=r"have met on this store before, .*no group has grown .*needs a new store"
+    ):
+        await new_group(**where)

@@ -31,6 +31,9 @@ __all__ = ["Claims", "RankTakenError", "RanksHaveMetError", "assign", "call_off_
 #: Seconds between two checks whether the process of a claim has ended.
 _LOOK = 1.0
 
+#: Key that exists when a rank has met the others, if the ranks may meet only once.
+_HAVE_MET = "aiocoll/met"
+
 #: Number of random bytes at the beginning of a claim. The identity of the claiming process follows.
 _NONCE = 16
 
@@ -96,8 +99,8 @@ class Claims:
         """
         await self._agree_on_size()
         self.met = await self._store.add(_met_key(self._rank), 0)
-        if self.met and self._once:
-            raise RanksHaveMetError("the ranks have met on this store")
+        if self._once and (self.met or await self._store.check([_HAVE_MET])):
+            raise RanksHaveMetError("the ranks have met on this store before")
         self.generation = max(self.generation, self.met) + 1
         while not await self._claim():
             self.generation += 1
@@ -120,6 +123,8 @@ class Claims:
     async def confirm(self) -> None:
         """Record that this rank has met the others, so that a process that replaces it uses a later generation."""
         await self._store.set(_met_key(self._rank), str(self.generation).encode())
+        if self._once:
+            await self._store.set(_HAVE_MET, b"")
 
     async def await_loss(self) -> RendezvousError:
         """Wait until the next rank's process ends before that rank has met the others; return the error to raise."""

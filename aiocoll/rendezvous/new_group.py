@@ -50,10 +50,11 @@ class new_group:
         timeout: seconds within which the ranks must meet, and the default timeout of operations.
         device: a device that the backend serves and this process has, such as "cpu" or "cuda:0", or None.
         name: name of the group, the same on all ranks; by default numbered in the order of the calls.
-        join: become a rank of an existing group whose ranks call `ProcessGroup.grow`; the group assigns the rank. With
-            ``env://``, ``AIOCOLL_JOIN=1`` has the same effect. The launcher sets it for the process that replaces a
-            lost rank. None joins such a group if the ranks have met on this store before, and meets the other ranks
-            otherwise; the store assigns the rank. A new job then needs a new store, or another ``job_id``.
+        join: False meets the other ranks. True makes this process a rank of an existing group whose ranks call
+            `ProcessGroup.grow`; the group assigns the rank. With ``env://``, ``AIOCOLL_JOIN=1`` has the same effect:
+            the launcher sets it for the process that replaces a lost rank. None joins if the ranks have met on this
+            store, and meets them otherwise; the store or the group assigns the rank. Each job then needs a new store.
+            A file is not removed at the end of the job.
         options: see `GroupOptions`.
 
     Returns:
@@ -132,7 +133,8 @@ class new_group:
         self._finds_out = join is None and bool(self._parameters.world_size)
         if self._finds_out and self._parameters.rank is not None:
             raise ValueError(
-                "join=None: leave out rank, and use a store that no rank hosts; the store or the group assigns the rank"
+                "join=None: leave out rank (RANK), and use a store that no rank hosts; the store or the group assigns "
+                "the rank"
             )
         if self._parameters.rank is None and self._backend != Backend.AIO:
             raise ValueError(f"rank is missing: give rank=, since backend={backend!r} does not assign ranks")
@@ -202,13 +204,19 @@ class new_group:
                         GroupSpec(self._name, self._timeout, options, self._devices), left(), self._timeout
                     )
                 except RankTakenError as error:  # try the next rank: this process may replace an ended one
-                    taken = error
-                except RanksHaveMetError:
+                    reason: RendezvousError = error
+                except RanksHaveMetError as error:
+                    reason = error
                     break
             if not self._finds_out:
-                raise taken
-            self._parameters = self._parameters._replace(rank=0, world_size=0)
-            return await self._join_group(options, left)
+                raise reason
+            self._parameters = self._parameters._replace(rank=0, world_size=0, hosted=True)
+            try:
+                return await self._join_group(options, left)
+            except RendezvousError as error:
+                raise RendezvousError(
+                    f"{reason}, so this process waited as a newcomer: {error}; a new job needs a new store"
+                ) from None
         finally:
             await store_handle.drop()
 
@@ -236,8 +244,10 @@ class new_group:
 
     def _open_store_handle(self, options: GroupOptions) -> StoreHandle:
         where, key = self._parameters, self._key()
+        # A store that newcomers may need must not end when as many processes as there are ranks have left.
+        to_open = where._replace(world_size=0) if self._finds_out else where
         return StoreHandle(
-            where.store, lambda: where.open(self._timeout, key, options), where.replaceable, where.holder
+            where.store, lambda: to_open.open(self._timeout, key, options), where.replaceable, where.holder
         )
 
     def _make_job(self, identity: tuple[Any, ...], store_handle: StoreHandle, rank: int) -> Job:

@@ -279,7 +279,7 @@ def test_uvicorn_replaces_killed_workers(ranks: Ranks, environ: dict[str, str], 
 def test_uvicorn_replaces_a_worker_that_dies_during_its_start(
     ranks: Ranks, environ: dict[str, str], port: int, tmp_path: Path, death: str
 ) -> None:
-    """Let the second worker die before it meets the others; its successor takes its rank."""
+    """Let the second worker die before it meets the others; its successor meets them."""
     let_second_worker(death, tmp_path)
     server = start_uvicorn(ranks, environ, port)
     wait_until(lambda: readiness(port)["ranks"] == WORKERS)

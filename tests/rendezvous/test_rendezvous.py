@@ -222,7 +222,9 @@ async def test_rendezvous_error_explains_a_missing_rank_0() -> None:
     store = HashStore()
     with pytest.raises(RendezvousError, match=r"rank 1 waited 0.1 s for rank\(s\) 0 of 2") as raised:
         await new_group(store=store, rank=1, world_size=2, timeout=0.1)
-    assert raised.value.__suppress_context__  # the traceback shows neither the timeout nor its cancellation
+    # The traceback shows neither the timeout nor its cancellation.
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
     await store.aclose()
 
 
