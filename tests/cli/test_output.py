@@ -284,6 +284,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
     replace_parts(monkeypatch, run_bench_processes=fake_timings, run_doctor_checks=lambda *_: found)
     replace_parts(monkeypatch, run_doctor_rendezvous=lambda ranks: ([], CheckResult("ranks", "meeting", "2 met")))
     monkeypatch.setattr(LoadMeter, "lap", lambda _: MachineLoad(0.0, 0.0, 0.0, None))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # equal in two outputs that are compared
     errors = tmp_path / "errors"
 
     def call(argv: list[str], stdout: int | None, *, stderr: int | None = -1) -> EndedCommand:
