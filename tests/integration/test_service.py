@@ -186,7 +186,7 @@ async def test_launcher_replaces_a_killed_rank_of_the_service(victim: int, ranks
     launcher.send_signal(signal.SIGTERM)
     out, err = await asyncio.to_thread(launcher.communicate, timeout=LIMIT)
     assert launcher.returncode == 0
-    # On a busy machine, the ranks may need more than the second after which the launcher says that it waits.
+    # On a busy machine, the ranks may need more than the second after which the launcher reports that it waits.
     assert re.sub(r"aiocoll run: waiting for rank .* to end after SIGTERM;.*\n", "", err) == (
         f"aiocoll run: rank {victim} was killed by SIGKILL; a newcomer is started in its place (restart 1 of 1)\n"
     )

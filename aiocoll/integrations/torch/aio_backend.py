@@ -35,7 +35,6 @@ class AioBackend(Lifetime, _TorchBackend):  # type: ignore[misc]
         thread: the thread with the event loop of `pg`.
     """
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False
     supports_shrinking = True
 
     def __init__(self, pg: ProcessGroup, thread: LoopThread) -> None:

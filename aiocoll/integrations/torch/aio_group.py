@@ -70,8 +70,6 @@ class AioGroup(Lifetime, dist.ProcessGroup):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return [torch.device(device) for device in self.carriers.devices(self)]
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False
-
     @property
     def supports_shrinking(self) -> bool:
         """Return whether `shrink_group` can shrink the group: from torch 2.14 on, with backend "aio" alone."""

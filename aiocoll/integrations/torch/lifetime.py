@@ -20,6 +20,8 @@ class Lifetime(Calls):
         is_owner: whether the end of the torch object closes `pg`.
     """
 
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
     def setup(self, pg: ProcessGroup, thread: LoopThread, is_owner: bool) -> None:
         """Initialize this mixin, whose `__init__` torch's classes would not call."""
         self.setup_calls(pg, thread, BACKEND)
