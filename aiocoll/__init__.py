@@ -44,28 +44,30 @@ Modules: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.test
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from aiocoll import errors, hooks, shipped  # noqa: F401 - `shipped` fills the registries
-from aiocoll.backends import Backend, BackendConfig, register_backend
-from aiocoll.elements.ops import ReduceOp
-from aiocoll.engine.matching.probe import Envelope
+from aiocoll import errors, native, registry  # noqa: F401 - `native` fails if AIOCOLL_NATIVE=1 cannot be met
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
-from aiocoll.group.cartesian import CartesianGroup
-from aiocoll.group.current import current_process_group, process_group
-from aiocoll.group.dispatch.dispatcher import PROC_NULL
-from aiocoll.group.messages import Recv, Send
-from aiocoll.group.plans import CallPlan
-from aiocoll.group.process_group import ProcessGroup
 from aiocoll.loading import loading
-from aiocoll.options import GroupOptions
-from aiocoll.rendezvous.new_group import new_group
-from aiocoll.rendezvous.tickets import Meeting, Ticket
-from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
+    from aiocoll import hooks
+    from aiocoll.backends import Backend, BackendConfig, register_backend
     from aiocoll.blocking import BlockingGroup
     from aiocoll.elastic_groups import elastic
-    from aiocoll.store import RedisStore
+    from aiocoll.elements.ops import ReduceOp
+    from aiocoll.engine.matching.probe import Envelope
+    from aiocoll.group.cartesian import CartesianGroup
+    from aiocoll.group.current import current_process_group, process_group
+    from aiocoll.group.dispatch.dispatcher import PROC_NULL
+    from aiocoll.group.messages import Recv, Send
+    from aiocoll.group.plans import CallPlan
+    from aiocoll.group.process_group import ProcessGroup
+    from aiocoll.options import GroupOptions
+    from aiocoll.rendezvous.new_group import new_group
+    from aiocoll.rendezvous.tickets import Meeting, Ticket
+    from aiocoll.store import FileStore, HashStore, PrefixStore, RedisStore, Store, TCPStore
+    from aiocoll.work import Work
+
+registry.shipped = "aiocoll.shipped"
 
 __version__ = "0.2.0"
 
@@ -101,27 +103,52 @@ __all__ = [
 __all__ += errors.__all__
 
 
-#: Public names that are imported on first use, each with the module that defines it; None for a public submodule.
-_LATER: dict[str, str | None] = {
+#: The module that defines each public name; it is imported at the first use of the name. None for a public submodule.
+_MODULES: dict[str, str | None] = {
+    "PROC_NULL": "aiocoll.group.dispatch.dispatcher",
+    "Backend": "aiocoll.backends",
+    "BackendConfig": "aiocoll.backends",
     "BlockingGroup": "aiocoll.blocking",
+    "CallPlan": "aiocoll.group.plans",
+    "CartesianGroup": "aiocoll.group.cartesian",
+    "Envelope": "aiocoll.engine.matching.probe",
+    "FileStore": "aiocoll.store",
+    "GroupOptions": "aiocoll.options",
+    "HashStore": "aiocoll.store",
+    "Meeting": "aiocoll.rendezvous.tickets",
+    "PrefixStore": "aiocoll.store",
+    "ProcessGroup": "aiocoll.group.process_group",
+    "Recv": "aiocoll.group.messages",
     "RedisStore": "aiocoll.store",
+    "ReduceOp": "aiocoll.elements.ops",
+    "Send": "aiocoll.group.messages",
+    "Store": "aiocoll.store",
+    "TCPStore": "aiocoll.store",
+    "Ticket": "aiocoll.rendezvous.tickets",
+    "Work": "aiocoll.work",
+    "current_process_group": "aiocoll.group.current",
     "elastic": "aiocoll.elastic_groups",
+    "hooks": None,
     "loops": None,
+    "new_group": "aiocoll.rendezvous.new_group",
     "plugins": None,
+    "process_group": "aiocoll.group.current",
+    "register_backend": "aiocoll.backends",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name or submodule of `_LATER` on its first use."""
-    if name not in _LATER:
+    """Import a public name or submodule at its first use."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with loading(f"`aiocoll.{name}`"):
-        module = _LATER[name]
+        registry.load_shipped()  # `Backend.backend_list` has the backends of this package, too
+        module = _MODULES[name]
         found = import_module(f"aiocoll.{name}") if module is None else getattr(import_module(module), name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    """Return all names of this module, including the names that are imported on first use."""
-    return sorted({*globals(), *_LATER})
+    """Return all names of this module, including the names that are imported at their first use."""
+    return sorted({*globals(), *_MODULES})

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
+from aiocoll.registry import load_shipped
+
 __all__ = [
     "Backend",
     "BackendConfig",
@@ -70,6 +72,7 @@ class Backend(str):
         """Check that the backend exists, and return its name in lower case."""
         if not isinstance(name, str):
             raise TypeError(f"backend must be a str, not {type(name).__name__}")
+        load_shipped()
         lower = name.lower()
         if lower != cls.UNDEFINED and lower not in cls.backend_list:
             hint = ", or leave out backend=: only torch has this backend" if lower in _OTHERS else ", or register it"
@@ -95,6 +98,7 @@ class Backend(str):
         """
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {type(name).__name__}")
+        load_shipped()
         lower = name.lower()
         own = lower in cls.backend_list and lower not in _factories
         if own or lower == cls.UNDEFINED or not lower.replace("-", "_").isidentifier():

@@ -12,9 +12,19 @@ from aiocoll.loading import loading
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "load_shipped", "shipped"]
 
 T = TypeVar("T")
+
+#: Name of the module that registers the implementations of this package; None if it has done so. `import aiocoll` sets
+#: the name, since base and core do not know that module. The module is imported at the first use of a registry.
+shipped: str | None = None
+
+
+def load_shipped() -> None:
+    """Register the implementations of this package, unless they are registered."""
+    if shipped is not None:
+        import_module(shipped)
 
 
 class Registry(Generic[T]):
@@ -51,6 +61,7 @@ class Registry(Generic[T]):
             TypeError: `name` is not a str.
             ValueError: `name` is empty or not in lower case, or `version` differs from the version of this registry.
         """
+        load_shipped()
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {type(name).__name__}")
         if not name or name != name.lower():
@@ -81,15 +92,18 @@ class Registry(Generic[T]):
         Args:
             name: name of the implementation; may be unknown.
         """
+        load_shipped()
         self._targets.pop(name, None)
         self._has_read.discard(name)
 
     def names(self) -> list[str]:
         """Return the registered names, in the order of their registration."""
+        load_shipped()
         return list(self._targets)
 
     def __contains__(self, name: str) -> bool:
         """Return whether the name has an implementation. An unregistered name is looked up in the entry points."""
+        load_shipped()
         return name in self._targets or self._read_entry_point(name)
 
     def get(self, name: str) -> T:
@@ -119,6 +133,7 @@ class Registry(Generic[T]):
         """
         from importlib.metadata import entry_points
 
+        load_shipped()
         errors = []
         for point in entry_points(group=f"aiocoll.{self.kind}s"):
             if point.name not in self._targets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aiocoll import registry
 from aiocoll.backends import serve_device
 from aiocoll.elements.adapters import ADAPTER_VERSION, adapters
 from aiocoll.group.dispatch.devices import DEVICE_VERSION, devices
@@ -55,3 +56,4 @@ adapters.register_all(
 )
 devices.register_all({"cuda": "aiocoll.gpu.backend:CUDA"}, version=DEVICE_VERSION)
 serve_device("cuda", "nccl")
+registry.shipped = None  # not earlier: another thread that uses a registry waits for this import

@@ -1,6 +1,7 @@
 """Import time, start time and memory of an idle group: python bench/footprint.py [-n 2 4 8 16 32 64] [--idle 20].
 
-- Import: the time of `import aiocoll` in addition to NumPy's, in new interpreters with compiled files.
+- Import: the time of `import aiocoll` in addition to NumPy's, and of the first use of `aiocoll.new_group`, in new
+  interpreters with compiled files.
 - Start: all ranks, imported and ready, enter `new_group()` at the same time. The figure is the seconds from the last
   entry to the last group. The store is in the process that starts the ranks, as under `aiocoll run`.
 - CPU: the CPU time of each rank for that.
@@ -42,7 +43,9 @@ TIMED = """
 import numpy, time
 began, used = time.perf_counter(), time.thread_time()
 import aiocoll
-print(time.perf_counter() - began, time.thread_time() - used)
+imported = time.perf_counter()
+aiocoll.new_group
+print(imported - began, time.perf_counter() - imported, time.thread_time() - used)
 """
 
 
@@ -57,10 +60,11 @@ def main() -> None:
         parser.error("-n: at least 2 ranks")
     meter = LoadMeter()
     print("# Footprint: import, start, memory, idle CPU\n", machine(), "", sep="\n", flush=True)
-    took, cpu = imports()
+    took, first, cpu = imports()
     print(
         f"`import aiocoll` on top of NumPy, {IMPORTS} times: median {median(took):.1f} ms ({min(took):.1f} to "
-        f"{max(took):.1f}), of CPU time {median(cpu):.1f} ms\n",
+        f"{max(took):.1f}). First use of `aiocoll.new_group`: {median(first):.1f} ms ({min(first):.1f} to "
+        f"{max(first):.1f}). CPU time of both: {median(cpu):.1f} ms\n",
         flush=True,
     )
     print("| ranks | start s | range | CPU ms per rank | MiB per rank | linked | KiB per link | idle % of a core |")
@@ -71,14 +75,17 @@ def main() -> None:
     print(f"Load meanwhile: {meter.lap()}")
 
 
-def imports() -> tuple[list[float], list[float]]:
-    """Return the wall-clock and the CPU milliseconds of each import; the first, which compiles, is not counted."""
+def imports() -> tuple[list[float], ...]:
+    """Return milliseconds of each import, of the first use of `aiocoll.new_group`, and of CPU time for both.
+
+    The first interpreter, which compiles the files, is not counted.
+    """
     with tempfile.TemporaryDirectory() as compiled:
         env = {**os.environ, "PYTHONPYCACHEPREFIX": compiled, "PYTHONDONTWRITEBYTECODE": ""}
         command = [sys.executable, "-c", TIMED]
         found = [subprocess.run(command, env=env, capture_output=True, check=True) for _ in range(IMPORTS + 1)]
-    took, cpu = zip(*([float(text) * 1e3 for text in each.stdout.split()] for each in found[1:]), strict=True)
-    return list(took), list(cpu)
+    rows = [[float(text) * 1e3 for text in each.stdout.split()] for each in found[1:]]
+    return tuple(map(list, zip(*rows, strict=True)))
 
 
 def start(world_size: int, transport: str, idle: float) -> list[list[dict[str, Any]]]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
-from aiocoll.registry import Registry
+from aiocoll.registry import Registry, load_shipped
 
 if TYPE_CHECKING:
     from aiocoll.elements.buffers import Buffer
@@ -127,15 +127,17 @@ class ArrayAdapter:
 
 
 class _Adapters(Registry[ArrayAdapter]):
-    """The registry of adapters.
-
-    Attributes:
-        attributes: the registered names that are protocol attributes, such as "__my_interface__".
-    """
+    """The registry of adapters."""
 
     def __init__(self) -> None:
         super().__init__("adapter", ADAPTER_VERSION)
-        self.attributes: tuple[str, ...] = ()
+        self._attributes: tuple[str, ...] = ()
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """The registered names that are protocol attributes, such as "__my_interface__"."""
+        load_shipped()
+        return self._attributes
 
     def register(self, name: str, target: ArrayAdapter | str, *, version: int) -> None:
         """Register an adapter, even for types that have been looked up before."""
@@ -148,7 +150,7 @@ class _Adapters(Registry[ArrayAdapter]):
         self._forget_types()
 
     def _forget_types(self) -> None:
-        self.attributes = tuple(each for each in self.names() if each.startswith("__"))
+        self._attributes = tuple(each for each in self.names() if each.startswith("__"))
         _by_type.clear()
 
 

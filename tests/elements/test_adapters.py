@@ -57,9 +57,9 @@ class GridAdapter(ArrayAdapter):
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo all adapter registrations of a test."""
+    monkeypatch.setattr(adapters, "_attributes", adapters.attributes)
     for name in ("_targets", "_has_read"):
         monkeypatch.setattr(adapters, name, getattr(adapters, name).copy())
-    monkeypatch.setattr(adapters, "attributes", adapters.attributes)
     monkeypatch.setattr(module, "_by_type", {})
 
 
