@@ -58,8 +58,8 @@ def test_single_copy_sizes_are_read_from_the_tuning_file(single_copy: SingleCopy
     path.write_text(dumps({}, "2026-01-01", single_copy))
     assert load(str(path), {}) == Tuning(single_copy=single_copy)
     json.loads(path.read_text(), parse_constant=pytest.fail)  # fails for constants that JSON does not have
-    told = to_wire(Tuning(single_copy=single_copy), 4)
-    assert from_wire(told, "shm", 2) == Tuning(medium="shm", single_copy=single_copy)
+    wire = to_wire(Tuning(single_copy=single_copy), 4)
+    assert from_wire(wire, "shm", 2) == Tuning(medium="shm", single_copy=single_copy)
 
 
 @pytest.mark.parametrize(

@@ -751,7 +751,7 @@ async def test_client_refuses_a_store_with_a_foreign_certificate(
 
 
 @pytest.mark.parametrize(
-    ("names", "days", "logged", "told"),
+    ("names", "days", "logged", "refusal"),
     [
         ([ANY], (-9, -2), "(or one that has signed it) has expired by the clock of this host", None),
         ([ANY], (2, 9), "(or one that has signed it) is not valid yet by the clock of this host", None),
@@ -776,7 +776,7 @@ async def test_store_refuses_clients_with_invalid_certificates(
     names: list[str],
     days: tuple[int, int],
     logged: str,
-    told: str | None,
+    refusal: str | None,
 ) -> None:
     """Let the client skip its own checks, as a malicious client or one with another clock does."""
     good = stores(authority.make(STORE, file="store"))
@@ -785,8 +785,8 @@ async def test_store_refuses_clients_with_invalid_certificates(
     said = await refused_by_store(good, good)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"refused a connection: the certificate of 127.0.0.1 {logged}" in warning
-    if told is not None:
-        assert f"the other end refused the connection: the certificate of this process {told}" in said
+    if refusal is not None:
+        assert f"the other end refused the connection: the certificate of this process {refusal}" in said
     else:
         assert "rejects the certificate of this process, and has logged the reason: tls_certificate='" in said
 

@@ -193,7 +193,7 @@ def test_mismatch_error_of_a_long_block_lists_a_limited_number_of_calls() -> Non
     second = [*first[:-1], member(3)]
     one, two = coalesced_call(0, *first), coalesced_call(1, *second)
     assert len(repr(one)) < 2 * ROOM
-    assert one["members"]["told"] < 5000
+    assert one["members"]["listed"] < 5000
     text = str(mismatch_error("g", one, two))
     assert re.search(r"member \d+ is ONE OF THE FOLLOWING\(\) on rank 0, ONE OF", text)
     assert "and 4997 more" in text

@@ -146,7 +146,7 @@ MISUSES: dict[str, Misuse] = {
             "op": "FLUSH",
             "seq": 1,
             "key": None,
-            "members": {"size": 1 << 60, "told": 1 << 60, "rest": 0, "runs": [{"op": "X", "count": 1 << 60}]},
+            "members": {"size": 1 << 60, "listed": 1 << 60, "rest": 0, "runs": [{"op": "X", "count": 1 << 60}]},
         },
         two=None,
     ),

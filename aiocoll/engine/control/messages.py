@@ -125,8 +125,8 @@ def _check(message: Any, peer: int, path: str, facts: JobFacts) -> None:
 def _members(value: Any, scope: Scope) -> None:
     _MEMBERS(value, scope)
     listed_calls = sum(run["count"] for run in value["runs"])
-    if listed_calls != value["told"] or listed_calls > value["size"]:
-        raise SchemaError(f"runs contain {listed_calls} calls; expected {value['told']} of {value['size']}")
+    if listed_calls != value["listed"] or listed_calls > value["size"]:
+        raise SchemaError(f"runs contain {listed_calls} calls; expected {value['listed']} of {value['size']}")
 
 
 _COUNT = integer(_U63)
@@ -146,7 +146,7 @@ _CALL: dict[str, Check] = {
 }
 _MEMBERS = fields(
     size=integer(MEMBERS),
-    told=integer(MEMBERS),
+    listed=integer(MEMBERS),
     rest=integer(_U32),
     runs=list_of(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
 )

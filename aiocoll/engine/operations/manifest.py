@@ -40,18 +40,18 @@ class Manifest:
         The fields are the size, runs of equal members, the number of members in these runs, and a hash of the rest.
         """
         if self._data is None:
-            listed, count, room = [], 0, ROOM
+            runs, count, room = [], 0, ROOM
             for signature, equal in groupby(self._members):
                 run = _encode_run(signature, sum(1 for _ in equal))
                 room -= len(repr(run))
                 if room < 0:
                     break
-                listed.append(run)
+                runs.append(run)
                 count += run["count"]
             # Leave private fields out of the checksum: they may differ, and only the two ends of a message can compare
             # them.
             rest = crc32(repr([(*signature[:5], signature.device) for signature in self._members[count:]]).encode())
-            self._data = {"size": len(self._members), "runs": listed, "told": count, "rest": rest}
+            self._data = {"size": len(self._members), "runs": runs, "listed": count, "rest": rest}
         return self._data
 
     def nbytes(self) -> int:
@@ -76,7 +76,7 @@ def iter_differing_members(
         return
     unknown = {"op": "ONE OF THE FOLLOWING"}
     left, right = runs(one), runs(two)
-    common = min(mine["told"], yours["told"])
+    common = min(mine["listed"], yours["listed"])
     for position, count, first, second in _iter_stretches(left, right):
         if any(first.get(field) != second.get(field) for field in AGREED) or has_count_conflict(
             {**first, "rank": one["rank"]}, {**second, "rank": two["rank"]}
@@ -89,7 +89,7 @@ def iter_differing_members(
             for listed, side in ((left, mine), (right, yours))
         )
         yield common, *ends
-    elif mine["told"] == yours["told"] and mine["rest"] != yours["rest"]:
+    elif mine["listed"] == yours["listed"] and mine["rest"] != yours["rest"]:
         yield common, unknown, unknown
 
 
