@@ -200,12 +200,31 @@ def _diagnose_delay(group: GroupDumps) -> Finding | None:
         return None
     others = [each for each in group.ranks if each != rank]
     delay = format_duration(longest)
+    line = _blocking_line(group, rank, call.entered[rank] - longest, call.entered[rank])
+    if line:
+        label = f"blocked at {line}"
+        return Finding(
+            f"no failure; rank {rank} was {label}, and entered {_first_call_text(call)} {delay} after {_ranks(others)}",
+            (rank,),
+            label,
+            call,
+        )
     return Finding(
         f"no failure; rank {rank} entered {_first_call_text(call)} {delay} after {_ranks(others)}",
         (rank,),
         f"{delay} late",
         call,
     )
+
+
+def _blocking_line(group: GroupDumps, rank: int, begin: float, end: float) -> str:
+    """Return the line that blocked the rank's loop for half of the time from `begin` to `end`; "" if none did."""
+    block = group.dumps[rank].get("longest_block")
+    if not block:
+        return ""
+    began = block["began"] + group.shifts[rank]
+    overlap = min(end, began + block["seconds"]) - max(begin, began)
+    return _without_folder(block["line"]) if overlap >= (end - begin) / 2 else ""
 
 
 def _diagnose_mismatch(call: MergedCall) -> Finding:
@@ -285,7 +304,7 @@ def _position(group: GroupDumps, rank: int) -> str:
     if rank in group.dumps:
         blocked = group.dumps[rank].get("blocked")
         if blocked:
-            return f"blocked at {os.path.basename(str(blocked[-1]).split(', ')[0])}"
+            return f"blocked at {_without_folder(str(blocked[-1]))}"
         messages = [entry for entry in group.entries(rank, "message") if entry["state"] != "finished"]
         if messages:
             return f"it waited in {messages[-1]['op']} at {_line(messages[-1])}"
@@ -322,6 +341,11 @@ def _first_call_text(call: MergedCall) -> str:
 def _line(entry: Entry) -> str:
     """Return the file and line of a call, without the file's directory."""
     return os.path.basename(str(entry["site"]))
+
+
+def _without_folder(place: str) -> str:
+    """Return the file, line and function of a place that blocked a loop, without the file's folder and its callers."""
+    return os.path.basename(place.split(", ")[0])
 
 
 # -- words

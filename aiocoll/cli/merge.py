@@ -40,7 +40,10 @@ _DUMP: dict[str, Check] = {
     "entries": list_of(any_value, 1 << 20),
 }  # fmt: skip
 #: Checks of fields that dumps of aiocoll 0.1 lack.
-_LATER: dict[str, Check] = {"blocked": none_or(list_of(any_value, 2))}
+_LATER: dict[str, Check] = {
+    "blocked": none_or(list_of(any_value, 2)),
+    "longest_block": none_or(fields(began=seconds, seconds=seconds, line=_TEXT)),
+}
 _ENTRY: dict[str, Check] = {
     **NAMED, "kind": one_of("collective", "message"), "shape": list_of(_NUMBER), "entered": seconds,
     "finished": none_or(seconds), "state": one_of("pending", "finished", "failed"), "site": _TEXT, "function": _TEXT,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from math import inf
@@ -33,6 +33,7 @@ from aiocoll.cli.verdict import (
     format_headline,
     format_interruption,
     replaced,
+    summarize_ends,
     tracebacks,
 )
 
@@ -58,6 +59,7 @@ class _Outcome(NamedTuple):
     code: int
     lines: list[str]
     verdict: Verdict
+    summary: Sequence[str] = ()
 
 
 def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFTER, *, verbose: bool = False) -> int:
@@ -94,7 +96,7 @@ def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFT
         write_stderr([f"aiocoll run: {ending.verdict.why}"])
     if program.record_end is not None:
         messages = [line.removeprefix("aiocoll run: ") for line in ending.lines if line.startswith("aiocoll run: ")]
-        program.record_end(JobOutcome(ending.code, tuple(messages)))
+        program.record_end(JobOutcome(ending.code, tuple(ending.summary or messages)))
     if readers_gone and ending.code == 0:  # the last output of the ranks found no reader
         return 128 + signal.SIGPIPE
     return ending.code
@@ -246,6 +248,7 @@ class _Attempt:
 
     def _make_outcome(self) -> _Outcome:
         to_blame, verdict, number = self._find_culprit(), self._verdict or Verdict(None), self._shutdown.signal
+        summary: list[str] = []
         if to_blame is None:
             code, lines = int(bool(verdict.why)), []
         elif number is not None:
@@ -256,13 +259,15 @@ class _Attempt:
             elsewhere = self._failing_elsewhere and to_blame.time > self._stopped
             code = 1 if elsewhere else to_blame.status or 1
             lines = list(final_lines(self._outcomes, None if elsewhere else to_blame, self._stuck, self._verbose))
+            if not elsewhere:
+                summary = list(summarize_ends(self._outcomes, to_blame, self._stuck))
         if verdict.restarts is not None:
             why = f"{verdict.why}; " if verdict.why else ""
             restart = f"restart {verdict.restarts} of {self._restarts.allowed}"
             lines.append(f"aiocoll run: {why}all ranks are started again ({restart})")
         elif verdict.why:
             lines.append(f"aiocoll run: {verdict.why}")
-        return _Outcome(code, lines, verdict)
+        return _Outcome(code, lines, verdict, summary)
 
     # -- failures
 

@@ -17,6 +17,7 @@ __all__ = [
     "format_headline",
     "format_interruption",
     "replaced",
+    "summarize_ends",
     "tracebacks",
 ]
 
@@ -98,8 +99,27 @@ def final_lines(
         else:
             yield f"aiocoll run: {_describe_culprit(to_blame, bool(stuck))}; exit code {to_blame.status}:"
             yield from tracebacks({to_blame.rank: to_blame})
-    for rank, reason in sorted(stuck.items()):
-        yield f"aiocoll run: rank {rank} was stuck: {reason}; it {_end(outcomes[rank])}"
+    yield from (f"aiocoll run: {line}" for line in _stuck_ends(outcomes, stuck))
+
+
+def summarize_ends(
+    outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome, stuck: Mapping[int, str]
+) -> Iterator[str]:
+    """Yield lines about how the ranks ended, the cause first, for viewers that show no tracebacks.
+
+    Args:
+        outcomes: of all ranks.
+        to_blame: the rank at fault, one of these.
+        stuck: the ranks that were stuck when others had failed because of another rank, each with the reason.
+    """
+    yield from _stuck_ends(outcomes, stuck)
+    if to_blame.rank not in stuck:
+        if to_blame.report is None or not to_blame.report.traceback:
+            yield f"rank {to_blame.rank} {_end(to_blame)}"
+        else:
+            yield f"{_describe_culprit(to_blame, bool(stuck))}: {to_blame.report.error_and_place}"
+    others = {rank: each for rank, each in outcomes.items() if each is not to_blame and rank not in stuck}
+    yield from (line.removeprefix("aiocoll run: ") for line in _other_ends(others, to_blame))
 
 
 def format_headline(outcome: RankOutcome) -> str:
@@ -184,6 +204,12 @@ def _group_ends(ends: Mapping[int, str]) -> Iterator[str]:
             yield f"aiocoll run: ranks {rank_numbers(found)} {f'were {end[4:]}' if end.startswith('was ') else end}"
 
 
+def _stuck_ends(outcomes: Mapping[int, RankOutcome], stuck: Mapping[int, str]) -> Iterator[str]:
+    """Yield a line about each stuck rank: the reason, and how it ended."""
+    for rank, reason in sorted(stuck.items()):
+        yield f"rank {rank} was stuck: {reason}; it {_end(outcomes[rank])}"
+
+
 def _describe_interruption(outcome: RankOutcome) -> str:
     report = outcome.report
     assert report is not None
@@ -207,6 +233,8 @@ def _end(outcome: RankOutcome, brief: bool = False) -> str:
         error = report.kind_and_place if brief else report.error_and_place
         if report.code is not None:
             return f"exited with code {report.code}" + (f", after {error}" if report.error else "")
+        if report.kind == "CollectiveMismatchError":
+            return f"failed: {error}"  # no rank fails in consequence of another one: their calls differ
         return f"failed{' too' if report.degree < 2 else ' in consequence'}: {error}"
     assert end is not None
     if end.code >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import py_compile
 import re
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiocoll.cli import main
+from aiocoll.cli.rank import Exit, Report
+from aiocoll.cli.verdict import RankOutcome, find_culprit, summarize_ends
 
 from ..internals import Limits
 
@@ -66,7 +69,8 @@ def test_launcher_prints_the_full_traceback_of_the_raising_rank_last(launch: Lau
     assert done.stderr.count("no data") == len([line for line in last if "no data" in line]), (
         "another rank shows the error of rank 1"
     )
-    place = re.escape(f"{launch.path / 'script.py'}:13 in main")
+    # Rank 1 may fail while the others are still in the first barrier.
+    place = re.escape(f"{launch.path / 'script.py'}:") + "(10|13) in main"
     for (line,) in others:
         ends = rf"failed in consequence: Group(Revoked)?Error \({place}\)|(was|were) ended by the launcher \(SIGTERM\)"
         assert re.fullmatch(rf"aiocoll run: ranks? [\d, -]+ ({ends})", line), line
@@ -353,7 +357,7 @@ def test_launcher_prints_a_mismatch_once_with_both_calls(launch: Launch) -> None
     line = 9 if rank == 0 else 11  # the line of the other rank's call
     place = f"{launch.path / 'script.py'}:{line} in main"
     assert lines == [
-        f"aiocoll run: rank {1 - rank} failed in consequence: CollectiveMismatchError ({place})",
+        f"aiocoll run: rank {1 - rank} failed: CollectiveMismatchError ({place})",
         f"aiocoll run: ranks made different calls; rank {rank} was the first to report it; exit code 1:",
     ]
 
@@ -546,3 +550,53 @@ def test_excepthook_that_a_program_has_set_is_called(launch: Launch) -> None:
     done = launch("-n", 1, script=script).finish()
     lines = done.stderr.splitlines()
     assert (lines[0], lines[-1], done.returncode) == ("[0] hooked no data", "[0] ValueError: no data", 1)
+
+
+def make_outcome(rank: int, time: float, error: str = "", *, degree: int = 0, signalled: int = 0) -> RankOutcome:
+    """Return the outcome of a rank that failed by an exception, or by a signal."""
+    report = (
+        Report(rank, time, degree, None, error, f"a.py:{rank} in main", [], "world:0", "Traceback") if error else None
+    )
+    return RankOutcome(rank, report, Exit(rank, time + 1, -signalled if signalled else 1, False))
+
+
+LOST = "aiocoll.errors.PeerLostError: rank 2 is lost"
+DIFFER = "aiocoll.errors.CollectiveMismatchError: Collectives differ: rank 0 called A; rank 2 called B"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "stuck", "expected"),
+    [
+        (
+            [make_outcome(0, 2.0, LOST, degree=2), make_outcome(1, 1.0, "ValueError: no data")],
+            {},
+            ["rank 1 failed first: ValueError: no data (a.py:1 in main)",
+             "rank 0 failed in consequence: PeerLostError (a.py:0 in main)"],
+        ),
+        (
+            [make_outcome(0, 2.0, LOST, degree=2), make_outcome(2, 1.0, signalled=9)],
+            {},
+            ["rank 2 was killed by SIGKILL", "rank 0 failed in consequence: PeerLostError (a.py:0 in main)"],
+        ),
+        (
+            [make_outcome(0, 2.0, LOST, degree=2), make_outcome(2, 3.0, signalled=9)],
+            {2: "process 7 stopped"},
+            ["rank 2 was stuck: process 7 stopped; it was killed by SIGKILL",
+             f"rank 0 was the first to report a failure: {LOST} (a.py:0 in main)"],
+        ),
+        (
+            [make_outcome(0, 2.0, DIFFER, degree=2), make_outcome(2, 3.0, DIFFER, degree=2)],
+            {},
+            [f"ranks made different calls; rank 0 was the first to report it: {DIFFER} (a.py:0 in main)",
+             "rank 2 failed: CollectiveMismatchError (a.py:2 in main)"],
+        ),
+    ],
+    ids=["exception", "killed", "stopped", "mismatch"],
+)  # fmt: skip
+def test_summary_of_a_failed_job_begins_with_the_cause(
+    outcomes: list[RankOutcome], stuck: dict[int, str], expected: list[str]
+) -> None:
+    by_rank = {outcome.rank: outcome for outcome in outcomes}
+    to_blame = find_culprit({rank: each for rank, each in by_rank.items() if rank not in stuck}, math.inf)
+    assert to_blame is not None
+    assert list(summarize_ends(by_rank, to_blame, stuck)) == expected

@@ -209,7 +209,7 @@ def test_top_shows_a_killed_rank_as_gone_and_keeps_the_outcome_of_the_job(
     news = watch.news()
     assert news["over"]
     assert news["end"]["code"] == 128 + signal.SIGKILL
-    assert news["end"]["lines"][-1] == "rank 1 was killed by SIGKILL"
+    assert news["end"]["lines"][0] == "rank 1 was killed by SIGKILL"
     assert [each["name"] for each in news["groups"]] == ["world:0"], "the last state is lost"
     assert watch.sample() == watch.last
 

@@ -360,7 +360,7 @@ def test_rate_history_has_one_value_per_answer() -> None:
 def test_text_view_of_an_ended_job_shows_exit_code_cause_and_last_state() -> None:
     group = measured_group(0.05, 0.8, 0.05)
     end = JobOutcome(
-        137, ("ranks 0, 2 failed in consequence: PeerLostError (a.py:3 in main)", "rank 1 was killed by SIGKILL")
+        137, ("rank 1 was killed by SIGKILL", "ranks 0, 2 failed in consequence: PeerLostError (a.py:3 in main)")
     )
     lines = formatting.format_ended_job("job 7: a.py", end, [group], 80).splitlines()
     assert lines[:3] == ["job 7: a.py: it has ended with exit code 137", *end.lines]

@@ -154,6 +154,34 @@ def test_verdict_names_the_collective_that_one_rank_entered_late(
     assert f"\n  verdict: {expected}\n" in output
 
 
+@pytest.mark.parametrize(
+    ("began", "seconds", "expected"),
+    [
+        (1.0, 4.0, "rank 1 was blocked at train.py:15 in load, and entered BARRIER 1 4 s after rank 0"),
+        (3.0, 9.0, "rank 1 was blocked at train.py:15 in load, and entered BARRIER 1 4 s after rank 0"),
+        (3.5, 1.0, "rank 1 entered BARRIER 1 4 s after rank 0"),
+        (5.0, 9.0, "rank 1 entered BARRIER 1 4 s after rank 0"),
+    ],
+)
+def test_verdict_on_a_late_rank_names_the_line_that_blocked_it_meanwhile(
+    began: float, seconds: float, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Let rank 0 enter the barrier at 1 s and rank 1 at 5 s; block rank 1 during this time, partly, or later."""
+    clock = {"host": "h", "monotonic": 20.0, "wall": 20.0}
+    block = {
+        "began": began,
+        "seconds": seconds,
+        "line": "/srv/train.py:15 in load, called from /srv/train.py:30 in main",
+    }
+    for rank, entered in enumerate((1.0, 5.0)):
+        call = recorded_call(state="finished", error=None, entered=entered, finished=6.0)
+        dump = valid_dump(rank=rank, clock=clock, entered=1, entries=[call], longest_block=block if rank else None)
+        (tmp_path / str(rank)).write_text(json.dumps(dump))
+    code, output = trace(capsys, tmp_path / "0", tmp_path / "1")
+    assert code == 0
+    assert f"\n  verdict: no failure; {expected}\n" in output
+
+
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("keyed", [False, True])
 def test_trace_names_a_missing_rank_of_an_open_group(
@@ -384,6 +412,8 @@ def valid_dump(**changes: Any) -> dict[str, Any]:
         (valid_dump(rank=True), "is damaged: rank: True is not a number"),
         (valid_dump(clock={}), "is damaged: clock: host is missing"),
         (valid_dump(entries=[1]), "is damaged: entries: an entry is not a map"),
+        (valid_dump(longest_block={"began": 1.0, "seconds": 1.0}), "is damaged: longest_block: line is missing"),
+        (valid_dump(longest_block={"began": 1.0, "seconds": "x", "line": ""}), "is damaged: longest_block: seconds: "),
         (valid_dump(entries=[{"kind": "collective"}]), "is damaged: rank is missing"),
         ({key: value for key, value in valid_dump().items() if key != "cause"}, "is damaged: cause is missing"),
     ],

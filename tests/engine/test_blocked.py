@@ -105,6 +105,7 @@ async def test_line_that_blocks_repeatedly_is_logged_once(limits: Limits, caplog
     limits(watchdog_interval=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
     watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     never: concurrent.futures.Future[None] = concurrent.futures.Future()
+    assert watch.longest_block() is None
     watch.start()
     try:
         with caplog.at_level(logging.INFO, logger="aiocoll"):
@@ -119,6 +120,11 @@ async def test_line_that_blocks_repeatedly_is_logged_once(limits: Limits, caplog
     blocked = [text for text in messages if "has been blocked" in text]
     lines = [line_of(f"concurrent.futures.wait([never], timeout={n} * watchdog.BLOCKED_AFTER)") for n in (4, 5)]
     assert len(blocked) == 2
+    longest = watch.longest_block()
+    assert longest is not None
+    began, seconds, text = longest
+    assert began >= seconds >= watchdog.BLOCKED_AFTER
+    assert any(f"{__file__}:{number} in" in text for number in lines), "a busy machine can make any of them the longest"
     for text, number in zip(blocked, lines, strict=True):
         assert f"{__file__}:{number} in" in text
     assert sum("runs again" in text for text in messages) <= 2, (

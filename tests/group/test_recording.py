@@ -23,6 +23,7 @@ from aiocoll import GroupError, GroupOptions, HashStore, ProcessGroup, new_group
 from aiocoll.dump.files import file_name
 from aiocoll.dump.timeline import chrome_trace, lanes
 from aiocoll.testing.virtual import run_virtual
+from tests.internals import comm_of
 from tests.ranks import LINKS, options, parametrize_transports, run_ranks
 
 
@@ -114,6 +115,17 @@ async def test_written_dump_file_equals_the_returned_dump(tmp_path: Path) -> Non
             pg.recorder.dump_json(tmp_path / "missing" / "a.json")
     assert pg.recorder.dump()["state"] == "closed"
     assert file_names(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("block", [None, (2.5, 1.5, "here.py:7 in slow")])
+async def test_dump_has_the_longest_time_for_which_the_loop_was_blocked(
+    block: tuple[float, float, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with await single_rank_group() as pg:
+        monkeypatch.setattr(comm_of(pg).endpoint.failure_detector, "longest_block", lambda: block)
+        dump = pg.recorder.dump()
+    began = dump["clock"]["monotonic"] - 2.5
+    assert dump["longest_block"] == (block and {"began": began, "seconds": 1.5, "line": "here.py:7 in slow"})
 
 
 # -- traces

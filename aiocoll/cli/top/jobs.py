@@ -51,7 +51,7 @@ class JobOutcome(NamedTuple):
 
     Attributes:
         code: the exit code of the launcher.
-        lines: the launcher's last messages: how each rank ended.
+        lines: how the ranks ended, the cause first.
     """
 
     code: int

@@ -139,6 +139,8 @@ class Watchdog:
         self._silent_seconds = 0.0
         self._asked_at = 0.0
         self._blocked = False
+        self._block_place = ""
+        self._longest_block: tuple[float, float, str] | None = None
         self._is_block_logged = False
         self._repeats = RepeatLimiter()
         self._round_at = clock()
@@ -203,6 +205,17 @@ class Watchdog:
         if self._watched_thread == threading.get_ident():  # called from a signal handler: skip the handler's own frames
             frame = skip_package(frame)
         return self._clock() - self._asked_at, place(frame)
+
+    def longest_block(self) -> tuple[float, float, str] | None:
+        """Return the longest time that the loop was blocked, if it has run since then.
+
+        Any thread may call this.
+
+        Returns:
+            How many seconds ago it began, its duration in seconds, and the source line; None without such a time.
+        """
+        longest = self._longest_block
+        return None if longest is None else (self._clock() - longest[0], *longest[1:])
 
     # -- in the watchdog thread
 
@@ -282,6 +295,8 @@ class Watchdog:
             blocked, asked_at, self._blocked = self._blocked, self._asked_at, False
             self._has_sign, self._silent_seconds, self._asked_at = False, 0.0, now
             self._call_in_loop(self._on_sign_of_life)
+            if blocked and (self._longest_block is None or now - asked_at > self._longest_block[1]):
+                self._longest_block = asked_at, now - asked_at, self._block_place
             if blocked and self._is_block_logged:
                 self._log(logging.INFO, "rank %d: the event loop runs again, after %.1f s", self._rank, now - asked_at)
             return
@@ -289,6 +304,7 @@ class Watchdog:
         if self._silent_seconds >= BLOCKED_AFTER and not self._blocked:
             self._blocked = True
             frame = sys._current_frames().get(self._watched_thread)
+            self._block_place = place(frame)
             repeated = self._repeats.admit(line(frame), now)
             self._is_block_logged = repeated is not None
             if self._is_block_logged:
@@ -298,7 +314,7 @@ class Watchdog:
                     "run such work with asyncio.to_thread%s",
                     self._rank,
                     now - self._asked_at,
-                    place(frame),
+                    self._block_place,
                     repeated,
                 )
 
