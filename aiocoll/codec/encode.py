@@ -95,12 +95,12 @@ class _Encoder:
         self._map_header: Callable[[int], bytes] = packer.pack_map_header
 
     def put(self, obj: Any, depth: int) -> None:
-        """Append an object that is nested in `depth` containers."""
+        """Encode `obj`, which is nested in `depth` containers, and append its bytes to `chunks`."""
         kind = type(obj)
         if kind in PLAIN:
             self._put_plain(obj)
         elif depth == MAX_DEPTH:
-            raise RefusedError(f"containers are nested deeper than {MAX_DEPTH}; does one contain itself?")
+            raise RefusedError(f"containers are nested deeper than {MAX_DEPTH}; check for one that contains itself")
         elif code := SEQUENCE_CODES.get(kind):
             self._put_sequence(code, obj if kind is list else list(obj), depth)
         elif kind is dict:
@@ -202,7 +202,7 @@ class _Encoder:
 
     def _put_in(self, items: OrderedDict[Any, Any], depth: int) -> None:
         if depth + 1 == MAX_DEPTH:
-            raise RefusedError(f"containers are nested deeper than {MAX_DEPTH}; does one contain itself?")
+            raise RefusedError(f"containers are nested deeper than {MAX_DEPTH}; check for one that contains itself")
         self._put_dict(items, depth + 1)
 
     def _put_map(self, items: dict[Any, Any], depth: int) -> None:
