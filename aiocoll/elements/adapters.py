@@ -82,7 +82,7 @@ class ArrayAdapter:
         raise NotImplementedError
 
     def spare(self, buffer: Buffer) -> Buffer:
-        """Return a buffer of new device memory to use instead of `buffer`. Its `writeback` copies the data to `buffer`.
+        """Return a buffer of new device memory, whose `writeback` copies the data to `buffer`.
 
         Raises:
             TypeError: the adapter cannot allocate memory.
