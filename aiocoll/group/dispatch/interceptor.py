@@ -41,7 +41,7 @@ class Interceptor(Protocol):
 
 
 class Wrapper(ABC):
-    """An interceptor that carries out each collective as a child of its own operation."""
+    """An interceptor that wraps each collective: its own operation runs the collective as a child operation."""
 
     moves_nothing = False
     records = False
@@ -53,7 +53,7 @@ class Wrapper(ABC):
 
     @abstractmethod
     def wrap(self, identity: int, signature: Signature, make: Make, completion: Completion) -> Operation:
-        """Return an operation that first does its own task, then starts the operation that `make` makes."""
+        """Return an operation that does the interceptor's work, then starts the collective that `make` returns."""
 
 
 class _Scope:

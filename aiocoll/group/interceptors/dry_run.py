@@ -29,7 +29,7 @@ class DryRun:
         self._dispatcher = dispatcher
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Take a number for a call as usual; complete it with this rank's data instead of the other ranks' data."""
+        """Give the call a sequence number, and complete it at once, with this rank's data for all other ranks."""
         d = self._dispatcher
         identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         completion = Completion(d.endpoint, call.op, seq, call.key, d)
