@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 
 __all__ = ["take"]
 
-#: Indices of the start and end address of the environment in /proc/self/stat, from the field after the program name.
+#: Fields of /proc/self/stat, counted after the program name, with the start and end address of the environment.
 _FIELDS = slice(47, 49)
 
 

@@ -45,8 +45,8 @@ class RepeatLimiter:
     """A rate limit for repeated warnings: logs the first, then one each after 10 s, 100 s, 1000 s, ..."""
 
     def __init__(self) -> None:
-        #: By kind of warning, the latest last: the time from which the next one is logged, the interval before that
-        #: time, and the number of warnings skipped since the last logged one.
+        #: Maps each kind of warning, ending with the latest, to the time from which the next warning is logged, the
+        #: interval before that time, and the number of warnings skipped since the last logged one.
         self._kinds: dict[Hashable, tuple[float, float, int]] = {}
 
     def admit(self, kind: Hashable, now: float) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["parse_float", "parse_int", "to_float", "to_int"]
 
-#: 18 digits fit into 64 bits. Ranks, ports and descriptors need fewer.
+#: An integer of up to 18 digits fits into 64 bits. Ranks, ports and descriptors need fewer digits.
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _DECIMAL = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|-?inf|nan")
 
