@@ -262,7 +262,7 @@ class Collectives:
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any]:
-        """Start an alltoall that exchanges parts of a single array."""
+        """Start an alltoall from one input array to one output array."""
         is_even = output_split_sizes is input_split_sizes is None
         if is_even and (work := self._start_parts("alltoall", input, output, None, timeout, key)) is not None:
             return work

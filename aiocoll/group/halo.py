@@ -70,7 +70,7 @@ class _Exchange:
         return work
 
     def _advance(self) -> None:
-        """Start the messages of the next axis; continue with further axes as long as all messages end at once."""
+        """Start the messages of the next axis; continue with further axes as long as all messages end immediately."""
         while not self._left:
             calls = None if self._error is not None else next(self._steps, None)
             if calls is None:

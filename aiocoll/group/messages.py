@@ -1,4 +1,4 @@
-"""Point-to-point messages: send, receive, probes, and iteration over messages without a receive."""
+"""Point-to-point messages: send, receive, probes, and iteration over messages without a posted receive."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class Messages:
         return Work(whole)
 
     def _check_operation(self, each: Any, name: str) -> tuple[Send[Any] | Recv[Any], Buffer]:
-        """Check one operation of a batch; return it with plain ints, and a flat view of its array."""
+        """Check an operation of a batch; return a copy with ranks and tag as ints, and a flat view of its array."""
         if not isinstance(each, Send | Recv):
             raise TypeError(f"{name} must be a Send or a Recv, not {type(each).__name__}")
         tag = _check_tag(each.tag, f"{name}.tag")
@@ -296,7 +296,7 @@ class Messages:
         return self._start_unless_null(recv_sparse(self._dispatcher, tensor, src, tag, limit), timeout)
 
     def _start_unless_null(self, call: MessageCall, timeout: Timeout) -> Work[Any]:
-        """Start a message. If its source or destination is `PROC_NULL`, end the message at once."""
+        """Start a message. If its source or destination is `PROC_NULL`, end the message immediately."""
         if call.ends[1] == PROC_NULL:
             return self._end_null_message(call.op, call.ends, call.result, timeout)
         return self._dispatcher.start(call)
@@ -339,7 +339,7 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         return arrival.peer, np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
 
     async def _read(self, arrival: InboundMessage, data: bytes) -> Any:
-        """Decode an object, with pauses for the event loop. After a cancellation, the next call continues."""
+        """Decode an object, with pauses for the event loop. A cancellation puts the message and its progress back."""
         steps = arrival.steps or self._objects.load(memoryview(data))
         ticks = self._comm.endpoint.runtime.ticks
         deadline = ticks() + BUDGET

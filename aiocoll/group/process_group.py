@@ -1542,7 +1542,7 @@ class ProcessGroup:
         return await self._parts.lifetime.wait_revoked()
 
     def abort(self, reason: object = "aborted by the program") -> None:
-        """Revoke the group at once, on all ranks, so that every pending work fails.
+        """Revoke the group immediately, on all ranks, so that every pending work fails.
 
         Args:
             reason: text for the error on all ranks.

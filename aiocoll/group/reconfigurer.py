@@ -175,7 +175,7 @@ class Reconfigurer:
         return group
 
     async def _invite(self, invitation: Invitation, limit: float) -> Assignment:
-        """Wait for the newcomers on rank 0, and broadcast their assignment to ranks."""
+        """Wait for the newcomers on rank 0, and broadcast the assignment of ranks."""
         comm = self._comm
         try:
             assignment = await self._origin.invite(invitation, limit)
@@ -227,7 +227,7 @@ class Reconfigurer:
             made = self._split_locally(members, limit, group_name) if members else None
             return finished_work(d.endpoint, "SPLIT_GROUP", d, made)
         completion = Completion(d.endpoint, "SPLIT_GROUP", None, None, d)
-        # Take the number first, so that all ranks number their splits equally even if one split fails.
+        # Take the split number first, so that all ranks number their splits equally even if one split fails.
         number = len(comm.splits)
         comm.splits.append(None)
         try:
@@ -237,7 +237,7 @@ class Reconfigurer:
         return Work(completion)
 
     def _split_locally(self, ranks: Sequence[int], limit: float, name: str | None) -> Any:
-        """Make a group without communication. Its id depends on how often this list of ranks was split off."""
+        """Make a group without communication. The group's id includes the number of earlier groups of these ranks."""
         comm = self._comm
         members = tuple(comm.ranks[rank] for rank in ranks)
         identity = comm.endpoint.group_id(f"{comm.id}\0local\0{members}\0{self._local[members]}")
@@ -252,7 +252,7 @@ class Reconfigurer:
             color = to_int(_bool_to_int(color), "color", "an int, a str or None")
         asked = [color, to_int(_bool_to_int(key), "key")]
         self._objects.dump(asked)  # check before the call takes a number: a color that cannot be encoded must raise now
-        # Take the number here, in call order, not later when the colors are known.
+        # Take the split number here, in call order. After the exchange of colors, the order may differ between ranks.
         number = len(comm.splits)
         comm.splits.append(None)
 
@@ -278,7 +278,7 @@ class Reconfigurer:
         split = comm.splits[number] = Split(comm.id, number, name, tuple(comm.ranks[rank] for rank in mine))
         if not mine:
             return None
-        # Groups that one call makes differ in their lowest rank, so it makes the default name unique.
+        # Groups that one call makes differ in their lowest rank, which makes the default names unique.
         name = f"{comm.name}/{number}.{min(mine)}" if name is None else name
         group = self.derive(split.identity(), split.ranks, name, limit)
         parts_of(group).comm.sender.split_off(comm.sender, split)

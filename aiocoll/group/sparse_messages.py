@@ -131,7 +131,7 @@ class _AnnouncedSend(OutboundMessage):
     def succeed(self, result: Any) -> None:
         """Complete the send, and withdraw its announcement."""
         super().succeed(result)
-        # Drop the announcement, because the payload may have been sent before the receiver answered it.
+        # Drop the announcement: the payload may have been sent before the receiver has answered the announcement.
         self.comm.channels[self.peer].drop(self)
         del self._message  # break a reference cycle
 

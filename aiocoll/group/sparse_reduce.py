@@ -1,4 +1,4 @@
-"""Allreduce and reduce of sparse arrays: the result has an entry wherever any rank has one, with the sum.
+"""Allreduce and reduce of sparse arrays: the result has the union of all ranks' entries, added up.
 
 1. Each rank sorts its entries, and adds up entries at the same position. Then all ranks exchange their numbers of
    entries.
@@ -126,7 +126,7 @@ def calculate(effort: int, task: Callable[[], T]) -> StepGenerator[T]:
 
 
 def gather_bytes(given: SparseInput, packed: NDArray[Any], sizes: list[int]) -> StepGenerator[list[NDArray[Any]]]:
-    """Gather one block of bytes per rank; return an empty list on a rank that does not receive the blocks."""
+    """Gather one block of bytes per rank; return an empty list on ranks that receive no blocks."""
     dispatcher, root = given.dispatcher, given.root
     blocks: list[NDArray[Any]] = []
     if given.is_receiver:

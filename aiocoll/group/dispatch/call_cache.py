@@ -182,7 +182,7 @@ class CallCache:
         root: int | None = None,
         agreed: tuple[int, ...] | None = None,
     ) -> Plan:
-        """Return the plan of a call with these sizes. Arguments as for `Planner.plan`."""
+        """Return the plan of a call from the cache; make the plan if it is missing. See `Planner.plan`."""
         key = kind, dtype, id(op), root, sizes
         found = self.known.get(key)
         return found or self._store_plan(key, self._planner.plan(kind, dtype, sizes, op=op, root=root, agreed=agreed))
@@ -197,7 +197,7 @@ class CallCache:
     def _new_plain(
         self, key: tuple[Any, ...], dtype: np.dtype[Any], sizes: tuple[Any, ...], op: ReduceOp | None, root: int | None
     ) -> Plan | None:
-        """Make the plan of a call on plain arrays; return None if the arrays must be converted to another dtype."""
+        """Make the plan of a call on NumPy arrays; return None if the arrays must be converted to another dtype."""
         try:
             element = from_numpy(dtype)
         except TypeError:

@@ -31,7 +31,7 @@ class DeviceCalls(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind of device."""
+        """The kind of device, such as ``"cuda"``."""
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
         """Check the arrays of a call; return whether they are on the thread's current device.
@@ -116,7 +116,7 @@ class DeviceBackend(Protocol):
         """
 
 
-#: The device backends, by kind of device.
+#: The registry of device backends, by kind of device.
 devices: Registry[DeviceBackend] = Registry("device", DEVICE_VERSION)
 
 

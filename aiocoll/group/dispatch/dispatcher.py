@@ -1,4 +1,4 @@
-"""Dispatcher of a group: it finds the plan of a checked call, numbers the call and starts its operation."""
+"""Dispatcher of a group: it finds a checked call's plan, takes a sequence number, and starts the operation."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from aiocoll.work import Work
 
 __all__ = ["PROC_NULL", "Dispatcher", "Timeout"]
 
-#: A rank number for "no rank": a message to or from it ends at once and is not sent. It is not -1, which a program may
-#: compute by mistake, as ``rank - 1`` on rank 0.
+#: A rank number for "no rank". A message to or from `PROC_NULL` ends immediately and is not sent. The number is not -1,
+#: which a program may compute by mistake, as ``rank - 1`` on rank 0.
 PROC_NULL: Final = -2
 
 Timeout = float | timedelta | None
@@ -50,7 +50,7 @@ _thread: Final = threading.get_ident
 
 
 class Dispatcher:
-    """The part of a group that starts all calls.
+    """The component of a group that starts all calls.
 
     An unchecked `root`, `rank` or `key` from the user is annotated `Any`.
 
@@ -113,7 +113,7 @@ class Dispatcher:
             self.comm.raise_if_revoked()
 
     def check_owner(self) -> None:
-        """Raise an error if the caller is in a wrong process, thread or event loop, or if the group is closed."""
+        """Raise an error if the caller is in the wrong process, thread or event loop, or if the group is closed."""
         self.check_caller()
         if self.closed:
             raise self.closed_error()
@@ -123,7 +123,7 @@ class Dispatcher:
         return GroupClosedError(f"group {self.comm.name!r} was closed by this rank", group=self.comm.name)
 
     def check_caller(self) -> None:
-        """Raise an error if the caller is in a wrong process, thread or event loop, or in a hook."""
+        """Raise an error if the caller is in the wrong process, thread or event loop, or in a hook."""
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"group {self.comm.name!r} was made in process {self._pid}; a forked child cannot use it: "
@@ -208,7 +208,7 @@ class Dispatcher:
         unwrap = _unstage(staged, result) if staged else None
         shape = () if main is None else main.shape
         call = PlannedCall(plan, arrays, shape, result, self.limit(timeout), key, unwrap)
-        # The last array is never None, so it shows whether the arrays are on a device.
+        # Test the last array, which is never None, to find out whether the arrays are on a device.
         return call if not arrays or type(arrays[-1]) is _ndarray else self._on_device(call)
 
     # -- any call

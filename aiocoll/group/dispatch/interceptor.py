@@ -1,4 +1,4 @@
-"""Interceptors, which take calls instead of the engine: their interface, and the blocks in which they are active.
+"""Interceptors: objects that take calls instead of the engine, and the blocks in which they are active.
 
 Most calls go directly from the group to the engine. A call with an *interceptor* goes to the interceptor instead. An
 interceptor belongs to a block around the call, such as `ProcessGroup.coalescing`, or to the whole group, as with
@@ -80,7 +80,7 @@ scope_here = _scope.get
 
 @contextlib.contextmanager
 def scoped(group: object, interceptor: Interceptor) -> Iterator[None]:
-    """Pass calls on `group` to `interceptor`, if made in this ``with`` block or in tasks started in it."""
+    """Pass the calls on `group` in this ``with`` block, and in tasks started there, to `interceptor`."""
     scope = _Scope(group, interceptor, _scope.get())
     token = _scope.set(scope)
     try:

@@ -1,4 +1,4 @@
-"""The interface `Origin` of a job to its groups, by which a group makes further groups."""
+"""`Origin`: the interface by which a group makes further groups in its job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Origin"]
 
 
 class Origin(Protocol):
-    """The job that made a group, as an interface that makes further groups of the job's ranks.
+    """The interface of the job that made a group. It makes further groups of the job's ranks.
 
     Attributes:
         dry: whether this is a dry run: the other ranks do not exist, and no messages are exchanged.

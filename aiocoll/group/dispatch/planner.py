@@ -249,7 +249,7 @@ class Planner:
         return bool(blocks) and max(blocks) <= largest
 
     def _fits_in_slots(self, nbytes: int) -> bool:
-        """Return whether contributions of `nbytes` fit into slots, and one callback has time to read all of them."""
+        """Return whether contributions of `nbytes` fit into slots, and can all be read in one callback."""
         return nbytes <= self._comm.slots.largest and nbytes * (self._size - 1) <= READ_AT_ONCE
 
     def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:

@@ -130,7 +130,7 @@ class Batch:
         self._started = [completion for completion in started if not completion.done]
 
     def _start_recording(self) -> None:
-        """Start a new recording, for the next flush."""
+        """Create the recording for the calls until the next flush."""
         self.recording = Recording(self._dispatcher, self._flush_quietly, self._failures.append)
         if self._outer is None:
             self._flusher.record_natively(self.recording)
@@ -161,7 +161,7 @@ class Batch:
 
 
 class Coalescer:
-    """The maker of one group's blocks, and of its calls on lists of arrays.
+    """The component of a group that makes coalescing blocks, and calls on lists of arrays.
 
     Args:
         dispatcher: of the group.

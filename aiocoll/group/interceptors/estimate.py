@@ -108,7 +108,7 @@ def _estimate_program(comm: Communicator, op: str, nbytes: int, algorithm: str) 
 
 
 def _vector_length(signature: Signature, comm: Communicator) -> int:
-    """Return the number of elements of a call's whole vector."""
+    """Return the number of elements in a call's tensor, or in the blocks of all ranks together."""
     if signature.counts:
         return sum(signature.counts)
     known = max(sum(signature.sends), sum(signature.receives))

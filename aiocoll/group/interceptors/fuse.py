@@ -30,9 +30,9 @@ from aiocoll.group.dispatch.planner import Planner
 
 __all__ = ["LARGE", "Fuser"]
 
-#: Bytes of a call's whole vector from which the call is not fused: copying would take longer than a separate message.
-#: The limit is the same on all ranks, so that they fuse the same calls. Calls whose counts only two ranks know are
-#: always fused.
+#: Bytes of a call's tensor, or of the blocks of all ranks together, from which the call is not fused, because copying
+#: would take longer than a separate message. All ranks have the same limit, so that they fuse the same calls. Calls
+#: whose counts only two ranks know are always fused.
 LARGE = 128 * 1024
 #: Maximum number of calls whose arrays are copied in one step.
 MOST = 128

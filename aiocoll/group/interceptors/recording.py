@@ -138,7 +138,7 @@ class Recording:
         return completion
 
     def add_list(self, whole: DeferredCompletion, members: list[Member]) -> None:
-        """Record a call on a list, whose members are recorded calls."""
+        """Record a list call. Its members, one per array, are calls that have already been recorded."""
         for member in members:
             if type(member) is Work:
                 self._wholes[member] = whole
@@ -160,7 +160,7 @@ class Recording:
         """End all list calls, whose members have ended: with `error`, a member's error, or the members' results."""
         for whole, members in self.lists:
             if not whole.done:
-                # A member may have failed without a failure of the group.
+                # A member may have failed although the group has not failed.
                 wrong = error or next((wrong for wrong in map(_failure, members) if wrong is not None), None)
                 if wrong is None:
                     whole.finish([each.result() if type(each) is Work else each.result for each in members])
@@ -192,13 +192,13 @@ class Flusher:
         self._fuser = Fuser(dispatcher.comm, dispatcher.planner)
 
     def record_natively(self, recording: Recording) -> None:
-        """Let the accelerator record plain calls, unless the group fuses small calls."""
+        """Let the accelerator record calls on NumPy arrays, unless the group fuses small calls."""
         native = self._dispatcher.native
         if native is not None and self._fuser.has_singles:
             recording.native = native.block(recording)
 
     def flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushCompletion | None:
-        """Start recorded calls.
+        """Start the calls of a recording.
 
         Args:
             recording: the calls.
@@ -219,7 +219,7 @@ class Flusher:
             layout, members = self._lay_out(recording, outer is None, outer is None and wrapper is None)
             if recording.loose:
                 self._start_all_loose(recording.loose, outer, wrapper)
-                # Check the group, because one of these calls may have revoked it.
+                # Check the group, because a call started above may have revoked the group.
                 self._comm.raise_if_revoked()
         except Exception as error:
             d.failures.expect(error)
@@ -324,7 +324,7 @@ class Flusher:
         outer: Interceptor | None,
         wrapper: Wrapper | None,
     ) -> None:
-        """Start messages and keyed collectives. If one cannot start, only that one fails."""
+        """Start messages and keyed collectives. An error at the start of a call fails only this call."""
         d = self._dispatcher
         with d.batched(array for _, call in calls if isinstance(call, MessageCall) for array in call.arrays or ()):
             for completion, call in calls:
