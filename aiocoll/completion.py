@@ -1,4 +1,4 @@
-"""Completions: the engine's objects for the outcomes of operations, each behind the `Work` that the user holds."""
+"""Completions: the engine's objects for outcomes of operations. Each `Work` of the user refers to a completion."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Completion:
         self.waiters: list[asyncio.Future[None]] | None = None
         self.callbacks: list[Callback] | None = None
         self.unretrieved: Unretrieved | None = None
-        # Record code object and instruction: this is fast and keeps no frame alive. The line is found on demand.
+        # Record code object and instruction, which is fast and keeps no frame alive. `line_of` finds the line later.
         frame = _frame(_INNERMOST)
         while (name := (code := frame.f_code).co_filename) is not _last_file:
             if name not in _own_files or (caller := frame.f_back) is None:
@@ -167,7 +167,7 @@ class Completion:
         self.source = self.waiters = self.callbacks = self.unretrieved = self.ends = self.order = None
 
     def expect(self, shape: tuple[int, ...], timeout: float, value: Any) -> None:
-        """Set the shape and the timeout of the operation, and the result that it will have."""
+        """Set the shape, the timeout, and the result of the operation if it succeeds."""
         self.shape, self.timeout, self.value = shape, timeout, value
 
     def describe(self) -> str:

@@ -33,7 +33,7 @@ from aiocoll.runtime import Runtime, running_loop
 
 __all__ = ["elastic"]
 
-#: Seconds for which one round waits for newcomers, and then at most for the rendezvous with them.
+#: Seconds for which one round waits for newcomers. Also the timeout of the rendezvous with them.
 ROUND = 10.0
 #: Attributes that mark a value of the state as an array, which is received in place.
 _ARRAY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
@@ -114,7 +114,7 @@ async def elastic(
 
 
 async def _join_first_group(made: new_group) -> ProcessGroup:
-    """Join the first group. A newcomer retries if the group that it joins fails meanwhile."""
+    """Join the first group. A newcomer retries if this group fails during the join."""
     clock = Runtime.of(running_loop()).time
     end = clock() + made.timeout
     while True:

@@ -1,4 +1,4 @@
-"""Logger of the library, `logging.getLogger("aiocoll")`. Records about a group name the group and the rank.
+"""Logger of the library, `logging.getLogger("aiocoll")`. Records about a group contain its name and the rank.
 
 If a handler or filter of the program raises, the logging code continues, and the traceback goes to stderr.
 """
@@ -31,7 +31,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a record, and suppress the exceptions that log handlers raise."""
-        # The record names the first frame outside of `logging`. This method adds one frame.
+        # Skip the frame of this method, so that the record has the file and line of the caller.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         try:
             super().log(level, msg, *args, **kwargs)

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 __all__ = ["Closable", "LoopEnd"]
 
-#: Number of iterations of an ending loop in which it also closes objects that the garbage collector finds.
+#: Number of iterations for which an ending loop closes objects, because garbage collection may reveal further objects.
 TURNS = 3
 
 

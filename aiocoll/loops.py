@@ -22,7 +22,7 @@ __all__ = ["LoopThread", "Started"]
 T = TypeVar("T")
 
 _ident = threading.get_ident
-#: All loop threads of this process, which do not exist in a forked child.
+#: All loop threads of this process, to reset them in a forked child, where the threads do not exist.
 _threads: WeakSet[LoopThread] = WeakSet()
 
 
@@ -117,7 +117,7 @@ class Started(Generic[T]):
         await ended
 
     def add_done_callback(self, fn: Callable[[Started[T]], object]) -> None:
-        """Call `fn(started)` on the thread of the loop when the call has ended; at once if it has already ended.
+        """Call `fn(started)` on the thread of the loop when the call has ended, or immediately if it has already ended.
 
         Args:
             fn: gets this object. It must not block the loop. Its return value is ignored.

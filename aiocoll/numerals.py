@@ -23,7 +23,7 @@ _DECIMAL = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|-?inf|n
 
 
 def parse_int(text: str) -> int:
-    """Parse an integer: ASCII digits, after a minus sign if it is negative.
+    """Parse an integer of ASCII digits with an optional minus sign.
 
     Raises:
         ValueError: the text has another form. The message names no variable.

@@ -56,7 +56,7 @@ _CREDENTIALS = struct.Struct("3i")
 #: Indices of fields after the process name, which proc(5) numbers from 3.
 _THREADS = 20 - 3
 _START = 22 - 3
-#: The largest pid of 64-bit Linux (PID_MAX_LIMIT), to check pids in the cards of peers.
+#: The largest pid of 64-bit Linux (PID_MAX_LIMIT), to check pids that peers have published.
 _MAX_PID = 1 << 22
 
 

@@ -37,7 +37,7 @@ from aiocoll.user_code import contain, describe
 
 __all__ = ["loads", "reading"]
 
-#: Number of bytes decoded in one step.
+#: Number of bytes that `reading` decodes in one step.
 _STEP = 1 << 10
 #: Maximum number of characters quoted from another error's message, which may contain a key of many megabytes.
 _SHOWN = 200

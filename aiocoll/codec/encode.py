@@ -82,7 +82,7 @@ def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -
 
 
 class _Encoder:
-    """The encoder of one object, which collects the encoded bytes in pieces."""
+    """The encoder of one object. It collects the encoded bytes in the list `chunks`."""
 
     def __init__(self, limit: int, allow_pickle: bool) -> None:
         self.chunks: list[bytes | memoryview] = []
@@ -139,7 +139,7 @@ class _Encoder:
             )
 
     def _head(self, code: int, count: int) -> None:
-        """Append the header of an array with a tag and `count` elements. A list in one piece has no tag."""
+        """Append the header of a msgpack array of `count` elements with the type tag `code`; LIST means no tag."""
         if code == LIST:
             self._emit(self._array_header(count))
         else:
@@ -156,7 +156,7 @@ class _Encoder:
             self._emit(self._pack(obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)))
 
     def _try_pack(self, container: list[Any] | dict[Any, Any]) -> bytes | None:
-        """Return a container of plain values, encoded by one msgpack call; None if an int is too large for msgpack."""
+        """Encode a container of basic types by one msgpack call; return None if an int is too large for msgpack."""
         try:
             return self._pack(container)
         except (OverflowError, ValueError):

@@ -1,4 +1,4 @@
-"""The supported types of objects, with functions that split each into fields and join the fields."""
+"""Object types that can be encoded, with functions that split an object into fields and join the fields."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ _ML_DTYPE = re.compile(r"ml_dtypes\.(bfloat16|b?complex32|u?int[124]|float[468]_
 
 
 class RecordType(NamedTuple):
-    """A type of objects that are sent as a few fields, each of a given type."""
+    """A type whose objects are sent as a fixed number of fields, each of a given type."""
 
     code: int
     fields: tuple[type, ...]

@@ -196,7 +196,7 @@ def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] 
                     return first, second
         return None
     spans = sorted((_address(array), array.nbytes, index) for index, array in enumerate(arrays) if array.nbytes)
-    # The highest end address so far, and the array with that end: among all arrays, and among the written arrays.
+    # For all arrays so far, and for the written arrays only: the highest end address and the index of this array.
     any_end, any_index, written_end, written_index = 0, -1, 0, -1
     for start, nbytes, index in spans:
         end, is_written = start + nbytes, index < len(written)
@@ -271,7 +271,7 @@ def _replace(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
 
 
 def _import_array(obj: Any, name: str) -> npt.NDArray[Any] | None:
-    """Return an ndarray that shares the memory of a foreign array; None if it supports no protocol for that."""
+    """Return an ndarray that shares the memory of a foreign array; None if the array supports no such protocol."""
     try:
         memory = memoryview(obj)
     except (TypeError, BufferError):

@@ -202,7 +202,7 @@ def _bfloat16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         out[nan] = (bits[nan] >> 16) & 0x8000 | 0x7FC0
 
 
-# --- float16: a table converts it to float32, integer arithmetic converts it back ---
+# --- float16: a table for conversion to float32, integer arithmetic for conversion from float32 ---
 
 
 @cache

@@ -42,7 +42,7 @@ class Entries(NamedTuple):
 
 
 def coalesce_entries(places: Array, values: Array, dtype: DType) -> Entries:
-    """Sort entries by index and add up those with the same index, like torch's ``coalesce``.
+    """Sort entries by index, and add up entries with the same index, like torch's ``coalesce``.
 
     float16, bfloat16 and float8 values are added up in float32 and rounded once.
 
@@ -167,7 +167,7 @@ def _bytes(array: Array) -> Array:
 
 
 def _widen(values: Array, dtype: DType) -> Array:
-    """Convert `values` to the dtype in which they are added up."""
+    """Convert `values` to the dtype of their sums: float32 for floats of at most 16 bits."""
     if dtype.kind != "half":
         return values
     wide = np.empty(values.shape, np.float32)

@@ -26,8 +26,8 @@ Kind = Literal["sum", "product", "select"]
 # The last step of a reduction: a ufunc and its second operand.
 Finalize = tuple[np.ufunc, float]
 
-# Number of elements per piece for the conversions of `dtypes`. A piece takes two float32 arrays of 128 KiB, and the
-# scratch arrays of the conversions.
+# Number of elements per piece that is converted to float32 and back. A piece takes two float32 arrays of 128 KiB, and
+# the scratch arrays of the conversions.
 _PIECE = 32 * 1024
 # Number of 32-bit words per packed piece. A piece takes two stacks of 256 KiB. Smaller pieces would save memory, but
 # NumPy's call overhead is already a quarter of the time.
@@ -125,7 +125,7 @@ def _single(number: float) -> npt.NDArray[np.float32]:
 
 
 def _converting(combine: Combine, dtype: DType, finalize: Finalize | None) -> Fold:
-    """Return a fold for one piece, by the conversions to and from float32, which support every type and value."""
+    """Return a fold for one piece that converts to float32 and back, which works for every type and value."""
     up, down = to_float32(dtype), from_float32(dtype)
     ufunc, operand = (None, None) if finalize is None else (finalize[0], _single(finalize[1]))
 
@@ -182,7 +182,7 @@ _FREE: list[_Scratch] = []
 
 
 def _packing(combine: Combine, codes: Codes, kind: Kind, finalize: Finalize | None, convert: Fold) -> Fold:
-    """Return a fold for one piece, by packed values. It calls `convert` for values for which packing is inexact."""
+    """Return a fold for one piece that uses packed values, or calls `convert` where packing is inexact."""
     select = kind == "select"
     ufunc, operand = (None, None) if finalize is None else (finalize[0], _single(finalize[1]))
 

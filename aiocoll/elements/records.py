@@ -42,7 +42,7 @@ class Record(DType):
         return record, (self.array,)
 
 
-# Caches of the only `Record` per layout, which is kept while other objects refer to it.
+# Caches with one `Record` per layout. A `Record` is kept only while other objects refer to it.
 _BY_DTYPE: WeakValueDictionary[np.dtype[Any], Record] = WeakValueDictionary()
 _BY_CODE: WeakValueDictionary[int, Record] = WeakValueDictionary()
 _BY_NAME: WeakValueDictionary[str, Record] = WeakValueDictionary()
@@ -88,12 +88,12 @@ def _keep(used: Record) -> Record:
 
 
 def record_by_code(code: int) -> Record | None:
-    """Return the element type with the code `code`; None if this process does not use it."""
+    """Return the element type with the code `code`; None if this process has no such type."""
     return _BY_CODE.get(code)
 
 
 def record_by_name(name: str) -> Record | None:
-    """Return the element type called `name`; None if this process does not use it."""
+    """Return the element type with the name `name`; None if this process has no such type."""
     return _BY_NAME.get(name)
 
 
