@@ -1,4 +1,4 @@
-"""Registry of backends, with the devices that each serves, and the syntax of the argument `backend`.
+"""Backend registry: the device kinds of each backend, and the parser of the argument `backend`.
 
     name     devices         description
     aio      cpu, cuda       aiocoll; CUDA arrays by NCCL, or through the host if the ranks cannot use NCCL
@@ -31,7 +31,7 @@ __all__ = [
 _factories: dict[str, Callable[..., Any]] = {}
 
 
-#: For a backend named after a device library, the built-in backend that carries out its calls: "aio" for "nccl".
+#: Maps each backend named after a device library to the built-in backend that implements it: "nccl" to "aio".
 _libraries: dict[str, str] = {}
 #: Names of torch.distributed backends that aiocoll lacks. A program ported from torch.distributed can omit `backend`.
 _OTHERS = {"gloo", "mpi", "threaded", "ucc", "xccl"}
@@ -81,7 +81,7 @@ class Backend(str):
 
     @classmethod
     def register_backend(cls, name: str, factory: Callable[..., Any], devices: str | Iterable[str] = ("cpu",)) -> None:
-        """Register a factory of groups for `new_group(backend=name)`.
+        """Register the function that makes the groups of `new_group(backend=name)`.
 
         `new_group` then calls `factory(store, rank, world_size, timeout, device, options=...)` and returns its result
         unchecked. The result need not be a `ProcessGroup`. A later factory replaces an earlier one of the same name.
@@ -124,7 +124,7 @@ register_backend = Backend.register_backend
 
 
 def serve_device(kind: str, library: str) -> None:
-    """Make the built-in backends serve a kind of device, and add the backend `library`, which requires that library.
+    """Make the built-in backends support a kind of device, and add a backend named `library` for that kind.
 
     Args:
         kind: the kind of device. Its device backend is registered in `aiocoll.group.dispatch.devices`.
@@ -148,7 +148,7 @@ def serve_device(kind: str, library: str) -> None:
 
 
 def _format() -> str:
-    """Return the remedy in error messages about a malformed argument `backend`."""
+    """Return the remedy text for error messages about a malformed argument `backend`."""
     own = {kind: name for kind, name in Backend.default_device_backend_map.items() if name not in _factories}
     return f"write pairs of device and backend, such as '{','.join(map(':'.join, own.items()))}'"
 
@@ -216,7 +216,7 @@ def kind_of(device: str, name: str) -> str:
 
 
 def refuse_device(device: str, devices: Mapping[str, str]) -> None:
-    """Check that a group whose backends are `devices` serves a device, such as "cpu" or "cuda:0".
+    """Raise an error unless `devices`, a map of device kinds to backends, contains the kind of `device`.
 
     Raises:
         ValueError: the device has no backend, or its index is not a number.
@@ -227,7 +227,7 @@ def refuse_device(device: str, devices: Mapping[str, str]) -> None:
 
 
 def sole_backend(devices: Mapping[str, str]) -> str:
-    """Return the name of the backend that makes a group for all of `devices`, which maps devices to backends.
+    """Return the one backend that serves all of `devices`, a map of device kinds to backends.
 
     The backend of a device library, such as "nccl", is the built-in backend "aio", which then requires that library.
 

@@ -1,4 +1,4 @@
-"""Completions: the engine's objects for the outcomes of operations, each behind the `Work` that the user holds."""
+"""Completions: the engine's objects for outcomes of operations. Each `Work` of the user refers to a completion."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["AT_ONCE", "Callback", "Completion", "Owner", "Progress", "is_wait", 
 
 #: Files with this prefix belong to the package, so they contain no call site of the user.
 _HERE = os.path.dirname(__file__) + os.sep
-#: Number of the frame where the search for the user's call starts. The frames before it are `Completion.__init__`, its
-#: caller and the caller's caller. All of them belong to the package, since no public function creates a completion
-#: itself.
+#: Depth of the stack frame where the search for the user's call starts. The three inner frames are
+#: `Completion.__init__`, its caller and the caller's caller. These always belong to the package, since no public
+#: function creates a completion itself.
 _INNERMOST: Final = 3
 _frame: Final = sys._getframe
 #: Sentinel context: run the callback synchronously when the operation ends.
@@ -29,8 +29,8 @@ AT_ONCE: Final = contextvars.Context()
 _own_files: set[str] = set()
 #: File of the user's last call, since most calls come from few files.
 _last_file = ""
-#: True if a group is on a loop in debug mode. `_last_file` then stays empty, so that every completion takes the branch
-#: that may add a warning about a work that is never awaited.
+#: True after a group was made on a loop in debug mode. `_last_file` then stays empty, so that each new completion takes
+#: the slow path, which can warn about a work that is never awaited.
 _watching = False
 
 #: A callback: the function, its argument, and the context to run it in. None stands for the context of the code that
@@ -120,7 +120,7 @@ class Completion:
         "withdraw",
     )
 
-    # Assigned by `expect`, or directly by the dispatcher, and not by `__init__`.
+    # `expect` or the dispatcher assigns these attributes; `__init__` does not.
     shape: tuple[int, ...]
     timeout: float
     value: Any
@@ -143,7 +143,7 @@ class Completion:
         self.waiters: list[asyncio.Future[None]] | None = None
         self.callbacks: list[Callback] | None = None
         self.unretrieved: Unretrieved | None = None
-        # Record code object and instruction: this is fast and keeps no frame alive. The line is found on demand.
+        # Record code object and instruction, which is fast and keeps no frame alive. `line_of` finds the line later.
         frame = _frame(_INNERMOST)
         while (name := (code := frame.f_code).co_filename) is not _last_file:
             if name not in _own_files or (caller := frame.f_back) is None:
@@ -157,7 +157,7 @@ class Completion:
         self.instruction: int = frame.f_lasti
 
     def init_child(self, parent: Completion) -> None:
-        """Initialize, instead of `__init__`, the completion of a part of `parent`, with the call site of `parent`."""
+        """Initialize this object, instead of `__init__`, as the completion of a child operation of `parent`."""
         self.op, self.seq, self.key, self.owner = parent.op, parent.seq, parent.key, None
         self.progress = parent.progress
         self.code, self.instruction = parent.code, parent.instruction
@@ -167,11 +167,11 @@ class Completion:
         self.source = self.waiters = self.callbacks = self.unretrieved = self.ends = self.order = None
 
     def expect(self, shape: tuple[int, ...], timeout: float, value: Any) -> None:
-        """Set the shape and the timeout of the operation, and the result that it will have."""
+        """Set the shape, the timeout, and the result of the operation if it succeeds."""
         self.shape, self.timeout, self.value = shape, timeout, value
 
     def describe(self) -> str:
-        """Return a text with the operation's name, its number and its state."""
+        """Return a text with the operation's name, sequence number and state."""
         state = "pending" if not self.done else "done" if self.exception is None else "failed"
         number = "" if self.seq is None else f" seq={self.seq}"
         key = "" if self.key is None else f" key={self.key!r}"
@@ -200,7 +200,7 @@ class Completion:
         self.handle = None  # breaks a reference cycle
         if exception is not None:
             self.report_failure(exception)
-        # Set last: other threads that see it may read all attributes above.
+        # Set `done` last: other threads that see it may read all attributes above.
         self.done = True
         if self.waiters is not None:
             for waiter in self.waiters:
@@ -216,7 +216,7 @@ class Completion:
                     self.progress.loop.call_soon(fn, argument, context=context)
 
     def report_failure(self, error: BaseException) -> None:
-        """Record that the program must retrieve `error`, unless a callback does or a receive was withdrawn."""
+        """Record `error` as not yet retrieved, unless a callback will receive it or it is a cancellation."""
         self.note_await()  # from now on, only an unretrieved failure is logged
         self.unretrieved = None
         calls = self.callbacks
@@ -240,7 +240,7 @@ class Completion:
     # -- waiting
 
     def start_if_held(self) -> None:
-        """Start the operation if a coalescing block holds it back; called when the program waits without an await."""
+        """Start the operation if a coalescing block has only recorded it; called by waits other than await."""
 
     def add_waiter(self) -> asyncio.Future[None]:
         """Return a future for a task that awaits the operation; the future is done when the operation ends."""
@@ -291,7 +291,7 @@ class Completion:
         self.add_callback(fn, self, AT_ONCE)
 
     async def wait_end(self) -> None:
-        """Wait for the end, without starting a held operation and without retrieving a failure."""
+        """Wait until the operation ends, without starting a recorded operation or marking an error as retrieved."""
         if not self.done:
             self.progress.spin(self)
         if self.done:
@@ -316,7 +316,7 @@ def make_completion(
     handle: Any,
     completion: Completion | None = None,
 ) -> Completion:
-    """Return the completion of a call that the accelerator in C has started.
+    """Return the completion of a call that the C accelerator has started.
 
     Args:
         progress: the engine or block that carries out the operation.
@@ -359,6 +359,6 @@ def _user_frame(frame: FrameType) -> FrameType:
 
 
 def watch_works() -> None:
-    """Let completions check for works that are never awaited, in groups on a loop in debug mode."""
+    """Enable warnings about works that are never awaited, for groups on a loop in debug mode."""
     global _last_file, _watching
     _last_file, _watching = "", True

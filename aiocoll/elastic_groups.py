@@ -33,7 +33,7 @@ from aiocoll.runtime import Runtime, running_loop
 
 __all__ = ["elastic"]
 
-#: Seconds of a round in which newcomers can arrive, and the time limit for meeting them afterwards.
+#: Seconds for which one round waits for newcomers. Also the timeout of the rendezvous with them.
 ROUND = 10.0
 #: Attributes that mark a value of the state as an array, which is received in place.
 _ARRAY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
@@ -114,7 +114,7 @@ async def elastic(
 
 
 async def _join_first_group(made: new_group) -> ProcessGroup:
-    """Join the first group. A newcomer retries if the group that it joins fails meanwhile."""
+    """Join the first group. A newcomer retries if this group fails during the join."""
     clock = Runtime.of(running_loop()).time
     end = clock() + made.timeout
     while True:
@@ -126,7 +126,7 @@ async def _join_first_group(made: new_group) -> ProcessGroup:
 
 
 class _ElasticRank:
-    """The data of one rank that outlives a group, and the steps from one group to the next.
+    """The elastic state of one rank, kept from one group to the next, and the steps that replace a failed group.
 
     Attributes:
         pg: the current group.
@@ -153,11 +153,11 @@ class _ElasticRank:
         return None if cause is None else failure_by(cause)
 
     async def begin(self) -> GroupError | None:
-        """Agree on progress and share the state in the current group; return the group's failure, or None."""
+        """Compare the progress and share the state in the first group; return its failure, or None."""
         return await self._catch_failure(self._start())
 
     async def mend(self) -> GroupError | None:
-        """Replace the failed group by a group of the living ranks and newcomers; return its failure, or None."""
+        """Replace the failed group by one of the living ranks and newcomers; return its failure, or None."""
         self.end()
         self.mends += 1
         self.step = "waiting for all living ranks to call shrink()"
@@ -181,7 +181,7 @@ class _ElasticRank:
         return None
 
     def end(self) -> None:
-        """Stop the task that waits for newcomers."""
+        """Cancel the task that waits for newcomers."""
         if self._newcomer_task is not None:
             self._newcomer_task.cancel()
             self._newcomer_task = None

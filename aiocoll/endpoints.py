@@ -31,7 +31,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """Split a range like `"31000-31099"` into its first and last port. A single port is both.
+    """Split a range like `"31000-31099"` into its first and last port. A single port is the first and the last port.
 
     Raises:
         ValueError: `text` has another form, or the ports are out of range.

@@ -1,4 +1,4 @@
-"""Reading of secrets from environment variables, which are erased afterwards.
+"""Reading of secrets from environment variables, and erasure of these variables.
 
 Linux shows the initial environment of a process in ``/proc/PID/environ`` as long as the process lives. Changes of
 `os.environ` have no effect there, because Linux reads the memory block that the kernel filled at the start.
@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 
 __all__ = ["take"]
 
-#: Indices of the start and end address of the environment in /proc/self/stat, from the field after the program name.
+#: Fields of /proc/self/stat, counted after the program name, with the start and end address of the environment.
 _FIELDS = slice(47, 49)
 
 

@@ -49,7 +49,8 @@ class AiocollError(RuntimeError):
     """Base class of all errors of the library."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default, spelled out: without it, tools that pickle tracebacks fail for classes with several bases.
+        # Return the same as the inherited method. Without this definition, tools that pickle tracebacks fail for
+        # classes with several bases.
         return type(self), self.args, self.__dict__
 
 

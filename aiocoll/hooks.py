@@ -1,4 +1,4 @@
-"""Hooks: callbacks of the program for the start and end of operations, for counters or traces.
+"""Hooks: user callbacks at the start and end of operations, such as counters or traces.
 
     class Slow:
         def on_end(self, info):

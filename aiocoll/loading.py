@@ -1,4 +1,4 @@
-"""`loading`: a context manager of imports inside functions, which load a module at its first use."""
+"""`loading`: a context manager for imports inside functions, which load a module at its first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["loading"]
 
 
 class loading:
-    """A context manager of an import inside a function; if the import fails, its error names the feature.
+    """A context manager for an import inside a function; if the import fails, the error names the feature.
 
     The next call tries again. The usual cause is not the module itself: without a free file descriptor, a process
     cannot open the module's file.

@@ -1,4 +1,4 @@
-"""Logger of the library, `logging.getLogger("aiocoll")`. Records about a group name the group and the rank.
+"""Logger of the library, `logging.getLogger("aiocoll")`. Records about a group contain its name and the rank.
 
 If a handler or filter of the program raises, the logging code continues, and the traceback goes to stderr.
 """
@@ -31,7 +31,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a record, and suppress the exceptions that log handlers raise."""
-        # The record names the first frame outside of `logging`. This method adds one frame.
+        # Skip the frame of this method, so that the record has the file and line of the caller.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         try:
             super().log(level, msg, *args, **kwargs)
@@ -45,8 +45,8 @@ class RepeatLimiter:
     """A rate limit for repeated warnings: logs the first, then one each after 10 s, 100 s, 1000 s, ..."""
 
     def __init__(self) -> None:
-        #: By kind of warning, the latest last: the time from which the next one is logged, the interval before that
-        #: time, and the number of warnings skipped since the last logged one.
+        #: Maps each kind of warning, ending with the latest, to the time from which the next warning is logged, the
+        #: interval before that time, and the number of warnings skipped since the last logged one.
         self._kinds: dict[Hashable, tuple[float, float, int]] = {}
 
     def admit(self, kind: Hashable, now: float) -> str | None:

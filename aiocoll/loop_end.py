@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 __all__ = ["Closable", "LoopEnd"]
 
-#: Number of iterations of an ending loop in which it also closes objects that the garbage collector finds.
+#: Number of iterations for which an ending loop closes objects, because garbage collection may reveal further objects.
 TURNS = 3
 
 
@@ -19,10 +19,10 @@ class Closable(Protocol):
 
     @property
     def is_ending(self) -> bool:
-        """True if its owner is closing it, or has closed it."""
+        """True if the owner is closing the object, or has closed it."""
 
     def begin_abandon(self) -> asyncio.Task[None]:
-        """Start to close without waiting for works; return the closing task, which the owner may have started."""
+        """Start to close the object without waiting for works; return the closing task, possibly the owner's."""
 
     def warn(self) -> None:
         """Warn that the owner has not closed the object."""

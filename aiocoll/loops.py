@@ -22,7 +22,7 @@ __all__ = ["LoopThread", "Started"]
 T = TypeVar("T")
 
 _ident = threading.get_ident
-#: All loop threads of this process, which do not exist in a forked child.
+#: All loop threads of this process, to reset them in a forked child, where the threads do not exist.
 _threads: WeakSet[LoopThread] = WeakSet()
 
 
@@ -38,7 +38,7 @@ class Started(Generic[T]):
         self._result: Any = None
         self._error: BaseException | None = None
         self._task: asyncio.Task[Any] | None = None
-        # One lock for each waiting thread, released when the call ends.
+        # One lock for each waiting thread. The end of the call releases all locks.
         self._locks: list[Any] = []
         self._callbacks: list[Callable[[Started[T]], object]] = []
 
@@ -63,8 +63,8 @@ class Started(Generic[T]):
             lock = allocate_lock()
             lock.acquire()
             self._locks.append(lock)
-            # Wait in intervals, because a signal that arrives just before a wait does not interrupt it. The remaining
-            # seconds are counted down, since only the waits take time.
+            # Wait in intervals, because a signal that arrives just before a wait does not interrupt the wait. Count the
+            # remaining seconds down instead of reading a clock, since only the waits take time.
             left = inf if timeout is None else timeout
             # Either the call had ended before the lock was added, or the end of the call releases it.
             while not self._done and left >= 0.0 and not lock.acquire(timeout=min(left, CHECK_INTERVAL)):
@@ -111,13 +111,13 @@ class Started(Generic[T]):
         return self._error
 
     async def ended(self) -> None:
-        """Await the end, on the loop that carries out the call; `result` then raises its error."""
+        """Wait, in a coroutine of the loop, until the call has ended. Only `result` raises the call's error."""
         ended = asyncio.get_running_loop().create_future()
         self.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
         await ended
 
     def add_done_callback(self, fn: Callable[[Started[T]], object]) -> None:
-        """Call `fn(started)` on the thread of the loop when the call has ended; at once if it has already ended.
+        """Call `fn(started)` on the thread of the loop when the call has ended, or immediately if it has already ended.
 
         Args:
             fn: gets this object. It must not block the loop. Its return value is ignored.
@@ -335,7 +335,7 @@ class LoopThread:
         return GroupClosedError("the group was closed: its event loop has ended")
 
     def forget(self, started: Started[Any]) -> None:
-        """Remove an ended call from the calls that the end of the loop fails."""
+        """Remove an ended call from the pending calls, which fail when the loop ends."""
         self._pending.discard(started)
 
     def _post_call(self, started: Started[T], call: Callable[[], Any]) -> None:
@@ -362,7 +362,7 @@ class LoopThread:
                 self._loop, self._ident = runner.get_loop(), _ident()
                 runner.run(self._main())
         finally:
-            # Without this, a call that was posted while the loop ended would wait for ever.
+            # A call that was posted while the event loop was ending would otherwise wait for ever.
             for started in tuple(self._pending):
                 started.fail(self.closed_error())
 

@@ -17,13 +17,13 @@ from typing import Any
 
 __all__ = ["parse_float", "parse_int", "to_float", "to_int"]
 
-#: 18 digits fit into 64 bits. Ranks, ports and descriptors need fewer.
+#: An integer of up to 18 digits fits into 64 bits. Ranks, ports and descriptors need fewer digits.
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _DECIMAL = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|-?inf|nan")
 
 
 def parse_int(text: str) -> int:
-    """Parse an integer: ASCII digits, after a minus sign if it is negative.
+    """Parse an integer of ASCII digits with an optional minus sign.
 
     Raises:
         ValueError: the text has another form. The message names no variable.

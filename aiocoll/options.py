@@ -52,7 +52,7 @@ _MIN_KEY_BYTES = 16
 _MAX_KEY_BYTES = 4096
 
 _PREFIX = "AIOCOLL_"
-#: AIOCOLL_ variables that are no options: the rendezvous, the launcher, `job_key` and the test suite read them.
+#: AIOCOLL_ variables that set no group option: the rendezvous, the launcher, `job_key` and the test suite read them.
 _ELSEWHERE = frozenset(
     f"{_PREFIX}{name}"
     for name in (
@@ -66,7 +66,7 @@ class _Unset(Enum):
     UNSET = "unset"
 
 
-# Typed as Any, so that a field that defaults to it can be declared with its type after `resolve`.
+# Typed as Any, so that an option with this default can be declared with the type that it has after `resolve`.
 _UNSET: Final[Any] = _Unset.UNSET
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {

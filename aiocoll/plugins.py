@@ -113,7 +113,7 @@ class Command:
     configure: Callable[[argparse.ArgumentParser], None] | str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Import and call `configure`.
+        """Add the command's arguments to a parser, by a call of `configure`.
 
         Args:
             parser: the argument parser of the command.

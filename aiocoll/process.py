@@ -34,7 +34,7 @@ STOPPED: Final = "stopped"
 GONE: Final = "gone"
 UNKNOWN: Final = "unknown"
 _ALIVE: Final = "alive"
-#: Replaces the state letter if the pid has been reused for another process.
+#: Used instead of a state letter if the pid now belongs to another process.
 _OTHER: Final = "other"
 
 #: State letters of /proc/<pid>/stat; see proc(5).
@@ -56,7 +56,7 @@ _CREDENTIALS = struct.Struct("3i")
 #: Indices of fields after the process name, which proc(5) numbers from 3.
 _THREADS = 20 - 3
 _START = 22 - 3
-#: The largest pid of 64-bit Linux (PID_MAX_LIMIT), to check pids in the cards of peers.
+#: The largest pid of 64-bit Linux (PID_MAX_LIMIT), to check pids that peers have published.
 _MAX_PID = 1 << 22
 
 
@@ -116,7 +116,7 @@ class PidFd:
         return os.path.samestat(os.fstat(self._fd), self._file)
 
     def _is_pidfd(self) -> bool:
-        """Return whether the descriptor is a pidfd. `_is_intact` is not enough: before Linux 6.9, inodes are shared."""
+        """Return whether the descriptor is a pidfd. Before Linux 6.9, other descriptors may have the same inode."""
         try:
             signal.pidfd_send_signal(self._fd, 0)
         except AttributeError:  # Python was built with headers of an older kernel

@@ -1,4 +1,4 @@
-"""`Registry`: implementations of one interface by name."""
+"""`Registry`: the implementations of one interface, registered by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_shipped() -> None:
 
 
 class Registry(Generic[T]):
-    """Implementations of one interface by name, each imported on first use.
+    """A registry of one interface's implementations by name, each imported on first use.
 
     For an unknown name, the entry points ``aiocoll.KINDs`` are read. The entry point of a name refers to a function
     that takes this registry and calls `register`.

@@ -98,7 +98,7 @@ class Runtime:
         return made
 
     def before_turn_ends(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when this loop iteration ends, or in an earlier call of `settle`."""
+        """Schedule `callback` for the end of this loop iteration, or for `settle` if that is called earlier."""
         if not self.due:
             self.call_soon(self.settle)
         self.due.append(callback)

@@ -28,7 +28,7 @@ transports.register_all(
     },
     version=TRANSPORT_VERSION,
 )
-#: By name of the command: a line of help, and the function that adds its arguments. `aiocoll.plugins` registers them.
+#: Maps a command name to a help line and the function that adds arguments. `aiocoll.plugins` registers the commands.
 COMMANDS = {
     "run": ("start the ranks of a program", "aiocoll.cli.run:configure"),
     "bench": ("measure the collectives on this machine", "aiocoll.cli.bench:configure"),

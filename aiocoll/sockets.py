@@ -31,19 +31,19 @@ UNREACHABLE_AFTER = 5.2
 UNANSWERED = 3
 
 _LINUX = sys.platform.startswith("linux")
-#: Linux 6.15, <linux/tcp.h>: the longest time between two retransmissions, in milliseconds.
+#: Socket option in <linux/tcp.h> (Linux 6.15): the longest time between two retransmissions, in milliseconds.
 _TCP_RTO_MAX_MS = 44
-#: The smallest limit that the kernel accepts. Without a limit, a connection stays idle after an outage for as long as
-#: the outage lasted.
+#: Value of TCP_RTO_MAX_MS: the smallest that the kernel accepts. Without a limit, a connection stays idle after an
+#: outage for as long as the outage lasted.
 _RTO_MAX_MS = 1000
-#: Seconds until an idle connection sends a keepalive probe, and between two probes: the smallest value of the kernel.
+#: Seconds until an idle connection sends a keepalive probe, and between two probes: the kernel's minimum.
 _ASK_AFTER = _ASK_EVERY = 1
-#: Number of probes after which the kernel ends the connection: more than fit into `UNREACHABLE_AFTER`.
+#: Number of unanswered probes after which the kernel ends the connection: more than it sends in `UNREACHABLE_AFTER`.
 _ASK_TIMES = 10
-#: <asm-generic/socket.h>: maximum bytes per second. The kernel paces every socket with such a limit.
+#: Socket option in <asm-generic/socket.h>: maximum bytes per second. The kernel paces every socket with such a limit.
 _SO_MAX_PACING_RATE = 47
-#: A rate above that of any network, but different from the number for "no limit". Kernels before 4.20 read only the
-#: lower 32 bits, which also differ from that number.
+#: A pacing rate above the rate of any network, but not the number for "no limit". Kernels before 4.20 read only the
+#: lower 32 bits, which also differ from the number for "no limit".
 _ANY_RATE = struct.pack("=Q", (1 << 48) - 2)
 #: struct tcp_info: retransmissions, unanswered probes; milliseconds since the last data and the last acknowledgement.
 _INFO = struct.Struct("=2xBB48xII")

@@ -1,4 +1,4 @@
-"""Tuning file with the measurements of `aiocoll bench --tune`. Rank 0 reads it, and publishes them to the other ranks.
+"""The tuning file, with the measurements of `aiocoll bench --tune`. Rank 0 reads it for all ranks.
 
     {"format": "aiocoll tuning", "version": 1, "machine": "its host name", "date": "when it was measured",
      "media": {"tcp": {"alpha": 3.1e-05, "overhead": 9e-06, "beta": 4.2e-10, "gamma": 5e-11}, "unix": ...},

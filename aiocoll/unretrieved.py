@@ -29,7 +29,7 @@ NAMED = 3
 
 
 class CallSite(NamedTuple):
-    """The place of a call in the user's program: the operation, the code object, and the calling instruction in it."""
+    """A call site in the user's program: the operation, the code object, and the index of the calling instruction."""
 
     op: str
     name: str | int | None
@@ -51,7 +51,8 @@ class Collector:
     """A collector of the unretrieved failures of all groups that are created in its block."""
 
     def __init__(self) -> None:
-        # By `id()` of the cause, which is kept alive: a failure may be retrieved even after its group was closed.
+        # Maps the `id()` of a cause to the cause and its log text. Keep the cause alive, because a failure may be
+        # retrieved even after its group was closed.
         self._found: dict[int, tuple[BaseException, str]] = {}
         self._groups: WeakSet[UnretrievedFailures] = WeakSet()
 
@@ -180,16 +181,16 @@ class UnretrievedFailures:
             self._collector.watch(self)
         self._dropped: dict[tuple[CodeType, int], _Dropped] = {}
         self._closed = False
-        # By `id()` of the cause, which an entry keeps alive.
+        # Maps the `id()` of a cause to its `Unretrieved`, which keeps the cause alive.
         self._open: WeakValueDictionary[int, Unretrieved] = WeakValueDictionary()
         self._known: BaseException | None = None
 
     def guard(self, op: str, name: str | int, code: CodeType, instruction: int) -> Unawaited:
-        """Return a guard that warns if the work of a call is dropped before it was awaited."""
+        """Return a guard that warns if the work of a call is garbage-collected without being awaited."""
         return Unawaited(self, CallSite(op, name, code, instruction))
 
     def expect(self, cause: BaseException) -> None:
-        """Do not log failures with the cause `cause`, because this rank's program has caused it by an abort."""
+        """Suppress the log of failures with the cause `cause`, because this rank's program already knows the cause."""
         self._known = cause
 
     def retrieved(self, error: BaseException) -> None:
@@ -201,7 +202,7 @@ class UnretrievedFailures:
             self._collector.retrieved(cause)
 
     def of(self, error: BaseException) -> Unretrieved | None:
-        """Return the `Unretrieved` that records failures with the cause of `error`; None if it need not be logged."""
+        """Return the `Unretrieved` for failures with the same cause as `error`; None if their log is suppressed."""
         cause = error.__cause__ or error
         if cause is self._known:
             return None

@@ -16,7 +16,7 @@ __all__ = ["UserCodeError", "contain", "describe", "original"]
 
 
 class UserCodeError(RuntimeError):
-    """A wrapper of an exception of user code that the engine must not raise: a `StopIteration`, or no `Exception`.
+    """A wrapper for user exceptions that the engine must not raise: `StopIteration`, or no `Exception` subclass.
 
     Args:
         error: the exception.
@@ -50,8 +50,8 @@ def contain(error: BaseException) -> Exception:
         loop = asyncio._get_running_loop()
         if loop is not None:
             contained.handed_on = True
-            # Raised once, since a second one would interrupt the program's reaction to the first, such as closing its
-            # groups.
+            # Raise only the first such exception in a loop: a second one would interrupt the program's reaction to the
+            # first, such as closing its groups.
             if loop not in _ending:
                 _ending.add(loop)
                 loop.call_soon(_raise, loop, contained.error)

@@ -22,7 +22,7 @@ _UID_MAP = "/proc/self/uid_map"
 _NOBODY = 65534
 #: Number of user ids in the initial user namespace.
 _ALL = (1 << 32) - 1
-#: Linux 6.5: a pidfd of the process that connected, or that listens.
+#: Socket option SO_PEERPIDFD (Linux 6.5): a pidfd of the process that connected, or that listens.
 _SO_PEERPIDFD = 77
 
 

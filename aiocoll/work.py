@@ -38,7 +38,8 @@ class Handle:
             completion.unretrieved.mark_awaited()
         if not completion.done:
             progress = completion.progress
-            # If this loop runs in this thread, it is the current loop. Looking that up takes Python 3.11 a system call.
+            # A loop that runs in this thread is the current loop. Looking up the current loop takes a system call on
+            # Python 3.11.
             if _thread() != progress.runtime.thread or not progress.loop.is_running():
                 _check_loop(self, progress)
             progress.spin(completion)
@@ -376,7 +377,7 @@ def completion_of(work: Work[Any]) -> Completion:
 
 
 def call_at_end(work: Work[Any], fn: Callable[[Work[Any]], object]) -> None:
-    """Call `fn(work)` synchronously when the operation ends, or now; before that, poll briefly as an await does."""
+    """Call `fn(work)` synchronously when the operation ends, or now if it has ended. Poll first, as an await does."""
     completion = work._completion
     completion.note_await()
     if not completion.done:

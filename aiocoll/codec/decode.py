@@ -37,7 +37,7 @@ from aiocoll.user_code import contain, describe
 
 __all__ = ["loads", "reading"]
 
-#: Number of bytes decoded in one step.
+#: Number of bytes that `reading` decodes in one step.
 _STEP = 1 << 10
 #: Maximum number of characters quoted from another error's message, which may contain a key of many megabytes.
 _SHOWN = 200
@@ -109,7 +109,7 @@ def _refusing(nbytes: int) -> Iterator[None]:
     except SerializationError:
         raise
     except BaseException as error:  # hostile bytes can make many constructors raise any exception
-        # `contain` replaces a StopIteration, because `contextmanager` would raise it in place of the new error.
+        # Wrap a StopIteration: `contextmanager` would raise it again in place of an error that it has caused.
         contained = contain(error)
         raise SerializationError(f"{nbytes} bytes are not a valid object ({describe(error):.{_SHOWN}})") from contained
 
@@ -121,7 +121,7 @@ def _foreign_array(library: str, dtype: str, shape: list[Any], data: bytes) -> A
     return adapters.get(library).unpack(dtype, shape, data)
 
 
-#: The record types, by the tag's code.
+#: Maps the code of a type tag to its record type.
 _RECORDS = {
     **RECORDS_BY_CODE,
     FOREIGN_ARRAY: RecordType(FOREIGN_ARRAY, (str, str, list, bytes), tuple, _foreign_array),
@@ -170,9 +170,9 @@ class _Decoder:
         }
 
     def end(self) -> None:
-        """Check that every tag was the first item of a list."""
+        """Raise an error if a type tag was not the first item of a list."""
         if self._open:
-            raise SerializationError("not a valid object: a tag in the wrong place")
+            raise SerializationError("not a valid object: a type tag is not the first item of a list")
 
     def _tag(self, code: int, data: bytes) -> _Tag:
         if data or code not in _CODES:
@@ -185,12 +185,12 @@ class _Decoder:
         return dict(pairs)
 
     def _list(self, items: list[Any]) -> Any:
-        """Return a list, or the object that it describes if it starts with a tag."""
+        """Convert a decoded list that starts with a type tag to the tagged object; return any other list unchanged."""
         if not items or type(items[0]) is not _Tag:
             return items
         tag = items.pop(0)
         if self._open.pop() is not tag:
-            raise SerializationError("not a valid object: a tag in the wrong place")
+            raise SerializationError("not a valid object: a type tag is not the first item of a list")
         code = tag.code
         if code == PIECE_CODE:
             return self._join_piece(items)
@@ -204,11 +204,11 @@ class _Decoder:
             return self._unpickle(items)
         fields, join = _RECORDS[code].fields, _RECORDS[code].join
         if len(items) != len(fields) or not all(map(isinstance, items, fields)):
-            raise SerializationError(f"extension type {code} with the wrong fields")
+            raise SerializationError(f"not a valid object: extension type {code} has the wrong fields")
         return join(*items)
 
     def _join_piece(self, items: list[Any]) -> None:
-        """Add a piece to its long container immediately, so that no single step takes long."""
+        """Add one decoded piece to its long container. Adding all pieces at the end could block the event loop."""
         whole = self._open[-1] if self._open else None
         if whole is None or whole.built is None:
             raise SerializationError("not a valid object: a piece outside a long container")
@@ -233,7 +233,7 @@ class _Decoder:
 
 
 def _finish_container(tag: _Tag, items: list[Any]) -> Any:
-    """Return a long container to which all pieces have been added."""
+    """Return a long container, such as a dict, after all its pieces have been decoded."""
     if any(item is not None for item in items):
         raise SerializationError("received a long container with an item that is not a piece")
     kind = tag.code & ~IN_PIECES

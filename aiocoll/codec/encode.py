@@ -82,7 +82,7 @@ def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -
 
 
 class _Encoder:
-    """The encoder of one object, which collects the encoded bytes in pieces."""
+    """The encoder of one object. It collects the encoded bytes in the list `chunks`."""
 
     def __init__(self, limit: int, allow_pickle: bool) -> None:
         self.chunks: list[bytes | memoryview] = []
@@ -95,12 +95,12 @@ class _Encoder:
         self._map_header: Callable[[int], bytes] = packer.pack_map_header
 
     def put(self, obj: Any, depth: int) -> None:
-        """Append an object that is nested in `depth` containers."""
+        """Encode `obj`, which is nested in `depth` containers, and append its bytes to `chunks`."""
         kind = type(obj)
         if kind in PLAIN:
             self._put_plain(obj)
         elif depth == MAX_DEPTH:
-            raise RefusedError(f"containers are nested deeper than {MAX_DEPTH}; does one contain itself?")
+            raise RefusedError(f"containers are nested deeper than {MAX_DEPTH}; check for one that contains itself")
         elif code := SEQUENCE_CODES.get(kind):
             self._put_sequence(code, obj if kind is list else list(obj), depth)
         elif kind is dict:
@@ -139,7 +139,7 @@ class _Encoder:
             )
 
     def _head(self, code: int, count: int) -> None:
-        """Append the header of an array with a tag and `count` elements. A list in one piece has no tag."""
+        """Append the header of a msgpack array of `count` elements with the type tag `code`; LIST means no tag."""
         if code == LIST:
             self._emit(self._array_header(count))
         else:
@@ -156,7 +156,7 @@ class _Encoder:
             self._emit(self._pack(obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)))
 
     def _try_pack(self, container: list[Any] | dict[Any, Any]) -> bytes | None:
-        """Return a container of plain values, encoded by one msgpack call; None if an int is too large for msgpack."""
+        """Encode a container of basic types by one msgpack call; return None if an int is too large for msgpack."""
         try:
             return self._pack(container)
         except (OverflowError, ValueError):
@@ -202,7 +202,7 @@ class _Encoder:
 
     def _put_in(self, items: OrderedDict[Any, Any], depth: int) -> None:
         if depth + 1 == MAX_DEPTH:
-            raise RefusedError(f"containers are nested deeper than {MAX_DEPTH}; does one contain itself?")
+            raise RefusedError(f"containers are nested deeper than {MAX_DEPTH}; check for one that contains itself")
         self._put_dict(items, depth + 1)
 
     def _put_map(self, items: dict[Any, Any], depth: int) -> None:

@@ -21,18 +21,18 @@ from aiocoll.codec.records import RefusedError
 
 __all__ = ["check_keys"]
 
-#: Types of which only few values have the same hash, or whose hashes a sender cannot predict.
+#: Types that need no check: few values have equal hashes, or Python randomizes the hash.
 _UNIQUE = frozenset({str, bytes, bool, type(None)})
 #: An int below this number is its own hash, except -1, which has the hash of -2.
 _MODULUS = sys.hash_info.modulus
-#: Maximum number of keys with the same hash, if one comparison takes about 0.1 µs per value in a key.
+#: Maximum number of keys with the same hash, if their values are fast to compare (about 0.1 µs per value).
 _MAX_SAME_HASH = 128
-#: Factor by which a comparison is slower if it compares a number of a `_SLOW` type with one of another type, or times
-#: with a time zone.
+#: Relative cost of a slow comparison: a number of a `_SLOW` type with a number of another type, or two times with time
+#: zones.
 _SLOWER = 16
 _SLOW = (Decimal, Fraction, np.generic)
-#: Size in memory, in bytes, of an int of about 1700 bits, or of a Decimal of about 360 digits. Converting such a number
-#: to another type takes as long as `_SLOWER` comparisons.
+#: Size in bytes from which a number is slow to convert: an int of about 1700 bits, a Decimal of about 360 digits.
+#: Converting such a number to another type takes as long as `_SLOWER` comparisons.
 _LARGE = 256
 
 
@@ -69,7 +69,7 @@ class _SameHash:
         self._profile = _profile(first)
 
     def add(self, key: Any) -> None:
-        """Count a key, and the comparisons with all earlier keys of this hash that a dict would make.
+        """Add a key; raise an error if a dict would need too long to compare the keys with this hash.
 
         Raises:
             RefusedError: the comparisons would take too long.

@@ -1,4 +1,4 @@
-"""The supported types of objects, with functions that split each into fields and join the fields."""
+"""Object types that can be encoded, with functions that split an object into fields and join the fields."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ __all__ = [
     "dtype_text",
 ]
 
-#: Maximum number of elements of one encoded array. For each header, msgpack reserves 8 bytes per announced element, in
-#: up to 1024 nested headers: at worst 256 MiB of address space, to which it does not write.
+#: Maximum number of elements of one msgpack array. For each array header, msgpack reserves 8 bytes per announced
+#: element. For 1024 nested headers, the maximum, this is 256 MiB of address space, to which msgpack does not write.
 PIECE = 1 << 15
 #: Maximum number of keys in one encoded dict, or of elements in one encoded set. Hashing and comparing them takes 0.1
 #: ms.
@@ -77,9 +77,9 @@ DICT = 9
 FOREIGN_ARRAY = 25
 #: Tag of an OrderedDict: its items, as a dict.
 ORDERED = 26
-#: Tag of a piece of a long container. A piece holds some elements, or one dict.
+#: Tag of a piece: some of the elements, or a dict with some of the items, of a long container.
 PIECE_CODE = 63
-#: Added to the tag of a long container, which consists of pieces.
+#: Flag in the tag of a long container, which is sent in pieces.
 IN_PIECES = 64
 
 #: The forms of `dtype.str` of dtypes without pointers or fields: bool, integers, floats, complex, text, bytes, times.
@@ -88,7 +88,7 @@ _ML_DTYPE = re.compile(r"ml_dtypes\.(bfloat16|b?complex32|u?int[124]|float[468]_
 
 
 class RecordType(NamedTuple):
-    """A type of objects that are sent as a few fields, each of a given type."""
+    """A type whose objects are sent as a fixed number of fields, each of a given type."""
 
     code: int
     fields: tuple[type, ...]

@@ -82,7 +82,7 @@ class ArrayAdapter:
         raise NotImplementedError
 
     def spare(self, buffer: Buffer) -> Buffer:
-        """Return a buffer of new device memory to use instead of `buffer`. Its `writeback` copies the data to `buffer`.
+        """Return a buffer of new device memory, whose `writeback` copies the data to `buffer`.
 
         Raises:
             TypeError: the adapter cannot allocate memory.
@@ -106,7 +106,7 @@ class ArrayAdapter:
         raise NotImplementedError
 
     def pack(self, array: Any) -> tuple[str, list[int], int] | None:
-        """Return dtype, shape and bytes of an array inside an object to send; None if it cannot be sent there.
+        """Return dtype, shape and size in bytes of an array inside an object to send; None if it cannot be sent there.
 
         Raises:
             RefusedError: the receiver would get a different array.
@@ -194,7 +194,7 @@ def adapter_of_attribute(obj: Any) -> ArrayAdapter | None:
 
 
 def provided_adapter_of(obj: Any) -> ArrayAdapter | None:
-    """Return the adapter for an object from another distribution's entry point; None if there is none.
+    """Return the adapter that another distribution's entry point registers for an object; None without one.
 
     Cost: 20 ms for the first object of each module.
     """

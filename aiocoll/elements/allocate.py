@@ -36,7 +36,7 @@ def overwrite(obj: Any, values: Any) -> Any:
 
 
 def spare(buffer: Buffer) -> Buffer:
-    """Return a buffer of new memory to use instead of `buffer`. Its `writeback` copies the data to `buffer`.
+    """Return a buffer of new memory, whose `writeback` copies the data to `buffer`.
 
     Raises:
         TypeError: `buffer` is on a device, and its library has no adapter.

@@ -41,7 +41,7 @@ __all__ = [
 _DLPACK_HOST = (1, 3)
 # Up to this number of arrays, comparing all pairs is faster than sorting the arrays.
 _FEW = 4
-# bool is first, because it is a subclass of int.
+# bool comes before int, because it is a subclass of int and the first match counts.
 _PYTHON_NUMBERS = (
     (bool, by_name("bool")),
     (int, by_name("int64")),
@@ -181,10 +181,10 @@ def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
 
 
 def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] = ()) -> tuple[int, int] | None:
-    """Find two flat arrays that share memory and of which at least one is written.
+    """Return the positions of two flat arrays that share memory, at least one of them written; None if there are none.
 
     Returns:
-        The positions of both in ``[*written, *read]``, ascending; None if no such arrays exist.
+        Two positions in ``[*written, *read]``, ascending, or None.
 
     Cost: n log n time for n arrays.
     """
@@ -196,7 +196,7 @@ def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] 
                     return first, second
         return None
     spans = sorted((_address(array), array.nbytes, index) for index, array in enumerate(arrays) if array.nbytes)
-    # The highest end address of all arrays so far, and that of the written arrays, each with the array's index.
+    # For all arrays so far, and for the written arrays only: the highest end address and the index of this array.
     any_end, any_index, written_end, written_index = 0, -1, 0, -1
     for start, nbytes, index in spans:
         end, is_written = start + nbytes, index < len(written)
@@ -222,7 +222,7 @@ def byte_view(array: npt.NDArray[Any]) -> memoryview:
 
 
 def share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
-    """Return a view of a contiguous, aligned array. It must be fast, because nearly every call uses it."""
+    """Return a view of a contiguous, aligned array. This function must be fast: nearly every call uses it."""
     try:
         dtype = from_numpy(array.dtype)
     except TypeError as exc:
@@ -238,7 +238,7 @@ def share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
 
 
 def _view_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> Buffer:
-    """Return a view of `array`, an array of any layout that shares the memory of the caller's object `obj`."""
+    """Return a view of `array`, an ndarray of any layout made from the memory of the caller's object `obj`."""
     masked = sys.modules.get("numpy.ma")  # NumPy loads this module only when it is used
     if masked is not None and isinstance(array, masked.MaskedArray):
         raise TypeError(f"{name} is a masked array; pass {name}.filled(...) or its .data")
@@ -271,7 +271,7 @@ def _replace(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
 
 
 def _import_array(obj: Any, name: str) -> npt.NDArray[Any] | None:
-    """Return an ndarray that shares the memory of a foreign array; None if it supports no protocol for that."""
+    """Return an ndarray that shares the memory of a foreign array; None if the array supports no such protocol."""
     try:
         memory = memoryview(obj)
     except (TypeError, BufferError):

@@ -1,4 +1,4 @@
-"""Flat views of device memory, which hold its address as an integer."""
+"""Flat views of device memory. A view has the memory address as an integer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNKNOWN = -1
 
 
 class CopyBack:
-    """A function that copies a contiguous staging copy back to the caller's array, once.
+    """A callable that copies a contiguous staging copy back to the caller's array, at most once.
 
     Args:
         copy: enqueues the copy on the stream that it gets as its argument.

@@ -26,7 +26,7 @@ Convert = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 
 
 class _Number(DType):
-    """An element type for numbers, which exists in every process."""
+    """A numeric element type. It is predefined in every process, so pickles contain only its name."""
 
     __slots__ = ()
 
@@ -52,7 +52,7 @@ class _Float8(NamedTuple):
     unsigned_zero: bool
 
     def magnitudes(self) -> npt.NDArray[np.float64]:
-        """Return the values of codes 0 to `overflow` in ascending order, the last one as if it were finite."""
+        """Return the values of codes 0 to `overflow` in ascending order, as if code `overflow` were finite, too."""
         codes = np.arange(self.overflow + 1)
         exponent, mantissa = codes >> self.mantissa, codes & ((1 << self.mantissa) - 1)
         hidden = np.where(exponent > 0, 1 << self.mantissa, 0)
@@ -119,7 +119,7 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
 
 
 def by_name(name: str) -> DType:
-    """Return the element type called `name`: a number type, or a structured type that this process uses.
+    """Return the element type with the name `name`: a numeric type, or a structured type that this process uses.
 
     Raises:
         TypeError: there is no such type.
@@ -131,7 +131,7 @@ def by_name(name: str) -> DType:
 
 
 def by_code(code: int) -> DType:
-    """Return the element type with the code `code`: a number type, or a structured type that this process uses.
+    """Return the element type with the code `code`: a numeric type, or a structured type that this process uses.
 
     Raises:
         ValueError: there is no such type.
@@ -202,7 +202,7 @@ def _bfloat16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         out[nan] = (bits[nan] >> 16) & 0x8000 | 0x7FC0
 
 
-# --- float16: a table converts it to float32, integer arithmetic converts it back ---
+# --- float16: a table for conversion to float32, integer arithmetic for conversion from float32 ---
 
 
 @cache
@@ -210,7 +210,7 @@ def _float16_table() -> npt.NDArray[np.float32]:
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
-# With fewer elements, NumPy's cast is faster than `take`.
+# Minimum number of elements for the table. With fewer, NumPy's cast is faster than `take`.
 _FLOAT16_TABLE_FROM = 1024
 
 
@@ -218,13 +218,13 @@ def _float16_up(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     if len(src) < _FLOAT16_TABLE_FROM:
         np.copyto(out, src)
     else:
-        # Twice as fast as the cast. "wrap" is the fastest mode; it has no effect, because every index is in range.
+        # `take` is twice as fast as the cast. Mode "wrap" is the fastest, and changes nothing: every index is in range.
         _float16_table().take(src.view(np.uint16), out=out, mode="wrap")
 
 
 # The smallest value that rounds to infinity, as the bits of a float32.
 _FLOAT16_OVERFLOW = np.float32(65520).view(np.uint32)
-# With fewer elements, NumPy's cast is faster than the fifteen NumPy calls below.
+# Minimum number of elements for the fifteen NumPy calls below. With fewer, NumPy's cast is faster.
 _FLOAT16_PASSES_FROM = 12288
 
 

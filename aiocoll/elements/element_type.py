@@ -1,4 +1,4 @@
-"""The class `DType` of element types."""
+"""`DType`: the class of element types."""
 
 from __future__ import annotations
 

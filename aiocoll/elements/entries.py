@@ -42,7 +42,7 @@ class Entries(NamedTuple):
 
 
 def coalesce_entries(places: Array, values: Array, dtype: DType) -> Entries:
-    """Sort entries by index and add up those with the same index, like torch's ``coalesce``.
+    """Sort entries by index, and add up entries with the same index, like torch's ``coalesce``.
 
     float16, bfloat16 and float8 values are added up in float32 and rounded once.
 
@@ -100,7 +100,7 @@ def merge_entries(parts: Sequence[Entries], dtype: DType, divide: Callable[[Arra
     sums = np.zeros((len(places), *parts[0].values.shape[1:]), np.float32 if dtype.kind == "half" else dtype.storage)
     with np.errstate(all="ignore"):
         for part in parts:
-            # Each part has each index at most once. With a repeated index, NumPy's `+=` would lose additions.
+            # NumPy's `+=` would lose additions of a repeated index, but the entries of a rank repeat no index.
             sums[np.searchsorted(places, part.places)] += _widen(part.values, dtype)
     if divide is not None:
         divide(sums.reshape(-1))
@@ -108,7 +108,7 @@ def merge_entries(parts: Sequence[Entries], dtype: DType, divide: Callable[[Arra
 
 
 def scatter_entries(entries: Entries, size: int) -> tuple[Array, Array]:
-    """Return entries as a flat dense array of `size` elements, with a bitmap (uint8) of the indices that they have."""
+    """Return entries as a flat dense array of `size` elements, with a bitmap (uint8) of the entries' indices."""
     dense = np.zeros((size, *entries.values.shape[1:]), entries.values.dtype)
     dense[entries.places] = entries.values
     marks = np.zeros(size, np.bool_)
@@ -139,7 +139,7 @@ def pack(entries: Entries) -> Array:
 
 
 def unpack(packed: Array, count: int | None, like: Entries) -> Entries:
-    """Return the entries from bytes made by `pack`, which may be unaligned.
+    """Return the entries that `pack` has packed. The packed bytes may be unaligned.
 
     Args:
         packed: the bytes (uint8).
@@ -167,7 +167,7 @@ def _bytes(array: Array) -> Array:
 
 
 def _widen(values: Array, dtype: DType) -> Array:
-    """Convert `values` to the dtype in which they are added up."""
+    """Convert `values` to the dtype of their sums: float32 for floats of at most 16 bits."""
     if dtype.kind != "half":
         return values
     wide = np.empty(values.shape, np.float32)

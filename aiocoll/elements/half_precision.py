@@ -26,21 +26,22 @@ Kind = Literal["sum", "product", "select"]
 # The last step of a reduction: a ufunc and its second operand.
 Finalize = tuple[np.ufunc, float]
 
-# Number of elements per piece that `dtypes` converts: two float32 arrays of 128 KiB, and the scratch arrays of the
-# conversions.
+# Number of elements per piece that is converted to float32 and back. A piece takes two float32 arrays of 128 KiB, and
+# the scratch arrays of the conversions.
 _PIECE = 32 * 1024
-# Number of words per packed piece, in two stacks of 256 KiB. Smaller pieces would save memory, but NumPy's call
-# overhead is already a quarter of the time.
+# Number of 32-bit words per packed piece. A piece takes two stacks of 256 KiB. Smaller pieces would save memory, but
+# NumPy's call overhead is already a quarter of the time.
 _WORDS = 32 * 1024
-# Number of words per cache line.
+# Number of 32-bit words per cache line.
 _LINE = 16
-# Number of elements from which packing is faster than the conversions. Packing needs many NumPy calls.
+# Minimum number of float16 elements for packing. With fewer, the conversions are faster, since packing needs many
+# NumPy calls.
 _FLOAT16_FROM = 4096
-# Largest divisor p with which packed float16 rounds correctly. Packing divides before the values are scaled back. An
-# exact quotient either is a rounding boundary, or is at least 1 / 2p of float16's smallest step away from one. The
-# computed quotient is off by at most 2**-14 of a step, so it rounds to the same value.
+# Largest divisor p for which quotients of packed float16 are rounded correctly. Packing divides the scaled values. An
+# exact quotient either is a rounding boundary, or is at least 1 / 2p of float16's smallest step away from every
+# boundary. The computed quotient is off by at most 2**-14 of a step, so it rounds to the same value.
 _FLOAT16_DIVISORS = 4096
-# Factors by which a multiplication divides by a power of two up to `_FLOAT16_DIVISORS`.
+# The factors 1, 1/2, ..., 1/4096. Multiplying by such a factor gives the same result as dividing by its inverse.
 _FLOAT16_FACTORS = frozenset(2.0**-k for k in range(13))
 
 
@@ -67,7 +68,7 @@ def half_fold(combine: Combine, dtype: DType, kind: Kind, finalize: Finalize | N
         if len(out) >= _FLOAT16_FROM:
             large(inputs, out)
         elif native and len(inputs) == 2:
-            # NumPy's float16 loop gives the same result.
+            # One call of NumPy's float16 loop gives the same result.
             _silently(combine, inputs[0], inputs[1], out)
         else:
             plain(inputs, out)
@@ -82,7 +83,7 @@ def half_map(dtype: DType, finalize: Finalize) -> Callable[[Array, Array], None]
 
 
 def _divides(finalize: Finalize) -> bool:
-    """Return whether `finalize` is a division that packed float16 supports, even if written as a multiplication."""
+    """Return whether `finalize` divides by a number that packed float16 supports, possibly by a multiplication."""
     ufunc, operand = finalize
     return operand <= _FLOAT16_DIVISORS if ufunc is np.divide else operand in _FLOAT16_FACTORS
 
@@ -124,7 +125,7 @@ def _single(number: float) -> npt.NDArray[np.float32]:
 
 
 def _converting(combine: Combine, dtype: DType, finalize: Finalize | None) -> Fold:
-    """Return a fold of one piece that uses the conversions of `dtypes`, which support every type and value."""
+    """Return a fold for one piece that converts to float32 and back, which works for every type and value."""
     up, down = to_float32(dtype), from_float32(dtype)
     ufunc, operand = (None, None) if finalize is None else (finalize[0], _single(finalize[1]))
 
@@ -142,7 +143,7 @@ def _converting(combine: Combine, dtype: DType, finalize: Finalize | None) -> Fo
 
 
 class _Scratch:
-    """The scratch memory of one fold at a time."""
+    """Scratch memory, used by one fold at a time."""
 
     def __init__(self) -> None:
         memory = np.empty(5 * _WORDS + _LINE, np.uint32)
@@ -173,15 +174,15 @@ class _Scratch:
         return staged
 
 
-# Maximum number of lengths with cached views. The pieces of one operation have few different lengths.
+# Maximum number of lengths with cached stacks. The pieces of one operation have few different lengths.
 _LENGTHS = 16
-# Unused scratch memory. A fold takes it from the list and returns it. Both are atomic, so threads and nested calls
-# never share it.
+# Unused scratch memory. A fold takes an item from this list and returns it. `pop` and `append` are atomic, so threads
+# and nested calls never share an item.
 _FREE: list[_Scratch] = []
 
 
 def _packing(combine: Combine, codes: Codes, kind: Kind, finalize: Finalize | None, convert: Fold) -> Fold:
-    """Return a fold of one piece of at most `2 * _WORDS` elements. It calls `convert` where packing is inexact."""
+    """Return a fold for one piece that uses packed values, or calls `convert` where packing is inexact."""
     select = kind == "select"
     ufunc, operand = (None, None) if finalize is None else (finalize[0], _single(finalize[1]))
 

@@ -100,7 +100,7 @@ _BOOL: Mapping[str, Combine] = MappingProxyType(
 )
 
 
-#: The ufunc that each Python function above calls.
+#: Maps each Python function above to the ufunc that it calls.
 _UFUNCS: Mapping[Combine, Any] = MappingProxyType({_minimum: np.minimum, _maximum: np.maximum})
 #: For each op, the operator that combines two elements of a float or complex dtype.
 _ELEMENT_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
@@ -109,7 +109,7 @@ _ELEMENT_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
 
 
 def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | complex | None) -> Kernel:
-    """Return the kernel of the built-in op `name`. The caller has checked that it is defined on `dtype`.
+    """Return the kernel of the built-in op `name`. The caller has checked that the op is defined on `dtype`.
 
     Args:
         name: name of the op, such as ``"SUM"``.
@@ -128,7 +128,8 @@ def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | com
         fold=chain(combine, dtype.storage, finalize, _ELEMENT_OPERATORS.get(name) if nan_varies else None),
         finalize=finalize,
         prescale=None if factor is None else _scaler(dtype, factor),
-        # NumPy uses fused multiply-add in complex products only at some positions of an array.
+        # NumPy uses fused multiply-add in complex products only at some positions, so equal inputs may give
+        # different results.
         portable=not (dtype.kind == "complex" and name == "PRODUCT"),
         nan_varies=nan_varies,
         ufunc=None if finalize is not None or factor is not None else _UFUNCS.get(combine, combine),
@@ -191,7 +192,7 @@ def chain(
 
 
 def _division(world_size: int) -> tuple[np.ufunc, float]:
-    """Return the ufunc and the operand by which floats are divided by `world_size`.
+    """Return a ufunc and its second operand, which divide floats by `world_size`.
 
     A division by a power of two becomes a multiplication, which gives the same bits and is faster.
     """
@@ -217,7 +218,7 @@ def _integer_divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
     """Return a function that divides integers, rounding toward zero. NumPy's integer division rounds down."""
     info = np.iinfo(dtype.storage)
     if world_size > info.max:
-        # Every quotient is 0, except for the smallest number if its magnitude equals the divisor: then it is -1.
+        # All quotients round to 0. The only exception is -world_size, whose quotient is -1.
         return lambda x: np.copyto(x, np.where(x == -world_size, -1, 0), casting="unsafe")
     # If the divisor is a power of two, shift instead of dividing, which is 2× faster.
     shifts = world_size & (world_size - 1) == 0

@@ -22,7 +22,7 @@ LOGICAL: Mapping[str, np.ufunc] = MappingProxyType(
 
 
 def logical_kernel(name: str, dtype: DType) -> Kernel:
-    """Return the kernel of a logical op. The caller has checked that it is defined on `dtype`."""
+    """Return the kernel of a logical op. The caller has checked that the op is defined on `dtype`."""
     ufunc = LOGICAL[name]
     if dtype.kind == "half" and dtype.storage.kind == "u":
         return _make_code_kernel(ufunc, dtype)
@@ -39,8 +39,8 @@ def logical_kernel(name: str, dtype: DType) -> Kernel:
 def _make_code_kernel(ufunc: np.ufunc, dtype: DType) -> Kernel:
     one = np.empty(1, dtype.storage)
     from_float32(dtype)(np.ones(1, np.float32), one)
-    # In types without a negative zero, its code is NaN, which counts as true. The sign bit of these types must not be
-    # masked.
+    # In the fnuz types, the code of a negative zero means NaN, which counts as true. Do not mask the sign bit of these
+    # types.
     has_sign = not dtype.name.endswith("fnuz")
     size = np.array(np.iinfo(dtype.storage).max >> has_sign, dtype.storage)
 

@@ -16,7 +16,7 @@ __all__ = ["nan_fingerprint"]
 
 #: Lengths of the test arrays, each just above the length of a SIMD vector or of an unrolled loop of vectors.
 COUNTS = (3, 5, 9, 17, 33, 131)
-#: Test cases: operations, operands with which they give a NaN, and array lengths.
+#: Test cases: operations, operands that give a NaN, and array lengths.
 _CASES = (
     ((np.add, np.multiply, np.minimum, np.maximum), (np.nan, -np.nan), COUNTS),
     ((np.add,), (np.inf, -np.inf), COUNTS[:1]),

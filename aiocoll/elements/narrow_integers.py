@@ -19,10 +19,10 @@ _BITS: Mapping[str, np.ufunc] = MappingProxyType({"BAND": np.bitwise_and, "BOR":
 
 
 def narrow_kernel(name: str, dtype: DType, world_size: int) -> Kernel:
-    """Return the kernel of a built-in op on a narrow integer type. The caller has checked that it is defined."""
+    """Return the kernel of a built-in op on a narrow integer type. The caller has checked that the type has the op."""
     bits = int(dtype.name[-1])
     mask = np.array((1 << bits) - 1, np.uint8)
-    # With the sign bit flipped, the unsigned order of codes is the order of the signed numbers.
+    # Flipping the sign bit makes the unsigned order of the codes equal to the order of the signed numbers.
     sign = np.array(1 << bits - 1 if dtype.kind == "int" else 0, np.uint8)
     combine: Combine
     if name in _BITS:
@@ -58,6 +58,6 @@ def _selecting(ufunc: np.ufunc, sign: Array) -> Combine:
 
 
 def _quotient(code: int, sign: int, divisor: int) -> int:
-    """Return the number that has the code `code`, divided by `divisor` and rounded toward zero."""
+    """Decode `code` as a number; return this number divided by `divisor` and rounded toward zero."""
     value = code - 2 * (code & sign)
     return abs(value) // divisor * (-1 if value < 0 else 1)

@@ -74,7 +74,7 @@ class ReduceOp:
 
     @staticmethod
     def custom(f: Callable[[Any, Any, Any], object], commutative: bool = True, name: str | None = None) -> ReduceOp:
-        """Reduce with a function of the user.
+        """Reduce with the user-defined function `f`.
 
         Args:
             f: ``f(a, b, out)`` writes the element-wise result into `out`, for any length: 1-D NumPy arrays of the
@@ -92,7 +92,7 @@ class ReduceOp:
 
     @property
     def wire_name(self) -> str:
-        """The op's name, which must be equal on all ranks. It does not contain the factor of PREMUL_SUM."""
+        """The op's name in signatures. It must be equal on all ranks, and does not contain the factor of PREMUL_SUM."""
         if self.function is None:
             return self.name
         return f"custom:{self.name}" if self.commutative else f"custom:{self.name} in rank order"
@@ -183,8 +183,8 @@ def kernel(op: ReduceOp, dtype: DType, world_size: int) -> Kernel:
     return _builtin(op.name, op.factor, dtype, world_size)
 
 
-# Large enough for all ops and dtypes in groups of a few sizes. Bounded, because PREMUL_SUM may have any number of
-# factors.
+# The cache is large enough for all ops and dtypes in groups of a few sizes. It is bounded, because PREMUL_SUM may have
+# any number of factors.
 @lru_cache(maxsize=512)
 def _builtin(name: str, factor: float | complex | None, dtype: DType, world_size: int) -> Kernel:
     if isinstance(dtype, Pair):

@@ -23,7 +23,7 @@ Words = npt.NDArray[np.uint32]
 
 
 class Stack:
-    """The float32 values of `count` words: first those of the low halves, then those of the high halves.
+    """The unpacked float32 values of `count` words: all values of low halves, then all values of high halves.
 
     Attributes:
         bits: all values, as unsigned integers.
@@ -48,7 +48,7 @@ class Stack:
 
 
 class Codes(Protocol):
-    """The interface that unpacks and packs the values of one 16-bit type."""
+    """The interface of a 16-bit float type: unpack its values to float32, and pack float32 values."""
 
     def unpack(self, words: Words, into: Stack) -> int:
         """Convert the 16-bit values in `words` to float32 values in a stack.
@@ -93,17 +93,17 @@ _BELOW_HALF_16, _BELOW_HALF_13 = _word(0x7FFF), _word(0xFFF)
 _FLOAT16_BITS = _word(0x8FFFE000)
 _FLOAT16_INFINITY = 0x7C00
 _FLOAT16_LARGEST = 0x7BFF
-# The smallest sum that rounds to infinity, 65520 * 2**-112.
+# Bits of the smallest float32 sum that rounds to infinity in float16: 65520, scaled by 2**-112.
 _FLOAT16_OVERFLOW = 0x0F7FF000
 
 _shl, _shr, _and, _or, _add = np.left_shift, np.right_shift, np.bitwise_and, np.bitwise_or, np.add
 _largest = np.maximum.reduce
-# The smallest positive float. Arithmetic treats it as zero only if a library has set flush-to-zero in this thread.
+# The product of these numbers is zero only if a library has set flush-to-zero in this thread. Then packing is inexact.
 _TINY, _UNIT = 5e-324, 1.0
 
 
 def _merge(total: Stack, target: Words) -> None:
-    """Write the upper halves of all float32 values into words, two per word."""
+    """Write the upper 16 bits of all float32 values to `target`, two values per word."""
     low, high = total.low, total.high
     _shr(low, _SIXTEEN, low)
     _and(high, _HIGH, high)
@@ -117,8 +117,8 @@ class _Bfloat16:
         return 0
 
     def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
-        # In a NaN, rounding could carry into the sign bit, but only if one of the lower 16 bits is set. These bits are
-        # zero in the operands, and so in every NaN that the processor propagates or generates.
+        # Rounding cannot turn a NaN into zero: it carries into the sign bit only if one of the lower 16 bits is set.
+        # These bits are zero in the operands, and so in every NaN that the processor propagates or generates.
         if not rounded:
             bits, last = total.bits, spare.bits
             _shr(bits, _SIXTEEN, last)
@@ -159,7 +159,7 @@ class _Float16:
     def fits(self, total: Stack, spare: Stack, largest: int, terms: int) -> bool:
         if largest >= _FLOAT16_INFINITY or not _TINY * _UNIT:
             return False
-        # Each doubling of the number of terms increases the exponent by at most 1.
+        # Each doubling of the number of terms increases the exponent of the sum by at most 1.
         if largest + ((terms - 1).bit_length() << 10) <= _FLOAT16_LARGEST:
             return True
         _and(total.bits, _SIZE, spare.bits)

@@ -24,7 +24,7 @@ from aiocoll.elements.records import Record
 
 __all__ = ["LOCATING", "Pair", "pair_buffer", "pair_kernel"]
 
-#: For each op, the comparison by which a value is preferred to another.
+#: Maps MINLOC and MAXLOC to the comparison that is true if its first value is preferred.
 LOCATING: Mapping[str, np.ufunc] = MappingProxyType({"MINLOC": np.less, "MAXLOC": np.greater})
 #: Kinds of dtypes on which MIN and MAX are defined.
 _VALUES = ("bool", "int", "uint", "float", "half")
@@ -32,7 +32,7 @@ _VALUES = ("bool", "int", "uint", "float", "half")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair(DType):
-    """An element type for pairs in the layout in which they are reduced, with the name of the user's layout.
+    """An element type for (value, index) pairs in the layout of the kernels, named after the user's structured dtype.
 
     Attributes:
         value: type of the values, in the first half of a pair.
@@ -43,12 +43,12 @@ class Pair(DType):
     index: np.dtype[Any]
 
 
-# One instance per layout of the user's arrays.
+# The only `Pair` for each structured element type of user arrays.
 _PAIRS: WeakKeyDictionary[Record, Pair] = WeakKeyDictionary()
 
 
 def pair_buffer(buffer: Buffer, op: Any, *, writable: bool) -> Buffer:
-    """If `op` is MINLOC or MAXLOC, return a structured array's buffer as a buffer of pairs.
+    """Convert a structured array's buffer to a buffer of pairs if `op` is MINLOC or MAXLOC.
 
     Args:
         buffer: the buffer of the array.
@@ -95,7 +95,7 @@ def _pair(record: Record, name: str) -> Pair:
 
 
 def _halves(pairs: Array, value: np.dtype[Any], index: np.dtype[Any]) -> tuple[Array, Array]:
-    """Return the values and the indices in a flat array of pairs."""
+    """Return two strided views of a flat array of pairs: the values and the indices."""
     nbytes = pairs.itemsize
     values, indices = nbytes // value.itemsize, nbytes // index.itemsize
     return pairs.view(value)[::values], pairs.view(index)[indices // 2 :: indices]

@@ -19,7 +19,7 @@ from aiocoll.elements.element_type import DType
 
 __all__ = ["LAYOUT", "LONGEST_NAME", "Record", "layout_of", "record", "record_by_code", "record_by_name"]
 
-#: The bit that is set in the codes of these types, and in no other code.
+#: Bit that marks the code of a `Record`. No other element type's code has this bit.
 LAYOUT = 1 << 31
 #: Maximum number of characters in a type's name. A longer name is truncated and ends with a hash of the whole name.
 LONGEST_NAME = 400
@@ -42,12 +42,12 @@ class Record(DType):
         return record, (self.array,)
 
 
-# One instance per layout, kept while other objects refer to it.
+# Caches with one `Record` per layout. A `Record` is kept only while other objects refer to it.
 _BY_DTYPE: WeakValueDictionary[np.dtype[Any], Record] = WeakValueDictionary()
 _BY_CODE: WeakValueDictionary[int, Record] = WeakValueDictionary()
 _BY_NAME: WeakValueDictionary[str, Record] = WeakValueDictionary()
-# The last `_KEPT` types that were used, kept alive: a message in flight, or one not posted yet, refers to its type only
-# by code.
+# Strong references to the `_KEPT` types used last. A message in flight, or without a matching receive, refers to its
+# type only by code.
 _LATEST: OrderedDict[int, Record] = OrderedDict()
 _KEPT = 256
 
@@ -88,12 +88,12 @@ def _keep(used: Record) -> Record:
 
 
 def record_by_code(code: int) -> Record | None:
-    """Return the element type with the code `code`; None if this process does not use it."""
+    """Return the element type with the code `code`; None if this process has no such type."""
     return _BY_CODE.get(code)
 
 
 def record_by_name(name: str) -> Record | None:
-    """Return the element type called `name`; None if this process does not use it."""
+    """Return the element type with the name `name`; None if this process has no such type."""
     return _BY_NAME.get(name)
 
 

@@ -102,13 +102,13 @@ def _array_of(obj: Any, name: str) -> SparseArray:
 
 
 def empty_entries(array: SparseArray) -> Entries:
-    """Return entries of length 0 with the dtypes and width of `array`'s entries."""
+    """Return an `Entries` without any entry, with the dtypes and the width of the entries of `array`."""
     values = np.empty((0,) if array.width == 1 else (0, array.width), array.dtype.storage)
     return Entries(np.empty(0, np.int32 if array.size <= _INT32 else np.int64), values)
 
 
 def entries_of(array: SparseArray, packed: Array) -> Entries:
-    """Return copies of the entries in another rank's bytes, which come from an array like `array`.
+    """Unpack and check the entries that another rank has packed from an array like `array`; return a copy.
 
     Raises:
         ValueError: the indices do not fit such an array.
@@ -184,7 +184,7 @@ def _scipy_dtype(obj: Any, name: str) -> DType:
 
 
 def _plain(array: Any) -> Array:
-    """Return `array` as a contiguous ndarray that is no instance of a subclass."""
+    """Return `array` as a contiguous `np.ndarray`, converted from a subclass if necessary."""
     return np.ascontiguousarray(array)
 
 
@@ -200,7 +200,7 @@ def describe_sparse(
     read: Callable[[], Entries],
     build: Callable[[Entries], Callable[[], Any]],
 ) -> SparseArray:
-    """Return the description of a sparse array. Its method `read` also reads `rows` index pointers."""
+    """Return the description of a sparse array that has `stored` entries and `rows` index pointers."""
     size, width = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
     return SparseArray(
         tuple(shape), sparse_dim, dtype, size, width, stored, (stored + rows) * max(width, 1), read, build

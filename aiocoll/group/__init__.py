@@ -1,4 +1,4 @@
-"""`ProcessGroup` and its parts, which check a call's arguments, find its plan, number the call and start it.
+"""`ProcessGroup` and its components, which check, number and start calls.
 
 process_group                    the public class, which delegates to all other modules
 dispatch                         the path from a checked call through its plan to the engine

@@ -60,7 +60,7 @@ class CartesianGroup(Generic[G]):
         return self._grid.coords(self._rank if rank is None else self._dispatcher.check_rank(rank, "rank"))
 
     def rank_at(self, coords: Sequence[int]) -> int:
-        """Return the rank at these coordinates of the grid.
+        """Return the rank at the given coordinates of the grid.
 
         Args:
             coords: one coordinate per axis; it wraps around on a periodic axis.
@@ -94,7 +94,7 @@ class CartesianGroup(Generic[G]):
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """For each axis, the neighbours below and above this rank; `PROC_NULL` beyond the end of the grid."""
+        """The neighbours below and above this rank on each axis; `PROC_NULL` beyond the end of the grid."""
         return tuple(rank for axis in range(len(self.dims)) for rank in self._grid.shift(self._rank, axis, 1))
 
     def sub(self, axes: int | Sequence[int]) -> Self:
@@ -122,7 +122,7 @@ class CartesianGroup(Generic[G]):
         return type(self)(_part(self.group, self._grid.parts(kept)), grid)
 
     def halo(self, array: A, width: int | Sequence[int] = 1, *, timeout: Timeout = None) -> Work[A]:
-        """Fill the ghost cells of `array` with the neighbours' cells that lie next to them.
+        """Fill the ghost cells of `array` with the adjacent cells of the neighbours' arrays.
 
             width 1, two ranks along the axis      | g a b c g |   | g d e f g |
             after it                               | g a b c d |   | c d e f g |
@@ -184,5 +184,5 @@ def make_cartesian(group: G, size: int, dims: Sequence[int], periods: bool | Seq
 
 
 def _part(group: Any, lists: Sequence[Sequence[int]]) -> Any:
-    """Make a group of each list of ranks; return the group that contains this rank, or None."""
+    """Make one group for each list of ranks; return the group that contains this rank, or None."""
     return parts_of(group).reconfigurer.split(lists, None, None, parts_of(group).lifetime.is_ending).result()

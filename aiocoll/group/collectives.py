@@ -27,7 +27,7 @@ __all__ = ["Collectives", "check_sparse"]
 
 
 def check_sparse(error: TypeError, tensor: Any) -> None:
-    """Raise `error`, which rejects an argument that is no dense array, unless the argument is a sparse array."""
+    """Raise `error`, the result of a failed dense-array check, unless `tensor` is a sparse array."""
     with loading("sparse arrays"):
         from aiocoll.elements.sparse import is_sparse  # imported here, because few programs need it
 
@@ -133,7 +133,7 @@ class Collectives:
         )
 
     def allgather_all(self, outputs: Sequence[list[Any]], tensors: Sequence[Any], name: str) -> list[Work[Any]]:
-        """Check all `tensors`, then start an allgather of each. Error messages call them `name`."""
+        """Check all `tensors`, then start one allgather per tensor. Error messages call the list `name`."""
         ready = []
         for index, (each, tensor) in enumerate(zip(outputs, tensors, strict=True)):
             own = f"{name}[{index}]"
@@ -262,7 +262,7 @@ class Collectives:
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any]:
-        """Start an alltoall that exchanges parts of a single array."""
+        """Start an alltoall from one input array to one output array."""
         is_even = output_split_sizes is input_split_sizes is None
         if is_even and (work := self._start_parts("alltoall", input, output, None, timeout, key)) is not None:
             return work
@@ -277,17 +277,17 @@ class Collectives:
         out_of = slices(source, self._arguments.splits(source, input_split_sizes, "input"))
         return self._start_alltoall(target.result, into, out_of, (target,), timeout, key)
 
-    # -- helpers of several calls
+    # -- helpers that several collectives use
 
     def _start(self, found: Found, shape: tuple[int, ...], result: Any, timeout: Timeout, key: str | None) -> Work[Any]:
-        """Start a call on plain NumPy arrays, with its plan from the call cache."""
+        """Start a call on NumPy arrays, with the plan and the flat arrays that the call cache has returned."""
         d = self._dispatcher
         return d.start_plan(*found, shape, result, d.limit(timeout), key)
 
     def _start_parts(
         self, kind: str, whole: Any, other: Any, op: ReduceOp | None, timeout: Timeout, key: str | None
     ) -> Work[Any] | None:
-        """Start a call on plain arrays divided as in `CallCache.parts`; return None if they are not plain."""
+        """Start a call on an array of equal parts, one per rank; return None if the call cache rejects the arrays."""
         if type(whole) is not np.ndarray or type(other) is not np.ndarray:
             return None
         native = self._dispatcher.native
@@ -311,7 +311,7 @@ class Collectives:
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any] | None:
-        """Start a call on lists of plain arrays, as in `CallCache.lists`; return None if they are not plain."""
+        """Start a call on a list with one array per rank; return None if the call cache rejects the arrays."""
         native = self._dispatcher.native
         if native is not None:
             work = native.lists(kind, blocks, other, op, root, timeout, key)
@@ -335,7 +335,7 @@ class Collectives:
         if self._size == 1 or self._dispatcher.dry or isinstance(source.array, DeviceArray):
             return False
         block = self._dispatcher.block_here()
-        # An interceptor that does not record calls only estimates their durations.
+        # A block that does not record calls only estimates their durations, and exchanges no lengths.
         return block is None or block.records
 
     def _report_wrong(
@@ -348,7 +348,7 @@ class Collectives:
         root: int | None = None,
         op: ReduceOp | None = None,
     ) -> Work[Any]:
-        """Raise an error about the lists of a call; with ``debug="detail"``, report it to all ranks instead."""
+        """Raise an error about a list argument; with ``debug="detail"``, report the error to all ranks instead."""
         signature = Signature(
             kind.upper(),
             None if main is None else main.dtype.name,

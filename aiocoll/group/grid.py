@@ -38,7 +38,7 @@ class Grid:
         return tuple(reversed(found))
 
     def rank_at(self, coords: Sequence[int]) -> int:
-        """Return the rank at these coordinates; `PROC_NULL` if they are outside the grid."""
+        """Return the rank at the given coordinates; `PROC_NULL` if they are outside the grid."""
         rank = 0
         for coordinate, length, periodic in zip(coords, self.dims, self.periods, strict=True):
             if not periodic and not 0 <= coordinate < length:
@@ -47,7 +47,7 @@ class Grid:
         return rank
 
     def shift(self, rank: int, axis: int, displacement: int) -> tuple[int, int]:
-        """Return the ranks that are `displacement` below and above `rank` on an axis."""
+        """Return the two ranks at the distance `displacement` from `rank` on an axis: below and above."""
         here = self.coords(rank)
         below, above = (
             self.rank_at([*here[:axis], here[axis] + step, *here[axis + 1 :]]) for step in (-displacement, displacement)
@@ -55,14 +55,14 @@ class Grid:
         return below, above
 
     def axis(self, axis: Any) -> int:
-        """Return an axis as a non-negative number; raise an error if there is no such axis."""
+        """Return an axis as a non-negative number; raise an error if the grid has no such axis."""
         number, count = _int(axis, "axis"), len(self.dims)
         if not -count <= number < count:
             raise ValueError(f"axis={number} is out of range: the grid has {count} axes")
         return number % count
 
     def parts(self, kept: Sequence[int]) -> list[list[int]]:
-        """Return the lists of ranks of all subgrids along the axes `kept`, which are in ascending order."""
+        """Return one list of ranks for each subgrid along the axes `kept`, which must be in ascending order."""
         lines: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             here = self.coords(rank)

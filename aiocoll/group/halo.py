@@ -59,7 +59,7 @@ class _Exchange:
         self._completion.expect((), dispatcher.limit(timeout), array)
 
     def start(self) -> Work[Any]:
-        """Start the messages of the first axis; return the work of the whole exchange."""
+        """Start the exchange with the messages of the first axis; return the work of the whole exchange."""
         work: Work[Any] = Work(self._completion)
         self._dispatcher.stepped_calls[self._completion] = None
         try:
@@ -70,7 +70,7 @@ class _Exchange:
         return work
 
     def _advance(self) -> None:
-        """Start the messages of the next axes, up to the first axis with messages that have not ended."""
+        """Start the messages of the next axis; continue with further axes as long as all messages end immediately."""
         while not self._left:
             calls = None if self._error is not None else next(self._steps, None)
             if calls is None:
@@ -162,7 +162,7 @@ def exchange(
 
 
 def check_array(array: Any, axes: Sequence[Axis], dims: int) -> None:
-    """Raise an error if an array lacks these ghost cells, or if its slices do not share its memory."""
+    """Raise an error if an array is too small for its ghost cells, or if its slices do not share its memory."""
     shape = getattr(array, "shape", None)
     is_array = hasattr(array, "__array__") or adapter_of(array) is not None
     # JAX arrays and pandas objects have an attribute `at`. Their slices are copies.

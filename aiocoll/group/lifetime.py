@@ -33,7 +33,7 @@ __all__ = ["Lifetime"]
 
 
 class Lifetime:
-    """The part of one group that ends it. `ProcessGroup` documents the calls.
+    """The component that ends a group: waits, abort and shutdown. `ProcessGroup` documents the calls.
 
     Args:
         dispatcher: dispatcher of the group.
@@ -141,7 +141,7 @@ class Lifetime:
             comm.revoke(cause)
 
     def report_death(self, rank: int, reason: str) -> None:
-        """Report the death of a rank's process to all ranks, as the program has found out."""
+        """Report to all ranks that the process of `rank` has died, as the program has noticed."""
         d, comm = self._dispatcher, self._comm
         d.check_caller()
         rank = d.check_rank(rank, "rank")
@@ -166,7 +166,7 @@ class Lifetime:
         await asyncio.shield(self.start_shutdown())
 
     def start_shutdown(self) -> asyncio.Task[None]:
-        """Start to close the group, unless that has started; return the task that closes it."""
+        """Start to close the group if that has not started yet; return the task that closes the group."""
         return self._ending or self._start_end(waits=True)
 
     def _start_end(self, *, waits: bool) -> asyncio.Task[None]:
@@ -178,7 +178,7 @@ class Lifetime:
         """Start to close the group without waiting for its works, because the event loop is about to end."""
         ending = self._ending
         if ending is None or (ending.done() and not self._dispatcher.closed):
-            # Start again: a task that was cancelled before its first step has closed nothing.
+            # Start again: a closing task that was cancelled before its first step has closed nothing.
             return self._start_end(waits=False)
         if not self._dispatcher.closed:
             ending.cancel()

@@ -1,4 +1,4 @@
-"""Point-to-point messages: send, receive, probes, and iteration over messages without a receive."""
+"""Point-to-point messages: send, receive, probes, and iteration over messages without a posted receive."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Messages:
         return None if arrival is None else envelope_of(arrival)
 
     def one_of(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
-        """Make one work that ends when all of several works have ended. A block may have recorded them."""
+        """Make one work that ends when all `works` have ended, including works that a block has only recorded."""
         completions = [completion_of(work) for work in works]
         for completion in completions:
             completion.note_await()  # the program awaits only the combined work
@@ -205,7 +205,7 @@ class Messages:
         return Work(whole)
 
     def _check_operation(self, each: Any, name: str) -> tuple[Send[Any] | Recv[Any], Buffer]:
-        """Check one operation of a batch; return it with plain ints, and a flat view of its array."""
+        """Check an operation of a batch; return a copy with ranks and tag as ints, and a flat view of its array."""
         if not isinstance(each, Send | Recv):
             raise TypeError(f"{name} must be a Send or a Recv, not {type(each).__name__}")
         tag = _check_tag(each.tag, f"{name}.tag")
@@ -296,19 +296,19 @@ class Messages:
         return self._start_unless_null(recv_sparse(self._dispatcher, tensor, src, tag, limit), timeout)
 
     def _start_unless_null(self, call: MessageCall, timeout: Timeout) -> Work[Any]:
-        """Start a message. If the rank at its other end is `PROC_NULL`, end the message at once."""
+        """Start a message. If its source or destination is `PROC_NULL`, end the message immediately."""
         if call.ends[1] == PROC_NULL:
             return self._end_null_message(call.op, call.ends, call.result, timeout)
         return self._dispatcher.start(call)
 
     def _check_probe(self, source: int | None, tag: int) -> Envelope:
-        """Check a probe's arguments; return an empty envelope for `PROC_NULL` and in a dry run."""
+        """Check a probe's arguments; return an empty envelope, the probe's result for `PROC_NULL` and in a dry run."""
         tag = _check_tag(tag)
         number = self._dispatcher.check_rank(0 if source is None else source, "source", null=True)
         return Envelope(number, tag, 0, np.dtype(np.uint8))
 
     def _end_null_message(self, op: str, ends: tuple[str, int | None, int], result: Any, timeout: Timeout) -> Work[Any]:
-        """Return a work that has ended, for a message to or from `PROC_NULL`."""
+        """Return the work of a message to or from `PROC_NULL`, which has already ended."""
         d = self._dispatcher
         limit = d.limit(timeout)
         d.check()
@@ -321,7 +321,7 @@ class Messages:
 
 
 class _Incoming(AsyncIterator[tuple[int, Any]]):
-    """An iterator over messages without a receive. A generator would end at the first cancellation."""
+    """An iterator over messages without a posted receive. Unlike a generator, it continues after a cancellation."""
 
     def __init__(self, comm: Communicator, tag: int, objects: Objects) -> None:
         self._comm = comm
@@ -339,7 +339,7 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         return arrival.peer, np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
 
     async def _read(self, arrival: InboundMessage, data: bytes) -> Any:
-        """Decode an object, with pauses for the event loop. After a cancellation, the next call continues."""
+        """Decode an object, with pauses for the event loop. A cancellation puts the message and its progress back."""
         steps = arrival.steps or self._objects.load(memoryview(data))
         ticks = self._comm.endpoint.runtime.ticks
         deadline = ticks() + BUDGET
@@ -392,7 +392,7 @@ def _check_no_overlap(operations: Sequence[tuple[Send[Any] | Recv[Any], Buffer]]
 
 
 def _ignore_outcome(_: Work[Any]) -> None:
-    """Do nothing. Being called marks the outcome of a work as retrieved."""
+    """Do nothing. A work that has this callback counts its outcome as retrieved."""
 
 
 def combine_works(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
@@ -412,7 +412,7 @@ def combine_works(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[li
         for part in parts:
             if part.exception is not None:
                 part.note_retrieval()
-        # Report another error rather than a withdrawn receive.
+        # Prefer any other error to the CancelledError of a withdrawn receive.
         failed.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
         end.finish(None if failed else [part.result for part in parts], failed[0] if failed else None)
 

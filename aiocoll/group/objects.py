@@ -47,7 +47,7 @@ class Objects:
     def allgather(
         self, obj: Any, timeout: Timeout, key: str | None, conclude: Callable[[list[Any]], Any] | None = None
     ) -> Work[Any]:
-        """Start an allgather of objects. `conclude` converts their list to the result, even if no task awaits it."""
+        """Start an allgather of objects. `conclude` converts the list of objects to the result of the call."""
         outgoing = dict.fromkeys(sorted(self._others), self.dump(obj))
         parcels = Parcels(outgoing, self._others, lambda got: self._decode_all(got, obj, conclude))
         return self._start("ALLGATHER_OBJECT", None, parcels, obj, timeout, key)
@@ -96,7 +96,7 @@ class Objects:
     def _start(
         self, op: str, root: int | None, parcels: Parcels, mine: Any, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Start a call. In a dry run, every other rank returns the object sent to it, or `mine` if there is none."""
+        """Start a call. A dry run receives from each other rank the object sent to it, or `mine` if there is none."""
         comm = self._dispatcher.comm
         signature = Signature(op, "object", (), root, None)
 
@@ -124,6 +124,6 @@ class Objects:
 
 
 def _return_object(obj: Any) -> Steps:
-    """Return an object that needs no decoding, as a generator like those of decoding steps."""
+    """Return an object that needs no decoding, by a generator like those that decode in steps."""
     yield
     return obj

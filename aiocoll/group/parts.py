@@ -1,4 +1,4 @@
-"""Access to the parts of a `ProcessGroup`, for other modules of the package."""
+"""Access to the internal objects of a `ProcessGroup`, for other modules of the package."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ class GroupParts:
 
 
 def parts_of(group: Any) -> GroupParts:
-    """Return the internal parts of a `ProcessGroup`."""
+    """Return the internal objects of a `ProcessGroup`."""
     parts: GroupParts = group._parts
     return parts

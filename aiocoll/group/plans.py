@@ -94,24 +94,24 @@ class _Capture:
         return finished_work(self._dispatcher.endpoint, call.op, self._dispatcher, call.result)
 
     def make_start(self, arguments: Sequence[Any]) -> Callable[[], Work[Any]] | None:
-        """Return a function that starts the call without checks; None if that would change the result."""
+        """Return a function that starts the call without checks; None if its results could differ from the call's."""
         if len(self._calls) != 1:
             return None
         (call,) = self._calls
-        # No plan: staged arrays must be copied, and the arrays of a flush packed, at each start.
+        # Such calls need more than a start: they copy staged arrays, or pack the arrays of a flush.
         if call.unwrap is not None or (call.signature is not None and call.signature.members is not None):
             return None
         given = list(_flat(arguments))
         if type(call) is PlannedCall:
-            # No plan if an array is not the caller's (a copy of an argument, or an allocated output): each start needs
-            # a new one.
+            # A repeated start must use the caller's arrays: a copy of an argument would have old data, and an
+            # allocated output would already be the result of an earlier start.
             if all(array is None or any(overlaps(array, each) for each in given) for array in call.arrays):
                 return partial(_start_again, self._dispatcher, call)
         elif (
             isinstance(call, MessageCall)
             and call.arrays is None
             and call.op in ("SEND", "RECV", "RECV_ANYSOURCE")
-            # If a second view of each argument has the same memory, then the first view was not a copy.
+            # If two views of an argument have the same memory, they are no copies, so each start sees new data.
             and all(map(overlaps, given, _flat(arguments)))
         ):
             return partial(_start_again, self._dispatcher, call)

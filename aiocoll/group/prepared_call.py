@@ -40,7 +40,7 @@ class PreparedCall:
 
     @property
     def op(self) -> str:
-        """The operation's name, which its work shows."""
+        """The operation's name, as in `Work.op`."""
         raise NotImplementedError
 
     @property
@@ -97,7 +97,7 @@ class PlannedCall(PreparedCall):
 
     @property
     def op(self) -> str:
-        """The operation's name, which its work shows."""
+        """The operation's name, as in `Work.op`."""
         return self.plan.signature.op
 
     @property
@@ -150,7 +150,7 @@ class FactoryCall(PreparedCall):
 
     @property
     def op(self) -> str:
-        """The operation's name, which its work shows."""
+        """The operation's name, as in `Work.op`."""
         return self._signature.op
 
     @property
@@ -199,7 +199,7 @@ class MessageCall(PreparedCall):
 
     @property
     def op(self) -> str:
-        """The operation's name, which its work shows."""
+        """The operation's name, as in `Work.op`."""
         return self._op
 
     @property

@@ -386,7 +386,7 @@ class ProcessGroup:
         return self._parts.collectives.scan("scan", tensor, op, timeout, key)
 
     def exscan(self, tensor: N, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
-        """Reduce `tensor` over all ranks below this rank, in place (exclusive prefix). Rank 0's stays unchanged.
+        """Reduce `tensor` over all lower ranks, in place (exclusive prefix). Rank 0's tensor stays unchanged.
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number.
@@ -620,7 +620,7 @@ class ProcessGroup:
     def reduce_scatter_tensor(
         self, output: A, input: Array, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[A]:
-        """Reduce `input` over all ranks; rank r gets part r of the result, one of p equal parts, in `output`.
+        """Reduce `input` over all ranks, and divide the result into equal parts; rank r gets part r in `output`.
 
         Args:
             output: an array of 1/p of the elements of `input`.
@@ -854,7 +854,7 @@ class ProcessGroup:
     # -- messages between two ranks
 
     def send(self, tensor: M, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
-        """Send `tensor` to rank `dst`. The work ends when the memory may be reused, perhaps before the receive.
+        """Send `tensor` to rank `dst`. The work ends when `tensor` may be reused, possibly before it is received.
 
         Only the entries of a sparse array (as in `allreduce`) are sent. The receive passes a sparse array of the same
         shape and dtype.
@@ -1542,7 +1542,7 @@ class ProcessGroup:
         return await self._parts.lifetime.wait_revoked()
 
     def abort(self, reason: object = "aborted by the program") -> None:
-        """Revoke the group at once, on all ranks, so that every pending work fails.
+        """Revoke the group immediately, on all ranks, so that every pending work fails.
 
         Args:
             reason: text for the error on all ranks.

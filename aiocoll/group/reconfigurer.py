@@ -44,7 +44,7 @@ DETECTION_TIME = 1.0
 
 
 class Reconfigurer:
-    """The part of one group that makes further groups from it. `ProcessGroup` documents the calls.
+    """The component that makes new groups from a group. `ProcessGroup` documents the calls.
 
     Args:
         dispatcher: dispatcher of the group.
@@ -60,7 +60,7 @@ class Reconfigurer:
     def __init__(self, dispatcher: Dispatcher, objects: Objects, origin: Origin, spec: GroupSpec) -> None:
         self.parent: Reconfigurer | None = None
         self.parts: dict[Any, Reconfigurer] = {}
-        # Number of local splits made so far, by list of ranks.
+        # Maps each list of ranks to the number of local splits made of it so far.
         self._local: Counter[tuple[int, ...]] = Counter()
         self._dispatcher = dispatcher
         self._comm = dispatcher.comm
@@ -88,8 +88,8 @@ class Reconfigurer:
                 group=comm.name,
                 ranks=[d.rank],
             ),
-            # Notify the others only if operations are in flight here. Other ranks may still complete operations that
-            # are complete here.
+            # Notify the other ranks only if operations are in flight here. Otherwise, let them complete the operations
+            # that are already complete here.
             notify=bool(len(comm.in_flight)),
         )
         outcome = await agreement.shrink(excluded, assumed, report(comm))
@@ -102,7 +102,7 @@ class Reconfigurer:
         return group
 
     def _check_others(self, ranks: Iterable[int] | None, what: str) -> set[int]:
-        """Check the ranks to be left out; return their numbers in the job."""
+        """Check the ranks to exclude, which must not include this rank; return their ranks in the job."""
         comm, d = self._comm, self._dispatcher
         found = {comm.ranks[d.check_rank(rank, what)] for rank in ranks or ()}
         if comm.endpoint.rank in found:
@@ -175,7 +175,7 @@ class Reconfigurer:
         return group
 
     async def _invite(self, invitation: Invitation, limit: float) -> Assignment:
-        """Wait for the newcomers on rank 0, and broadcast their assignment to ranks."""
+        """Wait for the newcomers on rank 0, and broadcast the assignment of ranks."""
         comm = self._comm
         try:
             assignment = await self._origin.invite(invitation, limit)
@@ -227,7 +227,7 @@ class Reconfigurer:
             made = self._split_locally(members, limit, group_name) if members else None
             return finished_work(d.endpoint, "SPLIT_GROUP", d, made)
         completion = Completion(d.endpoint, "SPLIT_GROUP", None, None, d)
-        # Take the number first, so that all ranks number their splits equally even if one split fails.
+        # Take the split number first, so that all ranks number their splits equally even if one split fails.
         number = len(comm.splits)
         comm.splits.append(None)
         try:
@@ -237,7 +237,7 @@ class Reconfigurer:
         return Work(completion)
 
     def _split_locally(self, ranks: Sequence[int], limit: float, name: str | None) -> Any:
-        """Make a group without communication. Its id depends on how often this list of ranks was split off."""
+        """Make a group without communication. The group's id includes the number of earlier groups of these ranks."""
         comm = self._comm
         members = tuple(comm.ranks[rank] for rank in ranks)
         identity = comm.endpoint.group_id(f"{comm.id}\0local\0{members}\0{self._local[members]}")
@@ -252,7 +252,7 @@ class Reconfigurer:
             color = to_int(_bool_to_int(color), "color", "an int, a str or None")
         asked = [color, to_int(_bool_to_int(key), "key")]
         self._objects.dump(asked)  # check before the call takes a number: a color that cannot be encoded must raise now
-        # Take the number here, in call order, not later when the colors are known.
+        # Take the split number here, in call order. After the exchange of colors, the order may differ between ranks.
         number = len(comm.splits)
         comm.splits.append(None)
 
@@ -278,14 +278,14 @@ class Reconfigurer:
         split = comm.splits[number] = Split(comm.id, number, name, tuple(comm.ranks[rank] for rank in mine))
         if not mine:
             return None
-        # The groups that one call makes differ in their lowest rank.
+        # Groups that one call makes differ in their lowest rank, which makes the default names unique.
         name = f"{comm.name}/{number}.{min(mine)}" if name is None else name
         group = self.derive(split.identity(), split.ranks, name, limit)
         parts_of(group).comm.sender.split_off(comm.sender, split)
         return group
 
     def derive(self, identity: int, ranks: Sequence[int], name: str, timeout: float) -> Any:
-        """Make a group of ranks, numbered as in the job, that is closed together with this group."""
+        """Make a group of these ranks of the job. Closing this group also closes the new group."""
         spec = self._spec._replace(name=name, timeout=timeout, completed=(None, None))
         group = self._origin.derive(identity, ranks, spec)
         self._add_part(group)
@@ -301,7 +301,7 @@ class Reconfigurer:
             del self.parent.parts[self._dispatcher.group]
 
     def _add_part(self, group: Any) -> None:
-        """Add `group` to the groups that are closed together with this group."""
+        """Add `group` to the groups that closing this group also closes."""
         family = parts_of(group).reconfigurer
         family.parent = self
         self.parts[group] = family
@@ -398,7 +398,7 @@ class Reconfigurer:
     async def _notify_newcomers_on_failure(
         self, assignment: Assignment, store: Store | None = None
     ) -> AsyncIterator[None]:
-        """If this block fails, notify the assigned newcomers that the ranks of this group will not meet them.
+        """Notify the assigned newcomers, if this block fails, that the ranks of this group will not meet them.
 
         This must enclose the task that does the work: a task cancelled before its first step runs none of its code.
         """
@@ -417,9 +417,9 @@ class Reconfigurer:
         return assignment
 
     def _broadcast_error(self, text: str, gone: bool = False) -> None:
-        """Raise an error of rank 0 on the other ranks, too, unless the group has failed and reported that itself."""
+        """Raise rank 0's error on the other ranks, too, unless a failure of the group already reports it there."""
         with contextlib.suppress(GroupError):
-            # Do not wait for this broadcast: rank 0 raises its error at once, or may even be cancelled.
+            # Do not wait for this broadcast: rank 0 raises its error at once, and may have been cancelled.
             work = self._objects.broadcast({"error": text, "gone": gone}, 0, None, None)
             completion_of(work).note_await()
 

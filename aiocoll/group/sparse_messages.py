@@ -108,7 +108,7 @@ def _pack(entries: Entries, total: int | None = None) -> NDArray[np.uint8]:
 
 
 def _placeholder(nbytes: int) -> memoryview:
-    """Return a view of `nbytes` zero bytes that needs no memory, in place of a payload that is not ready yet."""
+    """Return a view of `nbytes` zero bytes that takes no memory: a placeholder for a payload that is not ready yet."""
     return np.broadcast_to(np.uint8(0), nbytes).data
 
 
@@ -129,9 +129,9 @@ class _AnnouncedSend(OutboundMessage):
         run_in_thread(self, self.task, self._on_payload)
 
     def succeed(self, result: Any) -> None:
-        """Finish successfully."""
+        """Complete the send, and withdraw its announcement."""
         super().succeed(result)
-        # Drop the announcement, because the payload may have been sent before the receiver answered it.
+        # Drop the announcement: the payload may have been sent before the receiver has answered the announcement.
         self.comm.channels[self.peer].drop(self)
         del self._message  # break a reference cycle
 

@@ -1,4 +1,4 @@
-"""Allreduce and reduce of sparse arrays: the result has an entry wherever any rank has one, with the sum.
+"""Allreduce and reduce of sparse arrays: the result has the union of all ranks' entries, added up.
 
 1. Each rank sorts its entries, and adds up entries at the same position. Then all ranks exchange their numbers of
    entries.
@@ -43,11 +43,11 @@ __all__ = ["BYTES", "SparseInput", "allocate_blocks", "calculate", "gather_bytes
 
 T = TypeVar("T")
 
-#: Maximum number of numbers processed in the event loop. At 25 ns each, the slowest case, they take about 200 µs, as
-#: long as it takes to pass work to a thread and back.
+#: Maximum number of array values processed in the event loop. At 25 ns per value, the slowest case, they take about
+#: 200 µs. Passing the work to a thread and back takes as long.
 INLINE = 8192
-#: Additional seconds per entry if entries are merged instead of written into a dense array and read again. Merging
-#: searches a sorted list and adds (measured with a million entries: 40 ns against 12 ns).
+#: Seconds per entry by which merging sorted entries is slower than writing them into a dense array and reading them
+#: back (measured with a million entries: 40 ns against 12 ns). Merging searches a sorted list for each entry.
 MERGE = 28e-9
 #: Seconds per byte to create a dense array with its bitmap, and to scan it (measured: 0.9 ns for 5 bytes).
 SWEEP = 0.2e-9
@@ -101,7 +101,7 @@ class SparseInput(NamedTuple):
 
     @classmethod
     def of(cls, dispatcher: Dispatcher, array: SparseArray, root: int | None) -> SparseInput:
-        """Return the input of a rank that sends entries. A small array is read now, so that its errors raise here."""
+        """Return the input of a rank that sends entries. Read a small array now, so that the call raises its errors."""
         return cls(dispatcher, array, root, array.read() if array.effort <= INLINE else None)
 
     @property
@@ -126,7 +126,7 @@ def calculate(effort: int, task: Callable[[], T]) -> StepGenerator[T]:
 
 
 def gather_bytes(given: SparseInput, packed: NDArray[Any], sizes: list[int]) -> StepGenerator[list[NDArray[Any]]]:
-    """Gather one block of bytes per rank; return an empty list on a rank that does not receive the blocks."""
+    """Gather one block of bytes per rank; return an empty list on ranks that receive no blocks."""
     dispatcher, root = given.dispatcher, given.root
     blocks: list[NDArray[Any]] = []
     if given.is_receiver:
@@ -142,7 +142,7 @@ def gather_bytes(given: SparseInput, packed: NDArray[Any], sizes: list[int]) -> 
 
 
 def allocate_blocks(sizes: Sequence[int]) -> list[NDArray[Any]]:
-    """Allocate blocks of these sizes in bytes, with all memory pages mapped."""
+    """Allocate blocks of `sizes` bytes, with all memory pages mapped."""
     whole = np.empty(sum(sizes), np.uint8)
     # Write to each page now: mapping pages later, one by one, could block the event loop for a millisecond.
     whole[:: mmap.PAGESIZE] = 0

@@ -143,7 +143,7 @@ class GroupStats:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all completed operations."""
+        """The number of bytes in all completed operations."""
         return sum(each.nbytes for each in self.operations)
 
     @property

@@ -52,7 +52,7 @@ class GroupView:
             "rank": comm.rank,
             "size": len(comm.ranks),
             "host": socket.gethostname(),
-            # A stopped process does not answer viewers. These process ids let viewers find out its rank.
+            # Viewers find the rank of a stopped process, which does not answer, by these process ids.
             "processes": [cards[rank]["process"][1] if cards[rank]["host"] == mine else None for rank in comm.ranks],
             "state": "open" if comm.cause is None else "revoked",
             "cause": None if comm.cause is None else str(cause_of(comm.cause)["text"])[:LONGEST],

@@ -86,7 +86,7 @@ def _gather(source: Buffer, own: NDArray[Any], dtype: np.dtype[Any], received: M
 
 
 def _shape(like: Buffer, count: int) -> Sequence[int]:
-    """Return a shape for `count` elements: that of `like`, or rows like those of `like`, or one dimension."""
+    """Return a shape for `count` elements: the shape of `like`, or any number of its rows, or one dimension."""
     if count == like.count:
         return like.shape
     row = prod(like.shape[1:])

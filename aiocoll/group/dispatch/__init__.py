@@ -1,1 +1,1 @@
-"""From a checked call to its operation: dispatcher, plans, devices, and interceptors."""
+"""Dispatch of checked calls to operations: dispatcher, plans, device backends, and interceptors."""

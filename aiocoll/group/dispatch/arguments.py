@@ -103,7 +103,7 @@ class Arguments:
 
 
 def slices(whole: Buffer, counts: Sequence[int]) -> list[Buffer]:
-    """Divide a buffer into parts of `counts` elements, which share its memory."""
+    """Divide a buffer into consecutive views; view i has `counts[i]` elements."""
     parts, start, unit = [], 0, whole.dtype.unit
     for count in counts:
         part = Buffer(whole.array[start : start + count * unit], whole.dtype, (count,), None)

@@ -28,10 +28,10 @@ __all__ = ["PLANS", "CallCache", "Found"]
 #: actions.
 PLANS = 256
 
-#: A plan from the cache, and the flat arrays of the call.
+#: Result of a lookup: the plan from the cache, and the call's flat arrays.
 Found = tuple[Plan, list[Any]]
 _ndarray: Final = np.ndarray
-#: Compares the arrays' bounds, which is exact for contiguous arrays.
+#: `may_share_memory` compares only the arrays' bounds, which is exact for contiguous arrays.
 _share: Final = np.may_share_memory
 
 
@@ -58,7 +58,7 @@ class CallCache:
     # -- calls on plain arrays
 
     def one(self, kind: str, tensor: Any, op: ReduceOp | None, root: Any) -> Plan | None:
-        """Return the plan of a call on one array, with equal counts on all ranks; None if the array is not plain."""
+        """Return the plan of a call on one array of equal size on all ranks; None if it is not a plain NumPy array."""
         if type(tensor) is not _ndarray or not tensor.flags.carray:
             return None
         dtype = tensor.dtype
@@ -84,7 +84,7 @@ class CallCache:
         return None if plan is None else (plan, self.flatten(kind, whole, other))
 
     def plan_of_parts(self, kind: str, whole: Any, other: Any, op: ReduceOp | None) -> Plan | None:
-        """Return the plan of a call on an array of equal parts. Arguments and result as for `parts`."""
+        """Return the plan of a call on an array of equal parts, as `parts` does, but without the flat arrays."""
         if type(whole) is not _ndarray or type(other) is not _ndarray:
             return None
         dtype = whole.dtype
@@ -156,7 +156,7 @@ class CallCache:
         return plan, arrays if count else [*[None] * self._size, *arrays]
 
     def plan_of_lists(self, kind: str, blocks: Any, other: Any, op: ReduceOp | None, root: int | None) -> Plan | None:
-        """Return the plan of a call on lists. Arguments and result as for `lists`."""
+        """Return the plan of a call on a list with one array per rank, as `lists` does, but without the flat arrays."""
         found = self.lists(kind, blocks, other, root=root, op=op)
         return None if found is None else found[0]
 
@@ -182,13 +182,13 @@ class CallCache:
         root: int | None = None,
         agreed: tuple[int, ...] | None = None,
     ) -> Plan:
-        """Return the plan of a call with these sizes. Arguments as for `Planner.plan`."""
+        """Return the plan of a call from the cache; make the plan if it is missing. See `Planner.plan`."""
         key = kind, dtype, id(op), root, sizes
         found = self.known.get(key)
         return found or self._store_plan(key, self._planner.plan(kind, dtype, sizes, op=op, root=root, agreed=agreed))
 
     def counting_plan(self, signature: Signature) -> Plan:
-        """Return the plan of a step in which the ranks of a call exchange one number each."""
+        """Return the plan with which a collective first gathers one integer from each rank."""
         key = (signature,)
         return self.known.get(key) or self._store_plan(key, self._planner.counting_plan(signature))
 
@@ -197,7 +197,7 @@ class CallCache:
     def _new_plain(
         self, key: tuple[Any, ...], dtype: np.dtype[Any], sizes: tuple[Any, ...], op: ReduceOp | None, root: int | None
     ) -> Plan | None:
-        """Make the plan of a call on plain arrays; return None if the arrays must be converted to another dtype."""
+        """Make the plan of a call on NumPy arrays; return None if the arrays must be converted to another dtype."""
         try:
             element = from_numpy(dtype)
         except TypeError:
@@ -215,7 +215,7 @@ class CallCache:
         self.known[key] = plan
         return plan
 
-    # -- sizes, in the planner's form
+    # -- sizes, in the form that `Planner.plan` expects
 
     def _sizes_of_parts(self, kind: str, whole: Any, other: Any) -> tuple[Any, ...] | None:
         size = self._size
@@ -249,7 +249,7 @@ class CallCache:
         return (type(arrays) is list or type(arrays) is tuple) and len(arrays) == self._size
 
     def _has_clash(self, arrays: list[Any], count: int, kind: str) -> bool:
-        """Return whether a written array overlaps another array in memory; the first `count` arrays are the blocks."""
+        """Return whether an array that a call writes overlaps another. The first `count` arrays are one list."""
         blocks, others = arrays[:count], arrays[count:]
         written, read = (blocks, others) if kind in ("allgather", "gather") else (others, blocks)
         return clash(written, read) is not None

@@ -23,7 +23,7 @@ DEVICE_VERSION: Final = 1
 
 
 class DeviceCalls(Protocol):
-    """The calls of one group on this rank's device, made at the first call on a device array.
+    """The interface that prepares one group's calls on device arrays. The first such call creates the object.
 
     Attributes:
         kind: of the device.
@@ -31,7 +31,7 @@ class DeviceCalls(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind of device."""
+        """The kind of device, such as ``"cuda"``."""
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
         """Check the arrays of a call; return whether they are on the thread's current device.
@@ -61,13 +61,13 @@ class DeviceCalls(Protocol):
         """
 
     def together(self, arrays: Iterable[DeviceArray]) -> contextlib.AbstractContextManager[None]:
-        """In this ``with`` block, combine the messages of these arrays into one call of the device's library."""
+        """Return a context that combines the messages of these arrays into one call of the device's library."""
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
-        """Return a function that makes a send operation to rank `dst`; `code` is the code of the dtype."""
+        """Return a function that makes a send operation to rank `dst`; `code` is the dtype code."""
 
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
-        """Return a function that makes a receive operation from rank `src`, or from any rank; `code` is the dtype's."""
+        """Return a function that makes a receive operation from rank `src`, or any rank; `code` is the dtype code."""
 
     async def close(self) -> None:
         """Close the device resources together with the other ranks, before the group is closed."""
@@ -116,12 +116,12 @@ class DeviceBackend(Protocol):
         """
 
 
-#: The device backends, by kind of device.
+#: The registry of device backends, by kind of device.
 devices: Registry[DeviceBackend] = Registry("device", DEVICE_VERSION)
 
 
 def send_from_memory(comm: Communicator, data: memoryview, dst: int, tag: int, code: int) -> Make:
-    """Return a function that makes a send operation from host memory, for `DeviceCalls.sending`.
+    """Return a function that makes a send operation from host memory, to implement `DeviceCalls.sending`.
 
     Args:
         comm: this rank's part in the group.
@@ -134,7 +134,7 @@ def send_from_memory(comm: Communicator, data: memoryview, dst: int, tag: int, c
 
 
 def receive_in_memory(comm: Communicator, data: memoryview, src: int | None, tag: int, code: int) -> Make:
-    """Return a function that makes a receive operation into host memory, for `DeviceCalls.receiving`.
+    """Return a function that makes a receive operation into host memory, to implement `DeviceCalls.receiving`.
 
     Args:
         comm: this rank's part in the group.

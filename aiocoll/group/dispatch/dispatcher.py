@@ -1,4 +1,4 @@
-"""Dispatcher of a group: it finds the plan of a checked call, numbers the call and starts its operation."""
+"""Dispatcher of a group: it finds a checked call's plan, takes a sequence number, and starts the operation."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from aiocoll.work import Work
 
 __all__ = ["PROC_NULL", "Dispatcher", "Timeout"]
 
-#: A rank number for "no rank": a message to or from it ends at once and is not sent. It is not -1, which a program may
-#: compute by mistake, as ``rank - 1`` on rank 0.
+#: A rank number for "no rank". A message to or from `PROC_NULL` ends immediately and is not sent. The number is not -1,
+#: which a program may compute by mistake, as ``rank - 1`` on rank 0.
 PROC_NULL: Final = -2
 
 Timeout = float | timedelta | None
@@ -50,7 +50,7 @@ _thread: Final = threading.get_ident
 
 
 class Dispatcher:
-    """The part of a group that starts all calls.
+    """The component of a group that starts all calls.
 
     An unchecked `root`, `rank` or `key` from the user is annotated `Any`.
 
@@ -105,7 +105,7 @@ class Dispatcher:
     # -- checks of the group
 
     def check(self) -> None:
-        """Raise an error if the group cannot accept a call now. Called before the call takes a number."""
+        """Raise an error if the group cannot accept a call now. Called before the call gets a sequence number."""
         # `is_running` is enough in the loop's own thread. On Python 3.11, finding the running loop takes a system call.
         if _thread() != self.runtime.thread or not self._is_running() or self.closed or self.comm.gate[BARRED]:
             self.check_owner()
@@ -113,7 +113,7 @@ class Dispatcher:
             self.comm.raise_if_revoked()
 
     def check_owner(self) -> None:
-        """Raise an error if the caller is in a wrong process, thread or event loop, or if the group is closed."""
+        """Raise an error if the caller is in the wrong process, thread or event loop, or if the group is closed."""
         self.check_caller()
         if self.closed:
             raise self.closed_error()
@@ -123,7 +123,7 @@ class Dispatcher:
         return GroupClosedError(f"group {self.comm.name!r} was closed by this rank", group=self.comm.name)
 
     def check_caller(self) -> None:
-        """Raise an error if the caller is in a wrong process, thread or event loop, or in a hook."""
+        """Raise an error if the caller is in the wrong process, thread or event loop, or in a hook."""
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"group {self.comm.name!r} was made in process {self._pid}; a forked child cannot use it: "
@@ -208,7 +208,7 @@ class Dispatcher:
         unwrap = _unstage(staged, result) if staged else None
         shape = () if main is None else main.shape
         call = PlannedCall(plan, arrays, shape, result, self.limit(timeout), key, unwrap)
-        # The last array is never None, so it shows whether the arrays are on a device.
+        # Test the last array, which is never None, to find out whether the arrays are on a device.
         return call if not arrays or type(arrays[-1]) is _ndarray else self._on_device(call)
 
     # -- any call
@@ -271,13 +271,13 @@ class Dispatcher:
         return work
 
     def enter(self, operation: Operation) -> None:
-        """Put an operation in flight, so that it sends and receives."""
+        """Register an operation as in flight, and start its sends and receives."""
         self._run_quietly(self._enter, operation)
 
     # -- interceptors
 
     def intercept(self, interceptor: Interceptor, report_wrong_call: ReportWrongCall | None = None) -> None:
-        """Pass all calls of the group to `interceptor`, except those that a block takes.
+        """Pass all calls of the group to `interceptor`, except calls inside a block.
 
         Args:
             interceptor: takes the calls.
@@ -290,7 +290,7 @@ class Dispatcher:
     def refuse(
         self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: Any
     ) -> Work[Any]:
-        """Raise the error of a wrong call; with ``debug="detail"``, report it to all ranks instead."""
+        """Raise the error of a wrong call; with ``debug="detail"``, report the error to all ranks instead."""
         if self._report_wrong_call is None or self.block_here() is not None:
             raise wrong
         return self._report_wrong_call(wrong, signature, shape, timeout, key)
@@ -308,7 +308,7 @@ class Dispatcher:
             self.comm.gate[DIVERTS] = self.closed or self._scopes > 0 or self.interceptor is not None
 
     def interceptor_here(self) -> Interceptor | None:
-        """Return the interceptor for calls in the current context: that of the block, or that of the group."""
+        """Return the interceptor for calls in the current context: the block's interceptor, or else the group's."""
         return self.block_here() or self.interceptor
 
     def block_here(self) -> Interceptor | None:
@@ -329,7 +329,7 @@ class Dispatcher:
     # -- numbers and keys
 
     def numbered(self, key: Any) -> tuple[int, int]:
-        """Take the next sequence number, or the next count of `key`; return operation id and number."""
+        """Allocate a call's sequence number, or its count for `key`; return the operation id and this number."""
         comm = self.comm
         if key is None:
             identity = comm.gate[ENTERED] + 1
@@ -431,12 +431,12 @@ class Dispatcher:
         return self.device_calls.batched(calls, ordered)
 
     def batched(self, arrays: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-        """In this ``with`` block, combine the messages of these device arrays into one library call."""
+        """Return a context that combines the messages of these device arrays into one library call."""
         return contextlib.nullcontext() if self.device_calls is None else self.device_calls.together(arrays)
 
 
 def _unstage(staged: Sequence[Buffer], result: Any) -> Callable[[], Any]:
-    """Return a function that copies staging buffers to the user's arrays and returns the result with these."""
+    """Return a function that copies staging buffers to the user's arrays, and returns `result` with these arrays."""
 
     def unwrap() -> Any:
         made: Mapping[int, Any] = {id(buffer.result): buffer.finish() for buffer in staged}

@@ -1,4 +1,4 @@
-"""Interceptors, which take calls instead of the engine: their interface, and the blocks in which they are active.
+"""Interceptors: objects that take calls instead of the engine, and the blocks in which they are active.
 
 Most calls go directly from the group to the engine. A call with an *interceptor* goes to the interceptor instead. An
 interceptor belongs to a block around the call, such as `ProcessGroup.coalescing`, or to the whole group, as with
@@ -41,7 +41,7 @@ class Interceptor(Protocol):
 
 
 class Wrapper(ABC):
-    """An interceptor that carries out each collective as a child of its own operation."""
+    """An interceptor that wraps each collective: its own operation runs the collective as a child operation."""
 
     moves_nothing = False
     records = False
@@ -53,7 +53,7 @@ class Wrapper(ABC):
 
     @abstractmethod
     def wrap(self, identity: int, signature: Signature, make: Make, completion: Completion) -> Operation:
-        """Return an operation that first does its own task, then starts the operation that `make` makes."""
+        """Return an operation that does the interceptor's work, then starts the collective that `make` returns."""
 
 
 class _Scope:
@@ -80,7 +80,7 @@ scope_here = _scope.get
 
 @contextlib.contextmanager
 def scoped(group: object, interceptor: Interceptor) -> Iterator[None]:
-    """Pass calls on `group` to `interceptor`, if made in this ``with`` block or in tasks started in it."""
+    """Pass the calls on `group` in this ``with`` block, and in tasks started there, to `interceptor`."""
     scope = _Scope(group, interceptor, _scope.get())
     token = _scope.set(scope)
     try:

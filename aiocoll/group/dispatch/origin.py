@@ -1,4 +1,4 @@
-"""Origin of a group: the interface of the job that made the group, and can make further groups of its ranks."""
+"""`Origin`: the interface by which a group makes further groups in its job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Origin"]
 
 
 class Origin(Protocol):
-    """The part of a job that made a group, and can make further groups of its ranks.
+    """The interface of the job that made a group. It makes further groups of the job's ranks.
 
     Attributes:
         dry: whether this is a dry run: the other ranks do not exist, and no messages are exchanged.
@@ -22,10 +22,10 @@ class Origin(Protocol):
     dry: bool
 
     def store(self, identity: int) -> Store:
-        """Return a view of the store where the ranks met that contains only one group's keys."""
+        """Return a view of the rendezvous store that contains only one group's keys."""
 
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> Any:
-        """Make a group of `ranks`, which must all do the same."""
+        """Make a group of `ranks`. Each of these ranks must make the same call."""
 
     async def invite(self, invitation: Invitation, timeout: float) -> Assignment:
         """Wait for newcomers and assign ranks to them; return the assignment of this rank."""
@@ -36,10 +36,10 @@ class Origin(Protocol):
     async def rendezvous_again(
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> Any:
-        """Meet the other ranks of an assignment within `limit` seconds in `store` (None: the job's); make the group."""
+        """Meet an assignment's ranks within `limit` seconds, by default in the job's store, and make their group."""
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
-        """Publish to the newcomers of an assignment the reason why the ranks cannot meet them."""
+        """Notify the newcomers of an assignment that the ranks cannot meet them, and publish the reason."""
 
     async def release(self) -> None:
         """Release the resources of a closed group."""

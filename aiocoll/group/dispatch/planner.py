@@ -22,20 +22,20 @@ from aiocoll.transport.frame import SEGMENT
 
 __all__ = ["Planner"]
 
-#: Maximum number of ranks for which the ring of chunk queues (two steps per rank) is faster for arrays just larger than
-#: one-step algorithms can take.
+#: Maximum number of ranks for which every allreduce too large for slots uses the ring of chunk queues. With more ranks,
+#: the ring, which takes two steps per rank, is slower for arrays just above this size.
 RING_RANKS = 4
 #: Maximum number of ranks for which every rank reduces a small tensor itself. With more ranks, one rank reduces for
 #: all: this takes a fraction of the CPU time, and is not slower (`bench/RESULTS.md`).
 ONESHOT_RANKS = 4
-#: Maximum number of ranks for which barriers use slots. Notifying one rank takes 1.5 µs.
+#: Maximum number of ranks for which barriers use slots: notifying each rank takes 1.5 µs.
 BARRIER_IN_SLOTS = 64
-#: Maximum number of bytes that a rank reads from slots for one call. Reducing as many takes about 150 µs.
+#: Maximum number of bytes that a rank reads from slots for one call. Reducing this many bytes takes about 150 µs.
 READ_AT_ONCE = 2 * SEGMENT
 
 _INT64 = by_name("int64")
-#: Collectives whose large messages are read in place, with the algorithms used then. Each rank reads directly from the
-#: ranks that have data for it.
+#: Maps each collective that can read large messages in place to the algorithm that it then uses. In these algorithms, a
+#: rank reads directly from the ranks that have data for it.
 _IN_PLACE = {"allreduce": "ring", "reduce_scatter": "ring", "allgather": "direct", "broadcast": "linear"}
 
 
@@ -94,7 +94,7 @@ class Planner:
         root: int | None,
         agreed: tuple[int, ...] | None = None,
     ) -> Plan:
-        """Make a plan like `plan`, but with the kernel `made`, and `reduce` as the op's name in signatures."""
+        """Make a plan as the method `plan` does, but from a kernel and the op's name instead of the op."""
         counts = _flat(sizes)
         signature = Signature(
             kind.upper(),
@@ -108,7 +108,7 @@ class Planner:
             0 if dtype is None else dtype.itemsize
         )
         if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is made.of_one is None:
-            # With a single rank, the result is the input. Running the reduction took as long as the rest of the call.
+            # With a single rank, the result is the input. Running the reduction would double the time of the call.
             return Plan(signature, Program((), (), "alone"), dtype, made, ProgramExecutor)
         algorithm = choose(
             kind,
@@ -159,7 +159,7 @@ class Planner:
         return plan
 
     def counting_plan(self, signature: Signature) -> Plan:
-        """Make the plan of a step in which the ranks of a call exchange one number each."""
+        """Make the plan with which a collective first gathers one integer from each rank."""
         counts = (1,) * self._size
         nbytes = _INT64.itemsize * self._size
         algorithm = choose("allgather", nbytes, self._size, tuning=self._comm.tuning, hosts=self._comm.hosts)
@@ -192,7 +192,7 @@ class Planner:
         return self._small if made is not None and self._is_portable(made) else None
 
     def _uses_chunk_queues(self, kind: str, algorithm: str, nbytes: int, made: Kernel | None) -> bool:
-        """Return whether a call uses the ring of chunk queues, with or without the accelerator."""
+        """Return whether a call uses the ring of chunk queues, which also works without the accelerator."""
         piece = self._comm.chunk_nbytes
         if not piece or self._size == 1 or not nbytes or (made is not None and (made.ordered or made.prescale)):
             return False
@@ -243,13 +243,13 @@ class Planner:
         return not self._fits_in_slots(nbytes) and nbytes >= limit and comm.is_on_all_cards("reads")
 
     def _is_small(self, program: Program, dtype: DType | None) -> bool:
-        """Return whether all messages of a program, whose sizes only two ranks know, fit into slots."""
+        """Return whether all messages of a program fit into slots, if only sender and receiver know the sizes."""
         itemsize, largest = 1 if dtype is None else dtype.storage.itemsize, self._comm.slots.largest
         blocks = [action.region.count * itemsize for action in program.actions if action.peer >= 0]
         return bool(blocks) and max(blocks) <= largest
 
     def _fits_in_slots(self, nbytes: int) -> bool:
-        """Return whether contributions of `nbytes` fit into slots, and one callback has time to read all of them."""
+        """Return whether contributions of `nbytes` fit into slots, and can all be read in one callback."""
         return nbytes <= self._comm.slots.largest and nbytes * (self._size - 1) <= READ_AT_ONCE
 
     def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:

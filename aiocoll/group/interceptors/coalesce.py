@@ -51,7 +51,7 @@ class Batch:
                 f"group {d.comm.name!r} already has a coalescing block here, and blocks of one group do not nest: make "
                 "the calls in the outer block, or await one of its works to send its recorded calls"
             )
-        # The interceptor that is active outside the block takes the fused calls.
+        # Fused calls go to the interceptor that is active outside the block.
         self._outer = d.interceptor_here()
         self._start_recording()
         self._open[self] = None
@@ -80,7 +80,7 @@ class Batch:
             self.native = self.recording.native = None
             del self.recording
         for each in self._failures:
-            # A withdrawn receive does not count as a failure.
+            # Do not raise the CancelledError of a withdrawn receive: it does not count as a failure.
             if not getattr(each, "retrieved", False) and not isinstance(each.exception, asyncio.CancelledError):
                 each.note_retrieval()
                 assert each.exception is not None
@@ -130,7 +130,7 @@ class Batch:
         self._started = [completion for completion in started if not completion.done]
 
     def _start_recording(self) -> None:
-        """Start a new recording, for the next flush."""
+        """Create the recording for the calls until the next flush."""
         self.recording = Recording(self._dispatcher, self._flush_quietly, self._failures.append)
         if self._outer is None:
             self._flusher.record_natively(self.recording)
@@ -161,7 +161,7 @@ class Batch:
 
 
 class Coalescer:
-    """The maker of one group's blocks, and of its calls on lists of arrays.
+    """The component of a group that makes coalescing blocks, and calls on lists of arrays.
 
     Args:
         dispatcher: of the group.
@@ -208,7 +208,7 @@ class Coalescer:
         return work
 
     def deferred(self) -> list[Completion]:
-        """Return the completions of calls that have not reached the engine: recorded, or held by an interceptor."""
+        """Return the completions of calls that the engine has not started: recorded, or held by an interceptor."""
         calls = [call for block in self._batches for call in block.recorded()]
         for flush in self._flusher.intercepted:
             calls += flush.stands_for()

@@ -1,4 +1,4 @@
-"""Interceptor of dry runs: all calls succeed at once, and nothing is sent."""
+"""Interceptor of dry runs: all calls succeed immediately, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DryRun:
         self._dispatcher = dispatcher
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Take a number for a call as usual; complete it with this rank's data instead of the other ranks' data."""
+        """Give the call a sequence number, and complete it immediately, with this rank's data for all other ranks."""
         d = self._dispatcher
         identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         completion = Completion(d.endpoint, call.op, seq, call.key, d)
@@ -44,10 +44,10 @@ class DryRun:
 
 
 class _CompletedOperation(Operation):
-    """An operation that succeeds at once."""
+    """An operation that succeeds immediately."""
 
     __slots__ = ()
 
     def enter(self) -> None:
-        """Succeed at once."""
+        """Succeed immediately."""
         self.succeed(self.completion.value)

@@ -90,7 +90,7 @@ def _prediction(comm: Communicator, call: PreparedCall) -> Predicted:
     if spec.method is Method.PROGRAM:
         algorithm = choose(spec.kind, call.nbytes, size, tuning=comm.tuning, hosts=comm.hosts)
         return _estimate_program(comm, call.op, call.nbytes, algorithm)
-    # These calls send each message directly from the sender to the receiver.
+    # Collectives without an algorithm send each message directly from the sender to the receiver.
     sends = 0 if spec.receivers is Participants.ROOT else size - 1
     receives = 0 if spec.senders is Participants.ROOT else size - 1
     load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)
@@ -98,7 +98,7 @@ def _prediction(comm: Communicator, call: PreparedCall) -> Predicted:
 
 
 def _estimate_program(comm: Communicator, op: str, nbytes: int, algorithm: str) -> Predicted:
-    """Return the estimate of a call that this algorithm would carry out."""
+    """Return the estimated duration of a call with the given algorithm."""
     kind, machine, size, seconds = op.lower(), comm.tuning.machine, len(comm.ranks), 0.0
     if (kind, algorithm) in two_level.ALGORITHMS:
         seconds = two_level.predict(algorithm, kind, nbytes, comm.hosts, machine)
@@ -108,7 +108,7 @@ def _estimate_program(comm: Communicator, op: str, nbytes: int, algorithm: str) 
 
 
 def _vector_length(signature: Signature, comm: Communicator) -> int:
-    """Return the number of elements of a call's whole vector."""
+    """Return the number of elements in a call's tensor, or in the blocks of all ranks together."""
     if signature.counts:
         return sum(signature.counts)
     known = max(sum(signature.sends), sum(signature.receives))

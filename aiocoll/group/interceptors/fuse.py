@@ -30,18 +30,18 @@ from aiocoll.group.dispatch.planner import Planner
 
 __all__ = ["LARGE", "Fuser"]
 
-#: Bytes of a call's whole vector from which the call is not fused: copying would take longer than a separate message.
-#: The limit is the same on all ranks, so that they fuse the same calls. Calls whose counts only two ranks know are
-#: always fused.
+#: Bytes of a call's tensor, or of the blocks of all ranks together, from which the call is not fused, because copying
+#: would take longer than a separate message. All ranks have the same limit, so that they fuse the same calls. Calls
+#: whose counts only two ranks know are always fused.
 LARGE = 128 * 1024
 #: Maximum number of calls whose arrays are copied in one step.
 MOST = 128
 #: Maximum number of cached layouts.
 LAYOUTS = 16
-#: Number of bytes in a stamp.
+#: Number of bytes in a stamp, a hash at the start of a fused buffer by which the receiver detects different counts.
 STAMP = 8
 
-#: The dtype with which elements are fused if they are copied and not reduced.
+#: The element type of fused calls on elements that consist of several stored items, such as structured elements.
 _BYTES = by_name("uint8")
 
 #: A recorded call: its plan, or its signature if there is no plan.
@@ -60,7 +60,7 @@ class Fuser:
         self._rank = comm.rank
         self._size = len(comm.ranks)
         self._planner = planner
-        #: Whether small calls are not fused, because the accelerator carries out each of them in 1 µs, less than
+        #: True if small calls are not fused: the accelerator carries out each of them in 1 µs, which is less than
         #: packing takes.
         self.has_singles = bool(comm.chunk_nbytes) and self._size > 1 and comm.is_on_all_cards("native")
         self._small = comm.slots.small if self.has_singles else 0
@@ -155,7 +155,7 @@ class Fuser:
         return bucket._replace(plan=self._fused(plans[0], sizes))
 
     def _fused(self, like: Plan, sizes: Sequence[int | None]) -> Plan:
-        """Make the plan of a fused call from calls like `like`. Any prescaling factor is applied when packing."""
+        """Make the plan of a fused call from calls like `like`, without a prescaling factor: packing applies it."""
         signature, spec, kernel = like.signature, like.signature.spec, like.kernel
         if kernel is not None and kernel.prescale is not None:
             kernel = kernel._replace(prescale=None)
@@ -177,7 +177,7 @@ class _Entry(NamedTuple):
 
 
 class _SignatureTable:
-    """The signatures of a list's calls, with user functions of equal names numbered in order."""
+    """A table of the recorded calls' signatures. Different user functions with the same name get numbers."""
 
     def __init__(self) -> None:
         self._functions: dict[str, list[Any]] = {}
@@ -212,7 +212,7 @@ def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | 
 
 
 def _part_bounds(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Iterable[int]:
-    """Yield the bounds of parts of at most `CHUNK` bytes and `MOST` calls. A larger call is a part of its own."""
+    """Yield the positions that divide calls into parts of at most `CHUNK` bytes (or one call) and `MOST` calls."""
     yield 0
     start = nbytes = 0
     sizes = [sum(each) * itemsize for each in zip(*(column for column in counts if column is not None), strict=True)]
@@ -225,7 +225,7 @@ def _part_bounds(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Ite
 
 
 def _stamp(counts: tuple[int, ...], size: int, storage: np.dtype[Any]) -> NDArray[Any]:
-    """Return a hash of `counts` as elements to put into a buffer."""
+    """Return a stamp, the hash of `counts`, as elements for the start of a fused buffer."""
     stamp = np.zeros(size * storage.itemsize, np.uint8)
     stamp[:STAMP] = np.frombuffer(blake2b(repr(counts).encode(), digest_size=STAMP).digest(), np.uint8)
     return stamp.view(storage)

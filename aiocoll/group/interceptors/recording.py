@@ -1,4 +1,4 @@
-"""Recorded calls and their start: all take one number; fused calls become one operation, other calls one each."""
+"""Recorded calls and their start under one sequence number. Fused calls become one operation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Recording:
         self.native: Any = None
         self.loose: list[tuple[DeferredCompletion, PreparedCall]] = []
         self.lists: list[tuple[DeferredCompletion, list[Member]]] = []
-        # For works that the accelerator recorded: the completion of the list call to which they belong.
+        # Maps each work that the accelerator recorded for a list call to the completion of this list call.
         self._wholes: dict[Work[Any], Completion] = {}
         self.limit = inf
         self.followed: list[Completion] = []
@@ -78,7 +78,7 @@ class Recording:
         self._wanted = False
 
     def spin(self, completion: Completion) -> None:
-        """Make progress for a task that awaits `completion`: start the recorded calls soon, or poll if started."""
+        """Make progress for a task that awaits `completion`: poll, or start the calls if they are only recorded."""
         if self.flushed:
             self._dispatcher.endpoint.spin(completion)
         else:
@@ -91,11 +91,11 @@ class Recording:
             self.runtime.call_soon(self._flush)
 
     def follow(self, completion: Completion) -> None:
-        """Let the block also wait for a further completion."""
+        """Add a completion for which the block waits, too."""
         self.followed.append(completion)
 
     def keep(self, call: PreparedCall) -> Work[Any]:
-        """Record a call that has no plan, or has a key; return its work."""
+        """Record a call without a plan, or with a key; return its work."""
         completion = DeferredCompletion(self, call.op, None, call.key, self._dispatcher)
         call.expect(completion)
         if call.signature is not None and call.key is None:
@@ -117,7 +117,7 @@ class Recording:
         return list(dict.fromkeys(each))
 
     def note_awaits(self) -> None:
-        """Mark all completions as awaited by the block. Works of the accelerator need no mark."""
+        """Record that the block awaits all completions. Works that the accelerator recorded do not need this."""
         members = [member for member in self.members if type(member) is not Work]
         for completion in (*members, *(whole for whole, _ in self.lists), *(loose for loose, _ in self.loose)):
             completion.note_await()
@@ -125,7 +125,7 @@ class Recording:
     def deferred(
         self, plan: Plan, arrays: list[Any], facts: tuple[Any, ...], waiters: Any, guard: Any, work: Any
     ) -> DeferredCompletion:
-        """Return the completion of a call recorded by the accelerator in C. Arguments as for `make_completion`."""
+        """Return the completion of a call that the C accelerator has recorded; see `make_completion`."""
         whole = self._wholes.get(work)
         completion: DeferredCompletion
         if whole is None:
@@ -138,7 +138,7 @@ class Recording:
         return completion
 
     def add_list(self, whole: DeferredCompletion, members: list[Member]) -> None:
-        """Record a call on a list, whose members are recorded calls."""
+        """Record a list call. Its members, one per array, are calls that have already been recorded."""
         for member in members:
             if type(member) is Work:
                 self._wholes[member] = whole
@@ -157,10 +157,10 @@ class Recording:
         self.settle(error)
 
     def settle(self, error: BaseException | None) -> None:
-        """End each list call when its members have ended: with `error`, their first error, or their results."""
+        """End all list calls, whose members have ended: with `error`, a member's error, or the members' results."""
         for whole, members in self.lists:
             if not whole.done:
-                # A member may have failed without a failure of the group.
+                # A member may have failed although the group has not failed.
                 wrong = error or next((wrong for wrong in map(_failure, members) if wrong is not None), None)
                 if wrong is None:
                     whole.finish([each.result() if type(each) is Work else each.result for each in members])
@@ -176,7 +176,7 @@ class Recording:
 
 
 class Flusher:
-    """The part of one group that starts recorded calls.
+    """The component of a group that starts recorded calls.
 
     Args:
         dispatcher: dispatcher of the group.
@@ -192,13 +192,13 @@ class Flusher:
         self._fuser = Fuser(dispatcher.comm, dispatcher.planner)
 
     def record_natively(self, recording: Recording) -> None:
-        """Let the accelerator record plain calls, unless the group fuses small calls."""
+        """Let the accelerator record calls on NumPy arrays, unless the group fuses small calls."""
         native = self._dispatcher.native
         if native is not None and self._fuser.has_singles:
             recording.native = native.block(recording)
 
     def flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushCompletion | None:
-        """Start recorded calls.
+        """Start the calls of a recording.
 
         Args:
             recording: the calls.
@@ -219,7 +219,7 @@ class Flusher:
             layout, members = self._lay_out(recording, outer is None, outer is None and wrapper is None)
             if recording.loose:
                 self._start_all_loose(recording.loose, outer, wrapper)
-                # Check the group, because one of these calls may have revoked it.
+                # Check the group, because a call started above may have revoked the group.
                 self._comm.raise_if_revoked()
         except Exception as error:
             d.failures.expect(error)
@@ -276,7 +276,7 @@ class Flusher:
         return completion
 
     def _lay_out(self, recording: Recording, together: bool, allow_singles: bool) -> tuple[Layout, list[Member]]:
-        """Return the layout and members of recorded calls; raise an error if calls share memory that one writes."""
+        """Return the layout and members of recorded calls; raise an error if one writes memory that another uses."""
         d, members, native = self._dispatcher, recording.members, recording.native
         if native is None:
             calls = tuple([member.plan or member.call.signature for member in members])
@@ -309,7 +309,7 @@ class Flusher:
         key: str | None,
         alone: bool = False,
     ) -> PreparedCall:
-        """Return the prepared call for a bucket; `alone` if it is the only bucket of the flush."""
+        """Return the prepared call for a bucket. `alone` is True for the only bucket of a flush."""
         if bucket.plan is not None:
             return PlannedCall(bucket.plan, arrays, (), None, limit, key)
         own: list[PreparedCall] = [members[position].call for position in bucket.members]
@@ -324,7 +324,7 @@ class Flusher:
         outer: Interceptor | None,
         wrapper: Wrapper | None,
     ) -> None:
-        """Start messages and keyed collectives. If one cannot start, only that one fails."""
+        """Start messages and keyed collectives. An error at the start of a call fails only this call."""
         d = self._dispatcher
         with d.batched(array for _, call in calls if isinstance(call, MessageCall) for array in call.arrays or ()):
             for completion, call in calls:
@@ -355,7 +355,7 @@ def _failure(member: Member) -> BaseException | None:
 
 
 def _make_bucket_operation(comm: Communicator, call: PreparedCall, layout: Layout, limit: float) -> Make:
-    """Return a function that makes a bucket's operation, which reports use with the whole flush's signature."""
+    """Return a function that makes a bucket's operation, with the signature and fingerprint of the whole flush."""
 
     def make(identity: int, completion: Completion) -> Operation:
         # A monitored barrier keeps its own timeout, because its error names the missing ranks.
@@ -393,7 +393,7 @@ def _follow(completion: Completion, follower: DeferredCompletion) -> None:
 
 
 def _at_end(completion: Completion, ended: Ended) -> None:
-    """Call `ended` when an intercepted call ends, or now if it has ended."""
+    """Call `ended` when an intercepted call ends, or immediately if the call has already ended."""
     completion.note_await()
     if completion.done:
         ended(completion.result, completion.exception)

@@ -58,7 +58,7 @@ class Verifier(Wrapper):
     def report_wrong_call(
         self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Report a call with wrong arguments to all ranks, as part of their comparison."""
+        """Report a call with wrong arguments to all ranks, by taking part in their comparison of calls."""
         d = self._dispatcher
         d.check()
         limit = d.limit(timeout)
