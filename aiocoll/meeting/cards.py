@@ -32,14 +32,14 @@ MOVED = b"moved:"
 #: Key of a failed generation's outcome: the reason after `CALLED_OFF`, or `MOVED`. The first stored value counts.
 ENDED = "ended"
 
-#: Types of a card's fields: host, event loop, unix socket, store address, ticket of the holder, process (namespace,
-#: pid, start), TCP host and port, bytes of a piece in shared memory, whether the rank reads other ranks' memory,
-#: fingerprint of its NaNs, the carriers that it requests and offers.
+#: Types of the checked fields of a card: host, event loop, unix socket, store address, ticket holder, process
+#: (namespace, pid, start), TCP host and port, chunk size in shared memory, whether the rank reads other ranks' memory,
+#: fingerprint of its NaNs, requested carrier, offered carrier.
 _CARD = [str, str, str, str, str, int, int, int, str, int, int, bool, int, str, str]
 
 
 class MeetingMovedError(RendezvousError):
-    """Raised when the ranks start to meet again, because a rank was replaced before all had published their cards."""
+    """Raised when the ranks meet again, because a process was replaced before all ranks had published their cards."""
 
 
 class CardCache:
