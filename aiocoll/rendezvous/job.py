@@ -265,7 +265,7 @@ class Job:
             except MeetingMovedError as error:
                 logger.debug("rank %d: %s", self.rank, error, extra={"rank": self.rank})
             except StoreUnavailableError as error:
-                # The store may belong to an earlier job that is ending. Retry, since the new job's store will listen soon.
+                # The store may belong to an earlier job that is ending. Retry: the new job's store will listen soon.
                 if (
                     self._prefix
                     or self.endpoint is not None

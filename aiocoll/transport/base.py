@@ -175,10 +175,10 @@ class SharedMemoryLink(Link, Protocol):
         """
 
     def on_departure(self, group: int) -> None:
-        """Record that the peer has left a group, and reads no more contributions that are posted for it."""
+        """Record that the peer has left a group, so it reads no more contributions of this rank to that group."""
 
     def unmap(self) -> None:
-        """Unmap the peer's segments, after `close`. Its slots can still be read."""
+        """Unmap the peer's segments, after `close`. The peer's slots can still be read."""
 
     def forget(self) -> None:
         """Release the memory of the slots, after `close`, even if other objects still refer to this link."""
@@ -211,13 +211,13 @@ class Transport(Protocol):
         """Open a link to `peer`; return None if `peer` is opening a link, which this rank will accept."""
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
-        """Open a heartbeat connection to another process; return None in the same case as `connect`."""
+        """Open a heartbeat connection to another process; return None if `peer` is opening one."""
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
         """Return the medium of the data link to `peer` ("none" if not open), and why it is not shared memory."""
 
     def catch_up(self) -> None:
-        """Deliver the frames that peers wrote before they sent a notice that has arrived on a faster path.
+        """Deliver the frames that peers wrote before a notice, when the notice has arrived first on a faster path.
 
         Do nothing if frames and notices arrive in order anyway.
         """

@@ -40,7 +40,7 @@ class Hub:
         self._opened: asyncio.Event = asyncio.Event()
 
     def cut(self, a: int, b: int) -> None:
-        """Break all links between ranks `a` and `b`, as if a pulled cable was noticed at once."""
+        """Break all links between ranks `a` and `b`. Both ranks detect it at once."""
         for link in [link for link in self.links if link.ends == (min(a, b), max(a, b))]:
             link.break_off(ConnectionResetError(f"the link between rank {a} and rank {b} was cut"))
 
