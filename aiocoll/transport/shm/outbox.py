@@ -183,7 +183,7 @@ class PeerOutbox:
         if posts == self._seen and chunked == self._chunked:
             return False
         self._seen, self._chunked = posts, chunked
-        # The caller reads the posts next. The fence ensures that the processor loads them after the count.
+        # The caller reads the posts next. The fence ensures that the processor loads posts after their count.
         if self._order is not None:
             self._order()
         return True
