@@ -421,7 +421,7 @@ class StreamTransport:
                     stream.close()
 
     def _add_connection(self, peer: int, stream: ByteStream) -> None:
-        """Add the further connection `stream` to the data link of `peer`, and confirm it, so that `peer` adds it, too."""
+        """Add the connection `stream` to the data link of `peer`, and confirm it, so that `peer` adds it, too."""
         if self._links.add(peer, stream):
             send_message(stream, _TAKEN)
         else:
