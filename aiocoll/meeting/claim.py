@@ -90,7 +90,7 @@ class Claims:
             _active.discard(self._mark)
 
     async def claim(self) -> None:
-        """Claim the rank in the first generation that has not ended.
+        """Claim the rank in the first generation (rendezvous attempt) that has not ended.
 
         Raises:
             RankTakenError: another process, which may be alive, is that rank.
@@ -121,7 +121,7 @@ class Claims:
             raise_if_called_off(await self._start_next_generation())
 
     async def confirm(self) -> None:
-        """Record that this rank has met the others, so that a process that replaces it uses a later generation."""
+        """Record that this rank has met the others. A process that replaces it then uses a later generation."""
         await self._store.set(_met_key(self._rank), str(self.generation).encode())
         if self._once:
             await self._store.set(_HAVE_MET, b"")
@@ -233,5 +233,5 @@ async def call_off_all(store: Store, world_size: int, reason: str) -> None:
 
 
 def _met_key(rank: int) -> str:
-    """Return the key that stores the last generation in which `rank` has met the others."""
+    """Return the store key for the last generation in which `rank` has met the other ranks."""
     return f"aiocoll/rank/{rank}"

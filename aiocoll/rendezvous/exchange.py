@@ -52,7 +52,7 @@ class Exchange:
         return job.decode(errors="replace")
 
     async def exchange_cards(self, topic: str, card: Card, cache: CardCache) -> Mapping[int, Card]:
-        """Publish `card`, and return the cards of all ranks."""
+        """Publish this rank's `card` (its addresses and capabilities), and return the cards of all ranks."""
         found = await self.exchange_values(topic, msgpack.packb(card), range(self._world_size))
         return cache.read([*found.values()])
 

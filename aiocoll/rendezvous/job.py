@@ -55,7 +55,7 @@ shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDic
 
 
 class Job:
-    """A rank's part in one job on one event loop: its store, endpoint and groups.
+    """The state of one rank in one job, on one event loop: its store, endpoint and groups.
 
     Args:
         identity: its key in `shared`, removed with its last group.

@@ -244,7 +244,7 @@ class new_group:
 
     def _open_store_handle(self, options: GroupOptions) -> StoreHandle:
         where, key = self._parameters, self._key()
-        # Newcomers may need the store later. With the world size, the last of the first ranks to leave would remove it.
+        # Open the store without a world size: it must not end with the first ranks, because newcomers may need it.
         to_open = where._replace(world_size=0) if self._finds_out else where
         return StoreHandle(
             where.store, lambda: to_open.open(self._timeout, key, options), where.replaceable, where.holder

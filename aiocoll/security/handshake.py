@@ -120,7 +120,7 @@ class Status(IntEnum):
 
 
 class Identity(NamedTuple):
-    """The identity of one end: job id (16 bytes), epoch, rank (-1: none), world size (0: unknown), connection kind.
+    """The identity of a connection's end: job id (16 bytes), epoch, rank (-1: none), world size (0: unknown), kind.
 
     `ended` is the number of its ended connections of that kind with the other end, modulo 65536. `striped` is True if
     the link will have further connections.
@@ -136,7 +136,7 @@ class Identity(NamedTuple):
 
 
 class Peer(Identity):
-    """The proven identity of the other end."""
+    """The proven identity of the other end of a connection."""
 
     __slots__ = ()
 

@@ -96,6 +96,6 @@ def check_names(names: Sequence[str], expected: str, whose: str) -> None:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first of several names as text, for an error message."""
+    """Return the first few names, and the number of further names, as text for an error message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}" if names else "no job"

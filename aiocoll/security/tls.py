@@ -110,7 +110,7 @@ def is_encrypted(encryption: str, host: str) -> bool:
 
 
 def agreed(options: Mapping[int, str], hosts: int) -> bool:
-    """Return whether TCP between ranks is encrypted, from the options of all ranks. Equal on all ranks.
+    """Return whether TCP between ranks is encrypted, from the options of all ranks. The result is equal on all ranks.
 
     Args:
         options: the `encryption` option of each rank.

@@ -29,7 +29,7 @@ __all__ = ["Session", "SessionOwner"]
 
 #: Maximum number of concurrent waits of one connection.
 _MAX_WAITS = 1024
-#: Bytes of unread replies after which a client is disconnected. The server stops reading its requests long before.
+#: Bytes of unread replies after which a client is disconnected. The server stops reading its requests much earlier.
 _MAX_UNSENT = 4 * MAX_FRAME
 
 
@@ -87,7 +87,7 @@ class Session(FrameProtocol):
         self._owner.session_opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle a lost connection: drop the client's waits, and mark the keys that it held."""
+        """Handle a lost connection: drop the client's waits, and set the keys that the client held to `LEFT`."""
         if self._deadline is not None:
             self._deadline.cancel()
         for core, waiter, _ in self._waits.values():

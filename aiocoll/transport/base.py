@@ -160,7 +160,7 @@ class SharedMemoryLink(Link, Protocol):
         """Wake the peers of several links, which may include this link, as `announce` does."""
 
     def shares_core(self) -> bool:
-        """Return whether this rank runs on the core on which the peer ran when it last waited for long."""
+        """Return whether this rank runs on the CPU core on which the peer last waited for long."""
 
     def refuse(self, error: Exception) -> None:
         """End the link in the next loop iteration, because the peer has written invalid data to the shared memory."""

@@ -45,8 +45,8 @@ from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
 __all__ = ["ChunkQueueReader", "ChunkQueueWriter", "Chunks"]
 
-#: Value of word 3 in a chunk's line if the writer may have overwritten the chunk in its segment. No segment has this
-#: number.
+#: Value of word 3 in the line that describes a chunk, if the writer may have overwritten the chunk in its segment. No
+#: segment has this number.
 _VOID = (1 << 64) - 1
 #: A number greater than any operation id.
 _NEVER = (1 << 64) - 1

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PIECE_TIME", "LinkParts", "OwnPart", "PeerPart", "ShmLink"]
 
-#: If a peer has been reading the same piece for this many seconds, it counts as stopped. A normal read is much shorter.
+#: If a peer has been reading the same piece of memory for this many seconds, it counts as stopped. A normal read is
+#: much shorter.
 PIECE_TIME = 500e-6
 _KINDS = frozenset(FrameKind)
 _NOTHING = memoryview(b"")
@@ -318,7 +319,7 @@ class ShmLink:
         self._on_lost(error)
 
     def refuse(self, error: Exception) -> None:
-        """Stop reading, because the peer's data is invalid; in the next loop iteration, since it may be in use now."""
+        """Stop reading in the next loop iteration: the peer's data is invalid, but an operation may be using it."""
         self._runtime.call_soon(self._refuse_once, error)
 
     def close(self) -> None:

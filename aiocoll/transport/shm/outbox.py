@@ -67,7 +67,7 @@ class Outbox:
         return self._region.fd
 
     def open_lane(self, peer: int) -> LaneWriter | None:
-        """Return a lane for a link to a peer, until `close_lane`; None if too many links are being opened at once.
+        """Reserve a lane for a link to a peer, until `close_lane`. Return None if too many links are opened at once.
 
         Raises:
             OSError: no memory is left.

@@ -187,7 +187,7 @@ class Dial:
         self._arrived = partial(is_ready, fd, to_write=connecting)
 
     def allow(self, seconds: float) -> None:
-        """Limit the current step to `seconds`, until `stop` is called."""
+        """Limit the current step of the dial to `seconds`, until `stop` is called."""
         self._timeout = LoopTimeout(
             self._runtime, seconds, lambda: self.interrupt(self._runtime.time()), lambda: self._arrived()
         )
@@ -232,7 +232,7 @@ class _NoRouteError(Exception):
 
 
 class Dialler:
-    """The part of a transport that dials peers, with retries until each requested link is open.
+    """The component of a transport that dials peers, with retries until each requested link is open.
 
     Args:
         runtime: clock and randomness.

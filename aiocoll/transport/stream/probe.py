@@ -24,7 +24,7 @@ from aiocoll.transport.byte_stream import ByteStream, receive_message, resolve, 
 
 __all__ = ["LinkFigures", "answer", "measure"]
 
-#: Payload bytes of a packet. With all headers and encryption, the packet fits into any network without fragmentation.
+#: Payload bytes of a packet. With all headers and encryption, the packet fits into the usual MTU of 1500 bytes.
 PACKET = 1280
 #: Number of packets in each train. TCP starts with a window of ten packets, and doubles it with each answer.
 TRAINS = (0, 10, 20, 40, 40)
