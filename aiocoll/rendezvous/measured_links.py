@@ -146,7 +146,7 @@ def _distances(hosts: int) -> Iterator[int]:
 
 
 async def _measure_link(stream: StreamTransport, peer: int, card: Card, turn: asyncio.Lock) -> LinkFigures | None:
-    """Measure the link to a peer. The lock `turn` admits one link at a time, so that packets never queue up."""
+    """Measure the link to a peer. The lock `turn` admits one measurement at a time, so that results are exact."""
     try:
         async with asyncio.timeout(LIMIT):
             probe = await stream.connect_probe(peer, card)

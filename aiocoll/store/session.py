@@ -56,7 +56,7 @@ class SessionOwner(Protocol):
 
 
 class Session(FrameProtocol):
-    """A server connection that authenticates its client and carries out requests. Invalid requests close it."""
+    """A server connection that authenticates its client and carries out requests. Protocol errors end it."""
 
     def __init__(self, owner: SessionOwner, handshake: ServerHandshake, job: str | None = None) -> None:
         super().__init__()

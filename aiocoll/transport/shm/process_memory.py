@@ -150,7 +150,7 @@ def yama_scope() -> int:
 
 
 def can_read() -> str | None:
-    """Return the reason why this process cannot read other processes; None if it can read itself in that way."""
+    """Return why this process cannot read other processes' memory; None if a test read of its own memory succeeds."""
     try:
         own = OwnMemory(bytes)
     except OSError as error:

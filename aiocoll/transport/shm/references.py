@@ -51,7 +51,7 @@ class InPlace:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether peers may read this process's memory, and this process can read itself in that way."""
+        """Return whether peers may read this process's memory, and a test read of its own memory succeeds."""
         return self._random_bytes is not None and can_read() is None
 
     @cached_property

@@ -73,7 +73,7 @@ class Sharing:
 
     @property
     def reads(self) -> bool:
-        """Return whether ranks may read each other's memory in place, and this process can read itself in that way."""
+        """Return whether ranks may read each other's memory in place, and a test read of this process succeeds."""
         return self.trouble is None and self.in_place.is_wanted
 
     async def propose(self, sock: socket.socket, peer: int) -> LinkParts | None:
