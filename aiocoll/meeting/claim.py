@@ -82,7 +82,7 @@ class Claims:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Keep the claims valid inside the block; after it, another task of this process may replace them."""
+        """Keep the claim valid inside a ``with`` block. Afterwards, another task of this process may replace it."""
         _active.add(self._mark)
         try:
             yield
@@ -189,7 +189,7 @@ class Claims:
         return not self._store._sees_disconnects and self._is_gone(process)
 
     def _is_gone(self, process: bytes) -> bool:
-        """Return whether a claim's process is on this host and in this PID namespace, and has ended."""
+        """Return whether the process that made a claim has ended. False on another host or in another PID namespace."""
         try:
             host, *found = msgpack.unpackb(process)
             claimer = ProcessId(*found)

@@ -153,7 +153,7 @@ def new_context(protocol: int) -> ssl.SSLContext:
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # connections are never resumed
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # A peer may close TCP without closing TLS: links and stores detect a premature end by their own messages.
+    # Ignore a TCP close without a TLS close: links and stores detect a premature end by their own messages.
     context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
     return context
 

@@ -18,8 +18,8 @@ from aiocoll.users import peer_trouble
 __all__ = ["StoreEndpoint", "check_peer", "describe", "is_loopback_name", "is_unix", "listen", "literal", "resolve"]
 
 _UNIX = "unix:"
-#: Length of the kernel's queue of new connections, enough for all ranks of a large job at once. The kernel lowers it to
-#: its own limit (net.core.somaxconn, 4096 since Linux 5.4).
+#: Length of the kernel's queue of new connections, enough for all ranks of a large job at once. The kernel lowers this
+#: length to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
 _BACKLOG = 4096
 #: Seconds of a network outage after which the kernel closes a connection. The value is as high as Linux's defaults,
 #: because each request has its own timeout.
@@ -49,7 +49,7 @@ class StoreEndpoint(NamedTuple):
         return StoreEndpoint(socket.AF_INET, ("127.0.0.1", port))
 
     def socket(self) -> socket.socket:
-        """Return a new non-blocking socket of this family."""
+        """Return a new non-blocking socket of this endpoint's family."""
         sock = socket.socket(self.family, socket.SOCK_STREAM)
         sock.setblocking(False)
         if not isinstance(self.sockaddr, str):

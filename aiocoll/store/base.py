@@ -315,7 +315,7 @@ class Store(ABC):
         """Carry out a waiting command of `WAITS`, whose arguments the caller has checked."""
 
     async def _hold(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Carry out `compare_set`, and let the store set the key to `LEFT` when it sees this client disconnect."""
+        """Carry out `compare_set`. When this client disconnects later, the store sets the key to `LEFT`."""
         value: bytes = await self._call_checked("hold", key, expected, desired)
         return value
 

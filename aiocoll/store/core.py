@@ -55,7 +55,7 @@ class StoreCore:
         }
 
     def apply(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        """Carry out a command of `COMMANDS`; raise `StoreError` and change nothing if it would exceed a limit."""
+        """Carry out a command of `COMMANDS`. If it would exceed a limit, change nothing and raise `StoreError`."""
         return self._handlers[command](*arguments)
 
     def start(self, command: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> PendingWait | None:

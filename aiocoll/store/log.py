@@ -227,7 +227,7 @@ def _carry_out(apply: Callable[[list[Any]], None], payload: bytes) -> None:
 
 
 def _open(path: str) -> int:
-    """Open or create the file; raise an error if another user may have made it or can read it."""
+    """Open or create the log file; raise an error if another user may have created it or can read it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:

@@ -306,7 +306,7 @@ class StoreServer:
 
     async def _start_session(self, connection: socket.socket, encrypted: bool) -> None:
         async with loop_timeout(self.runtime, HANDSHAKE_TIMEOUT, partial(is_ready, connection.fileno())):
-            # Call this once, because a second call may return renewed certificates.
+            # Call `get` only once, because a second call may return renewed certificates.
             tls = self._tls.get() if encrypted else None
             bound = b"" if tls is None else binding(tls.certificate)
             handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes, bound)

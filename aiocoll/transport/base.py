@@ -127,7 +127,7 @@ class SharedMemoryLink(Link, Protocol):
 
     @property
     def common_writer(self) -> CommonWriter:
-        """The writer of this rank's common lane, which all peers read. All links share it."""
+        """The writer of this rank's common lane, which all peers read. All links share this writer."""
 
     @property
     def lane_writer(self) -> LaneWriter:
@@ -135,7 +135,7 @@ class SharedMemoryLink(Link, Protocol):
 
     @property
     def common_reader(self) -> SlotReader:
-        """The reader of the peer's common lane, which all its peers read."""
+        """The reader of the peer's common lane, which other ranks read, too."""
 
     @property
     def lane_reader(self) -> SlotReader:
@@ -143,7 +143,7 @@ class SharedMemoryLink(Link, Protocol):
 
     @property
     def peer_outbox(self) -> PeerOutbox:
-        """The peer's outbox: the memory in which it posts data."""
+        """The peer's outbox: the memory in which the peer posts data."""
 
     @property
     def chunks(self) -> Chunks:
@@ -214,7 +214,7 @@ class Transport(Protocol):
         """Open a heartbeat connection to another process; return None if `peer` is opening one."""
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
-        """Return the medium of the data link to `peer` ("none" if not open), and why it is not shared memory."""
+        """Return the medium of the data link to `peer` ("none" if not open), and the reason why it is not "shm"."""
 
     def catch_up(self) -> None:
         """Deliver the frames that peers wrote before a notice, when the notice has arrived first on a faster path.

@@ -137,7 +137,7 @@ class MemoryLink:
             self._after_latency(self.other._on_peer_ended)
 
     def close(self) -> None:
-        """Close this end. The other end sees a broken link, unless it has finished."""
+        """Close this end. The other end sees a broken link, unless `finish` was called before."""
         if not self._closed:
             self._detach()
             if not self._hub.runtime.loop.is_closed():

@@ -38,7 +38,7 @@ MOST_BY_REFERENCE = 16 * SEGMENT
 
 
 class PeerOutbox(Protocol):
-    """A peer's outbox: the memory in which it posts data for this rank."""
+    """A peer's outbox: the memory in which the peer posts data for this rank."""
 
     def has_news(self) -> bool:
         """Return whether, since the last call, the peer has posted data or written the last chunk of an operation."""

@@ -165,7 +165,7 @@ class PeerDoorbell:
         self.rung_status = 0
 
     def ring(self) -> None:
-        """Wake the peer if it sleeps. It then sees all data that this rank stored before this call.
+        """Wake the peer if it sleeps. The peer then sees all data that this rank stored before this call.
 
         This rank also polls its links in the next turn of its loop, so the peer need not wake it to answer.
         """

@@ -92,7 +92,7 @@ class DialAddresses:
 
     def __init__(self, rank: int, host: str, key: bytes | None, transport: str) -> None:
         self.host = host
-        #: The reason why ranks whose cards name the same host are not dialled by unix socket; None if they are.
+        #: The reason why this rank does not dial unix sockets of ranks whose cards name the same host; None if it does.
         self.unix_trouble: str | None = None
         self.may_use_unix = transport != "tcp" and _AF_UNIX is not None
         self._rank = rank

@@ -249,7 +249,7 @@ class StreamTransport:
         return stream
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
-        """Return the medium of the data link to `peer` ("none" if not open), and why it is not shared memory."""
+        """Return the medium of the data link to `peer` ("none" if not open), and the reason why it is not "shm"."""
         trouble = self._dialler.detours.get(peer) or self._addresses.unix_trouble or self._links.sharing.trouble
         return self._links.carrier(peer), trouble
 
@@ -373,7 +373,7 @@ class StreamTransport:
         return hand_over
 
     def _proven(self, task: asyncio.Task[bool], sock: socket.socket) -> None:
-        """Remove the timeout for a peer that has proven the job key, because it may use the link at any time now.
+        """Remove the timeout for a peer that has proven the job key, because the peer may now use the link at any time.
 
         The peer closes the connection when it gives up, and its kernel does so when its process ends. If the host is
         down, or a router has dropped the connection, keepalive probes detect it. Otherwise the retransmission of the
