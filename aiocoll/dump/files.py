@@ -12,19 +12,19 @@ from typing import Any, TextIO
 
 __all__ = ["FORMAT", "KEYS", "VERSION", "file_name", "write_json"]
 
-#: Format name and version in a dump, by which readers recognize it.
+#: Format name and version at the beginning of each dump. `aiocoll trace` accepts only dumps with these values.
 FORMAT, VERSION = "aiocoll flight recorder", 1
-#: Maximum number of keys whose call counts a dump contains, newest first: about 300 KB.
+#: A dump contains the call counts of at most this many keys, the newest ones: about 300 KB.
 KEYS = 10_000
-#: Largest number of characters of a group name in a file name. File systems limit the whole name to 255 bytes.
+#: Maximum number of characters from the group name in a file name. File systems limit file names to 255 bytes.
 _LONGEST = 160
 #: Characters of a group name that are not escaped in file names.
 _PLAIN = frozenset(string.ascii_letters + string.digits + "_.-~")
 
 
 def file_name(group: str, rank: int) -> str:
-    """Return the name of the dump file of one rank of a group, which no other group uses."""
-    # Escape here instead of with `urllib.parse.quote`: its import takes milliseconds, and fails if it is not readable.
+    """Return the dump file name of one rank in a group. Groups with different names have different file names."""
+    # Do not use `urllib.parse.quote`: its import takes milliseconds, and fails if the process can no longer read it.
     octets = group.encode(errors="surrogatepass")
     safe = "".join(chr(each) if chr(each) in _PLAIN else f"%{each:02X}" for each in octets)
     if len(safe) > _LONGEST:
@@ -48,7 +48,7 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
 
 
 def _create_temporary(folder: str, name: str) -> TextIO:
-    """Create a temporary file in `folder` under an unused name; killed processes of any host may have left files."""
+    """Create a temporary file in `folder`. Try several names, since killed processes may have left such files."""
     numbers = itertools.count()
     while True:
         temporary = os.path.join(folder, f".{name[:200]}.{next(numbers)}")

@@ -1,4 +1,4 @@
-"""Formatting of a dump as a few lines of text: pending operations, and the last ended operations."""
+"""Short text form of a dump: the pending operations, and the operations that finished last."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 __all__ = ["format_dump"]
 
-#: Number of ended operations in the text, newest last.
+#: Maximum number of finished operations in the text; the newest one is last.
 _ENDED = 3
-#: Maximum number of pending operations in the text; the others are only counted.
+#: Maximum number of pending operations in the text. Further pending operations are only counted.
 _PENDING = 20
 
 
 def format_dump(dump: Mapping[str, Any]) -> str:
-    """Return the text for a dump that `FlightRecorder.dump` has made."""
+    """Format a dump, as returned by `FlightRecorder.dump`, as a few lines of text."""
     return "".join(f"{line}\n" for line in _lines(dump))
 
 

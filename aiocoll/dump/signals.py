@@ -23,9 +23,9 @@ __all__ = ["STAND_IN", "Listener", "listen", "listening", "unlisten"]
 #: Attribute that marks the launcher's placeholder handler, which aiocoll's handler may replace.
 STAND_IN = "stands_in_for_aiocoll"
 
-#: The signal; None on Windows, which does not have it.
+#: SIGUSR2; None on Windows, which lacks this signal.
 NUMBER: signal.Signals | None = getattr(signal, "SIGUSR2", None)
-#: File that lists the signals of this process that have a handler, including handlers in C.
+#: Linux lists in this file which signals of this process have a handler, including handlers in C.
 _STATUS = "/proc/self/status"
 
 
@@ -37,7 +37,7 @@ class Listener(Protocol):
 
 
 _listeners: WeakSet[Listener] = WeakSet()
-#: The handler that was installed before aiocoll's handler.
+#: The SIGUSR2 handler that was installed before aiocoll's handler.
 _before: Any = None
 _installed = False
 #: Number of dumps still to write, including the current one; 0 outside the handler.
@@ -45,7 +45,7 @@ _due = 0
 
 
 def listen(listener: Listener, *, asked: bool) -> None:
-    """Call `listener` at each SIGUSR2 from now on, if the handler of the signal can be installed.
+    """Register `listener`, to be called at each SIGUSR2, and install the signal handler if that is possible.
 
     Args:
         listener: the listener.
@@ -58,10 +58,10 @@ def listen(listener: Listener, *, asked: bool) -> None:
     if not _listeners:  # the last listener may have been garbage-collected without `unlisten`
         _installed = before is _handle
     _listeners.add(listener)
-    # Install only once: the program may have installed a handler since that calls aiocoll's handler.
+    # Install the handler only once: a handler that the program has installed since then may call aiocoll's handler.
     if _installed and not _would_end_process(before):
         return
-    # None stands for a handler that Python did not install. Python can neither call nor restore it.
+    # `getsignal` returns None for a handler that Python did not install. Python can neither call nor restore it.
     if before is None or not (asked or _would_end_process(before)):
         return
     with suppress(ValueError):  # raised outside of the main thread
@@ -94,13 +94,13 @@ def _would_end_process(handler: Any) -> bool:
             status = file.read()
     except OSError:
         return True
-    # Python reports a handler in C, such as that of `faulthandler.register`, as the default handler.
+    # Python reports a handler in C, such as that of `faulthandler.register`, as SIG_DFL. The kernel lists it.
     caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt"))
     return not caught >> (NUMBER - 1) & 1
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Write a dump, and one more if further signals came during the write. The handler never nests or blocks."""
+    """Write a dump. If more signals arrive during the write, write one more. The handler never nests or blocks."""
     global _due
     if _due:
         _due = 2
@@ -127,7 +127,7 @@ def _dump(number: int, frame: FrameType | None) -> None:
 
 
 def _write(text: str) -> None:
-    """Write to standard error unbuffered: the signal may have interrupted a write to the buffer of `sys.stderr`."""
+    """Write `text` to standard error, unbuffered: the signal may have interrupted a buffered write by Python."""
     data = memoryview(text.encode(errors="replace"))
     with suppress(OSError):
         while data:

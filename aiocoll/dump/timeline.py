@@ -14,9 +14,9 @@ __all__ = ["chrome_trace", "lanes", "named", "offsets"]
 Dump = Mapping[str, Any]
 Entry = Mapping[str, Any]
 
-#: Microseconds per second; the format's unit is the microsecond.
+#: Microseconds per second. Times in a Chrome trace are in microseconds.
 _US = 1e6
-#: Fields of an entry that describe the call. The other fields are its times.
+#: Fields of a dump entry that describe the call. The other fields are timestamps.
 _ARGUMENTS = ("seq", "key", "shape", "dtype", "bytes", "counts", "root", "reduce", "peer", "tag", "state", "error",
               "site", "function")  # fmt: skip
 
@@ -28,7 +28,7 @@ def named(entry: Entry) -> str:
 
 
 def offsets(dumps: Sequence[Dump]) -> list[float]:
-    """Return for each dump the offset that converts its times to the clock of the first dump's host.
+    """Return one clock offset per dump, which converts its times to the clock of the first dump's host.
 
     Ranks on one host share a monotonic clock, so they have the same offset. Between hosts the precision is the
     precision of their wall clocks.
@@ -43,7 +43,7 @@ def offsets(dumps: Sequence[Dump]) -> list[float]:
 
 
 def lanes(entries: Sequence[Entry], until: float) -> list[int]:
-    """Return for each entry the lowest lane in which no other entry overlaps it; pending operations last to `until`."""
+    """Assign each entry the lowest lane without overlapping entries. Pending operations last until `until`."""
     free: list[float] = []
     found = []
     for entry in entries:
@@ -82,7 +82,7 @@ def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
 
 
 def _lane_events(dump: Dump, kind: str, process: int, above: int, shift: float) -> Iterator[dict[str, Any]]:
-    """Yield trace events for operations of one kind: one thread per lane, numbered from `above` + 1, and its name."""
+    """Yield the trace events of one kind of operation. Each lane is a thread; thread numbers start at `above` + 1."""
     entries = [entry for entry in dump["entries"] if entry["kind"] == kind]
     until = dump["clock"]["monotonic"]
     named_threads: set[int] = set()

@@ -27,19 +27,21 @@ __all__ = [
 #: Prefix of a store value that contains the reason why the ranks cannot meet. No job name (hexadecimal) and no card (a
 #: msgpack map) begins with it.
 CALLED_OFF = b"off:"
-#: Store value that makes the ranks of a generation meet again, under the keys of the next generation.
+#: Store value that makes the ranks of a generation (one rendezvous attempt) meet again, under the keys of the next
+#: generation.
 MOVED = b"moved:"
-#: Key of a failed generation's outcome: the reason after `CALLED_OFF`, or `MOVED`. The first stored value counts.
+#: Key under which the outcome of a failed rendezvous attempt is stored: the reason after `CALLED_OFF`, or `MOVED`. The
+#: first stored value counts.
 ENDED = "ended"
 
-#: Types of a card's fields: host, event loop, unix socket, store address, ticket of the holder, process (namespace,
-#: pid, start), TCP host and port, bytes of a piece in shared memory, whether the rank reads other ranks' memory,
-#: fingerprint of its NaNs, the carriers that it requests and offers.
+#: Types of the checked fields of a card: host, event loop, unix socket, store address, ticket holder, process
+#: (namespace, pid, start), TCP host and port, chunk size in shared memory, whether the rank reads other ranks' memory,
+#: fingerprint of its NaNs, requested carrier, offered carrier.
 _CARD = [str, str, str, str, str, int, int, int, str, int, int, bool, int, str, str]
 
 
 class MeetingMovedError(RendezvousError):
-    """Raised when the ranks start to meet again, because a rank was replaced before all had published their cards."""
+    """Raised when the ranks meet again, because a process was replaced before all ranks had published their cards."""
 
 
 class CardCache:
@@ -95,7 +97,7 @@ def _decode(rank: int, data: bytes) -> Card:
 
 
 async def call_off(store: Store, world_size: int, reason: str, generation: int = 1) -> None:
-    """Publish why the ranks of a generation cannot meet, under every key for which a rank may wait.
+    """Publish why the ranks cannot meet in a rendezvous attempt, under every key for which a rank may wait.
 
     If the ranks are already meeting again, the reason is published in a later generation.
     """

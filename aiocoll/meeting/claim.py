@@ -31,13 +31,13 @@ __all__ = ["Claims", "RankTakenError", "RanksHaveMetError", "assign", "call_off_
 #: Seconds between two checks whether the process of a claim has ended.
 _LOOK = 1.0
 
-#: Key that exists when a rank has met the others, if the ranks may meet only once.
+#: Store key that exists once the ranks have met. Used only if they may meet only once on the store.
 _HAVE_MET = "aiocoll/met"
 
 #: Number of random bytes at the beginning of a claim. The identity of the claiming process follows.
 _NONCE = 16
 
-#: Claims that tasks of this process have made and not given up.
+#: Claims that tasks of this process have made and still hold.
 _active: set[bytes] = set()
 
 
@@ -82,7 +82,7 @@ class Claims:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Keep the claims valid inside the block; after it, another task of this process may replace them."""
+        """Keep the claim valid inside a ``with`` block. Afterwards, another task of this process may replace it."""
         _active.add(self._mark)
         try:
             yield
@@ -90,7 +90,7 @@ class Claims:
             _active.discard(self._mark)
 
     async def claim(self) -> None:
-        """Claim the rank in the first generation that has not ended.
+        """Claim the rank in the first generation (rendezvous attempt) that has not ended.
 
         Raises:
             RankTakenError: another process, which may be alive, is that rank.
@@ -106,7 +106,7 @@ class Claims:
             self.generation += 1
 
     async def restart_after_ended_rank(self) -> None:
-        """Before this rank publishes its card, make the ranks meet again if the process of a rank has ended.
+        """Make the ranks meet again if a rank's process has ended. Call this before this rank publishes its card.
 
         Raises:
             MeetingMovedError: the ranks meet in the next generation.
@@ -121,13 +121,13 @@ class Claims:
             raise_if_called_off(await self._start_next_generation())
 
     async def confirm(self) -> None:
-        """Record that this rank has met the others, so that a process that replaces it uses a later generation."""
+        """Record that this rank has met the others. A process that replaces it then uses a later generation."""
         await self._store.set(_met_key(self._rank), str(self.generation).encode())
         if self._once:
             await self._store.set(_HAVE_MET, b"")
 
     async def await_loss(self) -> RendezvousError:
-        """Wait until the next rank's process ends before that rank has met the others; return the error to raise."""
+        """Wait until the next rank's process is found to have ended without a rendezvous; return the error to raise."""
         next_rank = (self._rank + 1) % self._world_size
         while True:
             await self._runtime.sleep(_LOOK)
@@ -141,7 +141,7 @@ class Claims:
                 return RendezvousError(reason)
 
     async def _claim(self) -> bool:
-        """Claim the rank in this generation; return False if the generation has ended."""
+        """Claim the rank in the current generation; return False if that generation has ended."""
         store, expected = self.store, b""
         while (found := await store._hold(f"claim/{self._rank}", expected, self._mark)) != self._mark:
             if await store.check([ENDED]):
@@ -158,7 +158,7 @@ class Claims:
         return False
 
     async def _start_next_generation(self) -> bytes:
-        """Make the ranks of this generation meet again in the next one, unless all have published their cards.
+        """Make the ranks of this generation meet again in the next one, unless all ranks have published their cards.
 
         Returns:
             `MOVED`, or the published reason why the ranks cannot meet.
@@ -189,7 +189,7 @@ class Claims:
         return not self._store._sees_disconnects and self._is_gone(process)
 
     def _is_gone(self, process: bytes) -> bool:
-        """Return whether a claim's process is on this host and in this PID namespace, and has ended."""
+        """Return whether the process that made a claim has ended. False on another host or in another PID namespace."""
         try:
             host, *found = msgpack.unpackb(process)
             claimer = ProcessId(*found)
@@ -221,7 +221,7 @@ async def assign(store: Store, world_size: int) -> int:
 
 
 async def call_off_all(store: Store, world_size: int, reason: str) -> None:
-    """Publish why the ranks cannot meet, in the generation in which they are meeting on `store` now."""
+    """Publish why the ranks cannot meet, in the current generation of `store`."""
     met = max([await store.add(_met_key(rank), 0) for rank in range(world_size)])
     generation = met + 1
     while await meeting_store(store, generation).check([ENDED]):
@@ -233,5 +233,5 @@ async def call_off_all(store: Store, world_size: int, reason: str) -> None:
 
 
 def _met_key(rank: int) -> str:
-    """Return the key that stores the last generation in which `rank` has met the others."""
+    """Return the store key for the last generation in which `rank` has met the other ranks."""
     return f"aiocoll/rank/{rank}"

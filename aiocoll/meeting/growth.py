@@ -27,18 +27,18 @@ from aiocoll.store.deadline import DeadlineStore, last_request
 
 __all__ = ["Assignment", "Invitation", "await_assignment", "await_newcomer", "invite"]
 
-#: Keys of counters for newcomers. Keys of a generation have a number after "aiocoll/", so they differ from these. All
+#: Store keys of counters for newcomers. Keys of generations differ, because they have a number after "aiocoll/". All
 #: tickets up to the number in `DONE` are assigned or withdrawn.
 TICKETS = "aiocoll/grow/tickets"
 DONE = "aiocoll/grow/done"
 CALLS = "aiocoll/grow/calls"
 EPOCHS = "aiocoll/grow/epochs"
-#: Seconds in which a newcomer must answer a call, and the shorter time for a call at the end of the group's timeout.
+#: Seconds within which newcomers must answer a roll call. At the group's deadline, only `LATE_ANSWER` seconds are left.
 ANSWER = 2.0
 LATE_ANSWER = 0.25
 #: Maximum seconds between two searches for waiting newcomers.
 LOOK = 5.0
-#: Value stored instead of an assignment if the ticket is no longer valid.
+#: Value stored in place of an assignment when a ticket is withdrawn.
 WITHDRAWN = b"withdrawn"
 
 
@@ -115,7 +115,7 @@ async def _answer_calls(store: Store, ticket: int) -> None:
 
 
 async def await_newcomer(store: Store) -> None:
-    """Wait until a live newcomer waits for a group, even if the store does not answer for some time."""
+    """Return when a live newcomer is waiting for a group. If the store does not answer, try again later."""
     runtime = Runtime.of(asyncio.get_running_loop())
     while True:
         try:
@@ -136,7 +136,7 @@ async def invite(store: Store, invitation: Invitation, timeout: float) -> Assign
     """
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
-    # The last call for newcomers is made at the deadline, and needs time for the answers.
+    # The last roll call starts at the deadline, so its answers arrive up to `LATE_ANSWER` seconds later.
     store = DeadlineStore(store, timeout + LATE_ANSWER)
     open_world = f"aiocoll/grow/open/{invitation.name.rpartition('~')[0]}"
     await _cancel_open_world(store, open_world)
@@ -164,13 +164,13 @@ async def invite(store: Store, invitation: Invitation, timeout: float) -> Assign
 
 
 async def _find_newcomers(store: Store, invitation: Invitation, deadline: float, runtime: Runtime) -> list[int]:
-    """Wait for newcomers that answer, until there are enough or the deadline; return their tickets."""
+    """Wait until enough newcomers have answered a roll call, or until the deadline; return their tickets."""
     late = False
     while True:
         waiting, last = await _list_waiting(store)
         if len(waiting) >= invitation.most or late:
             left = deadline - runtime.time()
-            # If time is left for one call only, call all newcomers, since live ones may replace dead ones.
+            # At the deadline, include all newcomers in the last roll call, since live ones may replace dead ones.
             tickets = waiting if left <= 0 else waiting[: invitation.most]
             present = await _call_holders(store, tickets, min(ANSWER, max(left, LATE_ANSWER)))
             if len(present) == len(tickets) or left <= 0:
@@ -181,7 +181,7 @@ async def _find_newcomers(store: Store, invitation: Invitation, deadline: float,
 
 
 async def _await_ticket(store: Store, ticket: int, timeout: float) -> None:
-    """Wait until the newcomer with `ticket` has arrived, for a limited time: it may have died with its new ticket."""
+    """Wait at most `timeout` seconds for the newcomer with `ticket`: it may have died after it took the ticket."""
     with contextlib.suppress(StoreTimeoutError):
         await store.get(_arrival_key(ticket), timeout=timeout)
 
@@ -195,7 +195,7 @@ async def _list_waiting(store: Store) -> tuple[list[int], int]:
 
 
 async def _call_holders(store: Store, tickets: Sequence[int], timeout: float) -> list[int]:
-    """Call the newcomers that hold `tickets`; return the tickets of those that answer, and withdraw the others."""
+    """Send a roll call to the holders of `tickets`; return the answered tickets, and withdraw the others."""
     if not tickets:
         return []
     runtime = Runtime.of(asyncio.get_running_loop())
@@ -214,7 +214,7 @@ async def _call_holders(store: Store, tickets: Sequence[int], timeout: float) ->
 
 
 async def _cancel_open_world(store: Store, open_world: str) -> None:
-    """Notify the newcomers of the previous grown group that it may never meet. A group that has met ignores this."""
+    """Notify newcomers with an assignment that their grown group may never meet. A group that has met ignores this."""
     if await store.check([open_world]):
         world = Assignment(*msgpack.unpackb(await store.get(open_world)))
         reason = "the group that the newcomers joined does not grow: its rank 0 was lost or cancelled"

@@ -32,7 +32,7 @@ def _death_key(number: int) -> str:
 
 
 async def watch_deaths(store: Store, holders: Mapping[str, int], report: Callable[[int, str], None]) -> None:
-    """Call `report` with each rank that the meeting's holder reports as dead and the evidence, until the meeting ends.
+    """Call `report` with the rank and the evidence of each death that the `Meeting` publishes, until it ends.
 
     Args:
         store: the store of the meeting.

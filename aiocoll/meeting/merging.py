@@ -41,7 +41,7 @@ class Party(NamedTuple):
 
 
 async def find_assignment(store: Store, party: Party, name: str, timeout: float) -> Assignment:
-    """Wait until the groups that have arrived have enough ranks; return the assignment of this group's first rank.
+    """Wait until enough groups have arrived; return the assignment of this group's first rank in the merged group.
 
     Args:
         store: the store where the groups meet.

@@ -27,14 +27,14 @@
     ((LINE_WORDS - LINE_BYTES) * 8) /* largest contribution in bytes that fits into the line of its slot */
 #define NO_PEER (-1)
 
-enum { TRIES = 3 }; /* number of attempts after calls to Python functions, which may have changed the state */
+enum { TRIES = 3 }; /* maximum number of attempts, since a called Python function may have changed the state */
 
 /* The slots of one lane: lines of eight words, and memory for contributions that do not fit into their lines. */
 typedef struct {
     char *base;
     Word *lines;
     npy_intp small, small_nbytes, middle, middle_nbytes;
-    int far; /* number of next posts that bypass the caches */
+    int far; /* number of following posts whose copies bypass the caches */
 } Slots;
 
 /* The common lane of this rank's outbox. */
@@ -53,7 +53,7 @@ typedef struct {
     Word *lines, *taken, *waiting;
     uint64_t *state;
     npy_intp count; /* number of chunks in the queue */
-    int far;        /* number of next chunks that bypass the caches */
+    int far;        /* number of following chunks whose copies bypass the caches */
 } Queue;
 
 /* The lanes between this rank and one peer: this rank's lane for the peer, and the peer's common lane and lane for
@@ -136,7 +136,7 @@ typedef struct {
     npy_intp chunk;
     int behind; /* number of steps by which this rank's sends follow its receives */
     Way outward, inward, operands, local;
-    /* The row of its counters. Valid until a link of the group changes. */
+    /* The journal row of these calls' counters. Valid until a link of the group changes. */
     npy_intp row;
     double nbytes;
     uint64_t epoch;
@@ -161,7 +161,7 @@ typedef struct {
     char *bytes[]; /* for each buffer, its memory */
 } Relay;
 
-/* The base class of `Work`. A work that is carried out here has `calls`; it has no completion until Python requests
+/* The base class of `Work`. A work that is carried out in C has `calls`; it has no completion until Python requests
    one. */
 typedef struct Handle {
     PyObject_HEAD PyObject *completion, *owner; /* owner: the dispatcher, which lives at least as long as its works */
@@ -213,10 +213,10 @@ typedef struct {
     int is_user; /* true if the code is outside of this package */
 } Site;
 
-/* Indices in the gate of a group. See aiocoll/engine/communicator.py. */
+/* Indices in the array `gate` of a group. See aiocoll/engine/communicator.py. */
 enum { ENTERED, BARRED, DIVERTS, GATE };
 
-/* The calls of one group that are carried out here. */
+/* The calls of one group that are carried out in C. */
 typedef struct Calls {
     PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
         *find_lists, *find_barrier, *remember, *operation, *guard, *overwritten, *scope;
@@ -228,7 +228,7 @@ typedef struct Calls {
     Py_ssize_t count, waiting, relays;
     uint64_t moved;  /* number of chunks that have been sent or received */
     double deadline; /* time at which moving chunks must stop, so that the event loop can run */
-    int gave_up;     /* true after calls waited too long for slots; then no call waits until one finds a free slot */
+    int gave_up;     /* true after calls waited too long for slots; until one finds a free slot, no call waits */
     JournalView journal;
     uint64_t group, epoch;
     uint64_t asked; /* number of calls to Python functions that may have changed the state */
@@ -245,14 +245,14 @@ typedef struct Calls {
     Site sites[SITES];
 } Calls;
 
-/* The calls of a block: recorded here, and later in flight as children of a Python operation, the flush. */
+/* The calls of a block: recorded in C, and later in flight as children of a Python operation, the flush. */
 typedef struct Block {
     PyObject_HEAD Calls *calls;
     PyObject *recording, *members; /* Python objects: the recording, which creates completions; and its list of calls */
     PyObject *flush;
     uint64_t root, first; /* ids of the flush and of its first member */
     int is_ordered;       /* true if the flush has no key */
-    Py_ssize_t left;      /* number of calls in flight here, plus one while more are being started */
+    Py_ssize_t left;      /* number of calls in flight in C, plus one while more are being started */
     Py_ssize_t
         low; /* the flush starts more members when at most this many calls are left; 0 if it does not wait for that */
     double limit; /* the shortest timeout of the calls, in seconds */

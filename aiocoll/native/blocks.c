@@ -1,15 +1,15 @@
-/* Blocks: calls of a coalescing block, which are recorded here and, as members of its flush, carried out here.
+/* Calls of a coalescing block: they are recorded in C and, as members of the flush, carried out in C.
 
    A recorded call is a work that has not started. It has no completion until Python requests one, which the block
    then creates. At the end of the block, Python decides which calls are not fused, and numbers the flush. These
-   calls start here, as children of the flush. `left` counts them. The last one to end, or to be handed over, reports
-   to the flush. If a call cannot start here, Python starts it with the same id. */
+   calls start in C, as children of the flush. `left` counts them. The last one to end, or to be handed over, reports
+   to the flush. If a call cannot start in C, Python starts it with the same id. */
 #include "accelerator.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-/* Return the block that records calls for the Python object `recording`, which has their list. */
+/* Make the block that records calls for the Python object `recording`, which has the list of calls. */
 PyObject *block_of(Calls *calls, PyObject *recording) {
     PyObject *members = PyObject_GetAttrString(recording, "members");
     Block *block = members && PyList_Check(members)
@@ -27,7 +27,7 @@ PyObject *block_of(Calls *calls, PyObject *recording) {
     return (PyObject *)block;
 }
 
-/* Return the active block if it belongs to this group and records here; otherwise NULL without an exception. */
+/* Return the active block if it belongs to this group and records in C; otherwise NULL without an exception. */
 Block *block_here(Calls *calls) {
     PyObject *scope = is_true(owner_of(calls), name_closed) ? NULL : PyObject_CallNoArgs(calls->scope);
     PyObject *found = NULL;
@@ -60,7 +60,7 @@ Handle *record(Block *block, Steps *steps, PyObject *arrays, PyObject *shape, Py
     return call;
 }
 
-/* Return the plans of the members that were recorded here, and None for all other members. */
+/* Return the plans of the members that were recorded in C, and None for all other members. */
 static PyObject *Block_plans(Block *self, PyObject *members) {
     if (!PyList_Check(members)) return PyErr_SetString(PyExc_TypeError, "members must be a list"), NULL;
     Py_ssize_t count = PyList_Size(members);
@@ -102,7 +102,7 @@ static int add_span(Spans *all, PyObject *array, Py_ssize_t member) {
     return 1;
 }
 
-/* Add the memory ranges of a member's arrays. Return 0 if they are not known here, -1 with an exception. */
+/* Add the memory ranges of a member's arrays. Return 0 if C code does not know them, -1 with an exception. */
 static int add_spans(Spans *all, PyObject *member, Py_ssize_t number) {
     PyObject *arrays;
     if (PyObject_TypeCheck(member, Handle_type)) {
@@ -156,8 +156,8 @@ static PyObject *Block_are_disjoint(Block *self, PyObject *members) {
 
 /* ---- in flight */
 
-/* Record the end of one call, or of the start of all. Report to the flush when few or no calls are left; `is_deferred`:
-   in the next loop iteration. */
+/* Record that one call has ended, or that all calls have been started. Report to the flush when few or no calls are
+   left; with `is_deferred`, in the next loop iteration. */
 static int one_ended(Block *block, int missing, int is_deferred) {
     PyObject *flush = block->flush, *done = NULL;
     if (--block->left > block->low || !flush) return 0;
@@ -224,7 +224,7 @@ static PyObject *Block_begin(Block *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Return the call of a member; NULL without an exception if the call cannot be carried out here. */
+/* Return the call of a member; NULL without an exception if the call cannot be carried out in C. */
 static Handle *call_of(Block *block, Steps *steps, PyObject *member) {
     if (PyObject_TypeCheck(member, Handle_type)) {
         Handle *call = (Handle *)member;
@@ -245,7 +245,7 @@ static Handle *call_of(Block *block, Steps *steps, PyObject *member) {
     return call;
 }
 
-/* Start a member. Return 0 if Python must start it (nothing is posted then), -1 with an exception. */
+/* Start a member of a flush. Return 0, with nothing posted, if Python must start it; -1 with an exception. */
 static int start_member(Block *block, PyObject *plan, PyObject *member, uint64_t identity) {
     Calls *calls = block->calls;
     if (!calls->comm || !is_quiet(calls)) return 0;
@@ -264,7 +264,7 @@ static int start_member(Block *block, PyObject *plan, PyObject *member, uint64_t
     return ready;
 }
 
-/* start(plans, members, begin, end): start those members from `begin` to `end` that have a plan. */
+/* start(plans, members, begin, end): start the members from index `begin` to `end` that have a plan. */
 static PyObject *Block_start(Block *self, PyObject *args) {
     PyObject *plans, *members;
     Py_ssize_t begin, end;
@@ -285,7 +285,7 @@ static PyObject *Block_start(Block *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* pause(low): let the flush resume when at most `low` calls are in flight; return False if there are no more now. */
+/* pause(low): let the flush resume when at most `low` calls are in flight; return False if that is so already. */
 static PyObject *Block_pause(Block *self, PyObject *low) {
     Py_ssize_t most = PyLong_AsSsize_t(low);
     if (most == -1 && PyErr_Occurred()) return NULL;

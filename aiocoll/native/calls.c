@@ -156,8 +156,8 @@ end:
     return failed;
 }
 
-/* Offsets of references. First those that belong to the group, then those that ended works need, too: the loop, and
-   the owner, which then rejects calls. */
+/* Offsets of references in `Calls`: first the references that end with the group, then those that finished works still
+   need. These are the loop, and the owner, which rejects calls after the end of the group. */
 #define AT(member) offsetof(Calls, member)
 static const size_t OF_GROUP[] = {AT(comm),       AT(resolve),      AT(make_steps),   AT(find_one), AT(find_parts),
                                   AT(find_lists), AT(find_barrier), AT(flatten),      AT(remember), AT(operation),

@@ -1,5 +1,5 @@
 /* `Handle`, the base class of `Work`. A work with a completion uses the Python reference implementation; other works
-   are carried out here. */
+   are carried out in C. */
 #include "accelerator.h"
 
 #define TURN                                                                                                           \

@@ -19,8 +19,8 @@ void link_call(Handle *call) {
     if (!calls->first_waiting) calls->first_waiting = call;
 }
 
-/* Remove a call from the calls that wait for slots. It is the first of them, or it is being removed from the list of
-   calls. */
+/* Remove a call from the calls that wait for slots. The caller passes the first of these calls, or removes the call
+   from the list of calls, too. */
 static void stop_waiting(Handle *call) {
     Calls *calls = call->calls;
     calls->waiting--;

@@ -1,6 +1,6 @@
 /* Journal of a group: records and counters of successful calls, in the arrays that aiocoll/engine/journal.py describes.
 
-   If a value is not known here (the row of a counter, or a longer ring), the Python journal provides it. */
+   If C code does not know a value (the row of a counter, or a longer ring), the Python journal provides it. */
 #include "accelerator.h"
 
 #include <math.h>

@@ -205,7 +205,7 @@ static PyObject *PeerLanes_retire(PeerLanes *self, PyObject *Py_UNUSED(unused)) 
 
 static PyObject *PeerLanes_close(PeerLanes *self, PyObject *Py_UNUSED(unused)) {
     self->can_post = self->can_look = 0;
-    self->eventfd = -1; /* do not close it twice: the number may be reused for another file */
+    self->eventfd = -1; /* never use the eventfd again: its number may be reused for another file */
     PeerLanes_clear(self);
     if (!self->pins) release_memory(self);
     Py_RETURN_NONE;

@@ -1,4 +1,4 @@
-"""Numbers of the shared-memory layout that Python and C share. The build generates `layout.h` from them.
+"""Constants of the shared-memory layout for Python and C. The build generates `layout.h` from this module.
 
 This module imports nothing from the package, since the build runs it alone.
 """
@@ -36,28 +36,28 @@ __all__ = [
 #: Number of bytes in a cache line.
 LINE: Final = 64
 
-#: Number of chunks in a queue if both of its ends run the accelerator. Together they are as large as a second-level
-#: cache, because it is slow to overwrite data that another core has just read. With queues of 256 KiB, an allreduce of
-#: 1 MiB takes twice as long.
+#: Number of chunks in a queue if both of its ends run the accelerator. The queue is as large as a second-level cache,
+#: because overwriting data that another core has just read is slow. With queues of 256 KiB, an allreduce of 1 MiB takes
+#: twice as long.
 CHUNKS: Final = 8
 #: Number of chunks in a queue if one of its ends runs pure Python. The chunks are larger, because Python needs 3 µs per
 #: chunk.
 LARGE_CHUNKS: Final = 4
 
-#: Number of small slots at the start of a lane. It is twice the number of operations that can be in flight without
-#: frames, because a rank may finish all of these before a peer has read the first.
+#: Number of small slots at the start of a lane: twice the maximum number of operations in flight without frames. A rank
+#: may finish all these operations, and start as many new ones, before a peer has read the first post.
 SMALL_SLOTS: Final = 128
 MIDDLE_SLOTS: Final = 4
 #: Number of slots in a lane.
 SLOTS: Final = SMALL_SLOTS + MIDDLE_SLOTS
 
-# Indices of the words in an outbox, before its lanes.
+# Indices of the 8-byte words at the start of an outbox. The lanes follow.
 STATUS: Final = 0
 """The status of the rank: even while it will check all links before it sleeps, odd while it must be woken."""
 CORE: Final = 8
 """The CPU core on which the rank ran when it last waited for long."""
 
-# Indices of the words in a lane. Each row has one word per slot.
+# Indices of the 8-byte words in a lane. A table with one word per slot takes `_ROW` words.
 _ROW: Final = SLOTS + -SLOTS % 8
 POSTS: Final = 0
 """Number of posts so far for the reader of this lane."""
@@ -74,7 +74,7 @@ LANE_CONSUMED: Final = COMMON_CONSUMED + _ROW
 LANE_WORDS: Final = LANE_CONSUMED + _ROW
 """Number of words in a lane."""
 
-# Indices in the private state of the two ends of a chunk queue, which Python and C share.
+# Indices in the state array of each end of a chunk queue, which Python and C share.
 CHUNK_NUMBER: Final = 0
 """At the writer: number of chunks written. At the reader: number of the next chunk."""
 CHUNK_HOLDER: Final = 1

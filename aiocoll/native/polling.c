@@ -105,7 +105,7 @@ int poll_for(Handle *call) {
         if (!call->is_in_flight) return 0;
     }
     if (found) return found > 0 ? complete(call) : hand_over(call);
-    /* Polling was without result, so no other await polls in this loop iteration. */
+    /* The polling found nothing, so no other await polls in this loop iteration. */
     *(double *)calls->turn.buf = now;
     PyObject *done = PyObject_CallNoArgs(calls->stop_polling);
     DROP(done);

@@ -2,7 +2,7 @@
 
    The schedule, the order of the chunks and the memory are the same as in aiocoll/engine/operations/shm_ring.py, so
    each rank may run either implementation. If anything unusual happens to a call, such as a queue that another group
-   uses, Python takes the call over. A call waits here only for earlier calls of its group that all ranks make in the
+   uses, Python takes the call over. In C, a call waits only for earlier calls of its group that all ranks make in the
    same order. */
 #include "accelerator.h"
 
@@ -24,7 +24,7 @@ static void next_chunk(const Way *way, Cursor *cursor) {
     } while (cursor->column - LAG * cursor->step >= way->chunks);
 }
 
-/* Return whether the chunk has arrived that must arrive before the next chunk can be sent. */
+/* Return whether the next chunk can be sent: the chunk on which it depends must have arrived. */
 static int is_due(const Handle *call) {
     const Cursor *put = &call->relay->put, *taken = &call->relay->taken;
     int behind = call->steps->behind;
@@ -240,7 +240,7 @@ void relay_close(Handle *call) {
     call->relay = NULL;
 }
 
-/* Return whether a call has both queues, now or after earlier calls of its group; see `is_ready`. */
+/* Return whether a call can use both of its queues, at once or after earlier calls of its group; see `is_ready`. */
 int relay_is_startable(Handle *call) {
     Calls *calls = call->calls;
     npy_intp nbytes = call->steps->chunk * call->steps->itemsize;

@@ -1,4 +1,4 @@
-/* Collectives of one group that are carried out here, from the call to its end.
+/* Collectives of one group that are carried out in C, from the call to its end.
 
    Only plain calls are accepted: a prepared collective of one round, free slots, no hook, no early frame, the
    group's own timeout. For any other call, `start` returns None before anything is posted, and Python carries it
@@ -381,7 +381,7 @@ static Known *find_known(Calls *calls, const Asked *asked, PyObject *arrays, Kno
 }
 
 /* Find the timeout of a call in seconds. Return 0 if Python must handle it: the timer learns about a call's own
-   timeout only when the call is handed over, so short timeouts are not accepted here. */
+   timeout only when the call is handed over, so short timeouts are not accepted in C. */
 static int find_limit(Calls *calls, PyObject *given, double *limit) {
     PyObject *timeout = PyObject_GetAttr(calls->comm, name_default_timeout);
     if (!timeout) return -1;

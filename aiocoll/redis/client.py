@@ -30,17 +30,18 @@ from aiocoll.store.base import wait_until_done
 
 __all__ = ["RedisChanges", "RedisClient", "Watch"]
 
-#: Seconds after which the server removes a job's hash that no client renews; long, to examine failed jobs.
+#: Seconds after which the server removes the hash of a job without clients. Failed jobs can be examined until then.
 _LIFETIME: Final = 86400.0
-#: Seconds without a request after which a client renews the hash; short enough that the hash outlives long outages.
+#: Seconds without a request after which a client renews the hash. Outages of many hours then do not remove the hash.
 _RENEW_EVERY: Final = 3600.0
 #: Commands that change entries of the store.
 _CHANGES: Final = frozenset({"swap", "set", "add"})
 #: The script's reply if the server has lost the job's entries.
 _LOST: Final = b"lost"
 
-#: The hash is KEYS[1]. Arguments: the hash's random number, the client, the number of the change, the last change whose
-#: result the client has received, milliseconds until the hash expires, the request, and the request's arguments.
+#: The Lua script that carries out all requests. KEYS[1] is the job's hash. Arguments: the hash's random number, the
+#: client, the number of the change, the last change whose result the client has received, milliseconds until the hash
+#: expires, and the request with its arguments.
 _SCRIPT: Final = """
 local hash = KEYS[1]
 local job, client, number, known, lifetime, request = unpack(ARGV, 1, 6)
@@ -112,7 +113,7 @@ return {result}
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A queued request. An error becomes the result of `answer`: as an exception, it might never be retrieved."""
+    """A queued request. Errors are stored as the result of `answer`: an exception might never be retrieved."""
 
     command: str
     arguments: tuple[str | bytes | int, ...]
@@ -270,7 +271,7 @@ class RedisChanges:
         self._closed = False
 
     def watch(self) -> Watch:
-        """Return a watch for one waiting call, to use with ``with``."""
+        """Return a `Watch` for one waiting call, to be used as a context manager."""
         return Watch(self)
 
     def add(self, name: bytes, watch: Watch) -> None:
@@ -345,7 +346,7 @@ class Watch:
             self._changes.remove(self._name, self)
 
     async def change(self, name: bytes, timeout: float) -> None:
-        """Wait up to `timeout` seconds until the entry `name` may have changed since this watch began to watch it.
+        """Wait at most `timeout` seconds for a possible change of the entry `name`.
 
         Raises:
             StoreError: the server refused the subscription.

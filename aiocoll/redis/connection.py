@@ -19,12 +19,12 @@ __all__ = ["MAX_WAIT", "RedisAddress", "RedisConnection", "pauses"]
 
 #: Timeout in seconds of a connection attempt and of a reply: enough to transfer 8 MiB at 5 Mbit/s.
 MAX_WAIT: Final = 15.0
-#: Seconds between two attempts to connect, which grow from `_FIRST_RETRY` to `_LAST_RETRY`.
+#: Shortest and longest pause in seconds between two attempts to connect. The pause doubles each time.
 _FIRST_RETRY: Final = 0.005
 _LAST_RETRY: Final = 0.25
-#: Seconds to wait for the end of an attempt to connect while closing.
+#: Seconds that `aclose` waits for a running attempt to connect.
 _CLOSE_TIMEOUT: Final = 1.0
-#: The default port of servers.
+#: The default port of Redis servers.
 _PORT: Final = 6379
 
 
@@ -68,7 +68,7 @@ class RedisAddress:
         return connection
 
     def refusal(self, error: Exception) -> StoreError | None:
-        """Return the exception to raise for `error` if a retry cannot help; None if a retry may succeed."""
+        """Return the exception to raise in place of `error`; None if a retry may succeed."""
         exceptions = self._exceptions
         if isinstance(error, exceptions.NoPermissionError):
             return StoreAuthenticationError(
@@ -159,7 +159,7 @@ class RedisConnection:
             await self._connection.disconnect(nowait=True)
 
     async def aclose(self, user: asyncio.Task[None] | None) -> None:
-        """Close the connection for good, and end the task that uses it.
+        """Close the connection permanently, and cancel the task `user` that uses it.
 
         Wait first for an attempt to connect: if asyncio's TLS connect is cancelled at the moment of the connection, the
         socket stays open without an owner.
@@ -173,7 +173,7 @@ class RedisConnection:
 
 
 def pauses() -> Iterator[float]:
-    """Yield the seconds between attempts to reach a server."""
+    """Yield the pauses in seconds between attempts to reach a server. They double, up to a limit."""
     pause = _FIRST_RETRY
     while True:
         yield pause

@@ -142,7 +142,7 @@ class RedisStore(KeyValueStore):
                     return values[0] if command == "get" else values if command == "multi_get" else None
                 if not remaining:
                     raise timeout_error(str(self), command, keys if command == "queue_pop" else missing, timeout)
-                # Watch one missing entry only, because a thousand ranks may each wait for a thousand cards.
+                # Watch only one missing entry: each of a thousand ranks may wait for the cards of all other ranks.
                 wanted = (missing or names)[-1:]
                 await watch.change(_field(wanted[0]), min(remaining, _READ_EVERY))
 

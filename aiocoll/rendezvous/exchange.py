@@ -19,12 +19,12 @@ from aiocoll.transport.base import Card
 
 __all__ = ["Exchange", "await_end", "run_until_notice"]
 
-#: Seconds to wait for a notice that had arrived when the store was lost, but is not yet processed.
+#: Seconds to wait for a notice after the store was lost: one may have arrived that is not processed yet.
 _NOTICE_GRACE = 0.3
 
 
 class Exchange:
-    """A rank's side of the exchange of values in one rendezvous.
+    """A rank's part in the exchange of values through the store, in one rendezvous.
 
     Args:
         store: the store, or the part of it, that has only these keys.
@@ -52,7 +52,7 @@ class Exchange:
         return job.decode(errors="replace")
 
     async def exchange_cards(self, topic: str, card: Card, cache: CardCache) -> Mapping[int, Card]:
-        """Publish `card`, and return the cards of all ranks."""
+        """Publish this rank's `card` (its addresses and capabilities), and return the cards of all ranks."""
         found = await self.exchange_values(topic, msgpack.packb(card), range(self._world_size))
         return cache.read([*found.values()])
 
@@ -65,7 +65,7 @@ class Exchange:
         return dict(zip(keys, found, strict=True))
 
     async def _publish(self, key: str, value: bytes) -> None:
-        """Store a value; raise if the key holds a notice that the rendezvous failed or starts again."""
+        """Store `value` under `key`; raise if `key` holds a notice that the rendezvous failed or starts again."""
         raise_if_called_off(await self.store.compare_set(key, b"", value))
 
     async def list_missing_ranks(self) -> list[int] | None:

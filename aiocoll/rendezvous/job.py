@@ -55,7 +55,7 @@ shared: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDic
 
 
 class Job:
-    """A rank's part in one job on one event loop: its store, endpoint and groups.
+    """The state of one rank in one job, on one event loop: its store, endpoint and groups.
 
     Args:
         identity: its key in `shared`, removed with its last group.
@@ -66,7 +66,7 @@ class Job:
         timeout: seconds the ranks have to meet.
     """
 
-    #: Not a dry run: the other ranks exist.
+    #: Whether this is a dry run, in which the other ranks do not exist.
     dry = False
 
     def __init__(
@@ -96,7 +96,7 @@ class Job:
         self._transport = TransportChoice(options.transport)
         self._opening = asyncio.Lock()
         self._cards: CardCache | None = None
-        # The exchange in the store, the transport and the endpoint of the rendezvous in progress, for error texts.
+        # Objects of the rendezvous in progress, for error texts: the store exchange, the transport and the endpoint.
         self._exchange: Exchange | None = None
         self._stream: StreamTransport | None = None
         self._joining: Endpoint | None = None
@@ -128,7 +128,7 @@ class Job:
         name = f"world:{self._names.total()}" if spec.name is None else spec.name
         if any(group.name == name for group in endpoint.groups.values()):
             raise ValueError(f"name={name!r} is the name of an open group; give every group its own")
-        # A new group may have the name of a closed group. The count in its id keeps frames of the closed group away.
+        # An earlier, closed group may have the same name. The count makes the ids differ, so no old frame is accepted.
         self._names[spec.name] += 1
         identity = endpoint.group_id(f"{name}\0{spec.name}\0{self._names[spec.name]}")
         return self._make_group(endpoint, identity, range(self.world_size), spec._replace(name=name))
@@ -144,11 +144,11 @@ class Job:
         return ProcessGroup(comm, spec, self)
 
     def store(self, identity: int) -> Store:
-        """Return a store for the keys of a group. Later jobs on the same server do not see these keys."""
+        """Return a store view for the keys of one group. Later jobs on the same store server do not see these keys."""
         return PrefixStore(f"group/{identity:x}", self._claims.store)
 
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
-        """Make a group of `ranks`. All of them have agreed to make it."""
+        """Make a group of `ranks`, after all these ranks have agreed to make it."""
         assert self.endpoint is not None
         group = self._make_group(self.endpoint, identity, ranks, spec)
         self._members += 1
@@ -218,7 +218,7 @@ class Job:
         return Claims(self._store, self.rank, self.world_size, self._runtime, self._store_handle.once)
 
     async def _open(self, left: float, timeout: float) -> None:
-        """Meet the other ranks, unless a group has done so before. The caller releases the job if this fails."""
+        """Meet the other ranks, unless an earlier group has done so. On failure, the caller releases the job."""
         try:
             async with asyncio.timeout(None if left == float("inf") else left), self._opening:
                 await (self._meet() if self.endpoint is None else self._open_stream.renew())
@@ -265,7 +265,7 @@ class Job:
             except MeetingMovedError as error:
                 logger.debug("rank %d: %s", self.rank, error, extra={"rank": self.rank})
             except StoreUnavailableError as error:
-                # The store may belong to an earlier job that is just ending. The new job's store will listen soon.
+                # The store may belong to an earlier job that is ending. Retry: the new job's store will listen soon.
                 if (
                     self._prefix
                     or self.endpoint is not None

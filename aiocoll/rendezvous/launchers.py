@@ -33,7 +33,7 @@ __all__ = [
     "recognise",
 ]
 
-#: A function that requests the store's address from the launcher, and the job key if this process has none.
+#: Function that requests the store's address from the launcher, and the job key if this process has none.
 RequestAddress = Callable[[bytes | None, GroupOptions, str, float], Awaitable[PublishedStore]]
 
 #: The default port of the store in a Kubernetes pod, as in torchrun. No other process of the pod listens on it.
@@ -49,7 +49,7 @@ _PRTE_JOB = re.compile(r"prterun-(.+)-\d+@\d+")
 
 
 class Address(NamedTuple):
-    """The address of the store, as far as a launcher's variables show it.
+    """The store address from a launcher's environment variables, possibly incomplete.
 
     Attributes:
         host: its address, or a unix socket.
@@ -91,11 +91,11 @@ class Launcher(NamedTuple):
     is_standard: bool = False
 
     def mark(self, env: Mapping[str, str]) -> str | None:
-        """Return the variable that shows that this launcher has started the process; None without such a variable."""
+        """Return the name of a variable that shows that this launcher started the process; None if there is none."""
         return next((name for name in self.marks if name in env), None)
 
     def numbers(self, env: Mapping[str, str]) -> tuple[int, int]:
-        """Return the rank and the world size.
+        """Return the rank and the world size of this process, from the launcher's variables.
 
         Raises:
             ValueError: a variable is missing or invalid; the message names it.
@@ -179,7 +179,7 @@ def _digest(job: str) -> str:
 
 
 def _on_this_host(env: Mapping[str, str], job: str) -> Address:
-    """Return the address of a job's unix socket that no other user can take, with a path of at most 107 bytes."""
+    """Return a job's unix socket address in a folder of this user only. The path has at most 107 bytes."""
     return Address(f"unix:{private_folder(env)}/aiocoll-{_digest(job)[:16]}")
 
 
@@ -204,8 +204,8 @@ def _explicit(env: Mapping[str, str]) -> Address:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise ValueError(
-            f"{' and '.join(missing)} missing in the environment: start the ranks with `aiocoll run`, set them, "
-            "or pass init_method= or store="
+            f"{' and '.join(missing)} missing in the environment: start the ranks with `aiocoll run`, set the "
+            "variables, or pass init_method= or store="
         )
     if not env["MASTER_ADDR"]:
         raise ValueError("MASTER_ADDR='' in the environment must be the host name or address of rank 0")
@@ -316,5 +316,5 @@ SLURM = Launcher(
 )
 #: The commands that start ranks, for error messages.
 COMMANDS = "`aiocoll run`, torchrun, mpiexec or srun"
-#: The known launchers, in order of precedence if the marks of several are in the environment.
+#: The known launchers. If the environment has variables of several launchers, the first one takes precedence.
 LAUNCHERS = (TORCHRUN, EXPLICIT, PMI, OPEN_MPI, KUBERNETES, SLURM)

@@ -37,7 +37,7 @@ BURST = 1 << 20
 FAST = 1e9
 #: Maximum number of hosts for which the link of every pair is measured.
 FEW = 8
-#: Seconds after which a measurement sends no further packet train, and its time limit in seconds. The limit is about
+#: Time limits in seconds. A measurement sends no further packet train after ENOUGH, and is given up after LIMIT: about
 #: twelve round trips around the world.
 ENOUGH, LIMIT = 1.0, 2.5
 
@@ -63,7 +63,7 @@ class MeasuredLinks:
         return tuning._replace(tcp=tcp).over("tcp")
 
     def connections(self, one: str, most: int | None, other: str) -> int:
-        """Return the number of TCP connections that fill a link between two hosts, at most `most`."""
+        """Return the number of TCP connections, at most `most`, that fill the link between two hosts."""
         figures = self._figures.get(frozenset((one, other)))
         if figures is None or not sys.platform.startswith("linux"):
             return 1
@@ -102,7 +102,7 @@ def leaders(cards: Mapping[int, Card]) -> list[int]:
 
 
 async def measure_links(stream: StreamTransport, cards: Mapping[int, Card]) -> bytes:
-    """Measure the links from this host, and encode the measurements for the store.
+    """Measure the links from this host to other hosts, and encode the measurements for the store.
 
     Only the lowest rank of a host calls this.
     """
@@ -135,7 +135,7 @@ def read_links(published: Mapping[int, bytes], cards: Mapping[int, Card]) -> Mea
 
 
 def _distances(hosts: int) -> Iterator[int]:
-    """Yield the distances, in the ring of hosts, to the peers with which a host measures its links.
+    """Yield the distances, in the ring of all hosts, from a host to the hosts to which it measures links.
 
     Only one host of a pair measures it.
     """
@@ -146,7 +146,7 @@ def _distances(hosts: int) -> Iterator[int]:
 
 
 async def _measure_link(stream: StreamTransport, peer: int, card: Card, turn: asyncio.Lock) -> LinkFigures | None:
-    """Measure the link to a peer, one link at a time, so that packets do not queue behind those of other links."""
+    """Measure the link to a peer. The lock `turn` admits one measurement at a time, so that results are exact."""
     try:
         async with asyncio.timeout(LIMIT):
             probe = await stream.connect_probe(peer, card)

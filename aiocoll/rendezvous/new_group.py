@@ -29,7 +29,7 @@ from aiocoll.store.deadline import DeadlineStore
 
 __all__ = ["new_group"]
 
-#: Job keys by job. Reading a key removes it from the environment, but later groups need it as well.
+#: Job keys by job name, for later groups: reading a key from the environment removes it there.
 _keys: dict[str, bytes] = {}
 
 
@@ -147,7 +147,7 @@ class new_group:
 
     @property
     def newcomer(self) -> bool:
-        """Return whether this process joins an existing group as a newcomer; known after the call with `join=None`."""
+        """Return whether this process joins an existing group. With `join=None`, this is known only after the call."""
         return not self._parameters.world_size
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
@@ -244,7 +244,7 @@ class new_group:
 
     def _open_store_handle(self, options: GroupOptions) -> StoreHandle:
         where, key = self._parameters, self._key()
-        # A store that newcomers may need must not end when as many processes as there are ranks have left.
+        # Open the store without a world size: it must not end with the first ranks, because newcomers may need it.
         to_open = where._replace(world_size=0) if self._finds_out else where
         return StoreHandle(
             where.store, lambda: to_open.open(self._timeout, key, options), where.replaceable, where.holder

@@ -66,11 +66,11 @@ class RendezvousParameters(NamedTuple):
 
     @property
     def replaceable(self) -> bool:
-        """Return whether, if the store ends, a new one may start at its address; False for a meeting."""
+        """Return whether a new store may start at the address of a store that has ended; False for a `Meeting`."""
         return not self.hosts and self.key is None
 
     async def resolve(self, key: bytes | None, options: GroupOptions, timeout: float) -> RendezvousParameters:
-        """Return these parameters completed by the store's address, which may come from the launcher.
+        """Return these parameters with the store's address, which is requested from the launcher if necessary.
 
         Raises:
             RendezvousError: the launcher has no address, or not all ranks sent their request within `timeout` seconds.
@@ -105,7 +105,7 @@ class InitMethod(Protocol):
         """Return the rendezvous parameters of the process that uses this object."""
 
 
-#: The init method of `new_group` in this context if none is given; set by `Ticket.as_default`.
+#: The default init method of `new_group` in the current context; set by `Ticket.as_default`.
 DEFAULT: ContextVar[InitMethod | None] = ContextVar("aiocoll_init_method", default=None)
 
 
@@ -171,12 +171,12 @@ def _find_opener(url: str) -> StoreOpener:
 
 
 def _redact(url: str, *, has_secrets: bool) -> str:
-    """Return a URL for error messages; if it may have secrets, without its password and query."""
+    """Return a URL for error messages. If it may contain secrets, replace its password and query."""
     return _QUERY.sub("?...", _PASSWORD.sub("//...@", url)) if has_secrets else url
 
 
 def _without_query(method: str, rank: int | None, world_size: int | None) -> tuple[str, int | None, int | None]:
-    """Split ``?rank=0&world_size=2`` off a URL; return the URL, and rank and world size from query or arguments."""
+    """Split a query such as ``?rank=0&world_size=2`` off a URL; return the URL, the rank and the world size."""
     url, _, query = method.partition("?")
     texts = dict(pair.split("=", 1) for pair in query.split("&") if "=" in pair)
     numbers = {"rank": rank, "world_size": world_size}
@@ -201,7 +201,7 @@ def find_dry_run(rank: int | None, world_size: int | None, env: Mapping[str, str
 def _from_environment(
     method: str, rank: int | None, world_size: int | None, env: Mapping[str, str], job: str
 ) -> RendezvousParameters:
-    """Return the rendezvous parameters from the variables of the launcher; arguments override variables."""
+    """Return the rendezvous parameters from the launcher's environment variables. Arguments take precedence."""
     launcher, given = recognise(env), (rank, world_size) != (None, None)
     if launcher is None and not given and _is_singleton(env):
         return RendezvousParameters((method, "alone"), 0, 1, HashStore())
@@ -230,7 +230,7 @@ def _from_environment(
 
 
 def _launcher_hint(env: Mapping[str, str]) -> str:
-    """Return the hint, for errors, that arguments override the variables of a launcher; "" without a launcher."""
+    """Return a hint for errors that arguments override the launcher's variables; "" if there is no launcher."""
     others = {name: text for name, text in env.items() if name not in EXPLICIT.marks}
     launcher = recognise(others)
     if launcher is None or launcher.is_standard:
@@ -253,7 +253,7 @@ def _is_singleton(env: Mapping[str, str]) -> bool:
 def _read_numbers(
     rank: int | None, world_size: int | None, env: Mapping[str, str], when: str, *, assigned: bool = False
 ) -> tuple[int | None, int]:
-    """Return the rank and the world size. If the store can assign a rank (`assigned`), the rank may be None."""
+    """Return the rank and the world size. The rank may be None if `assigned` is True: the store then assigns it."""
     size_name, size = _read_number("world_size", world_size, env, when)
     if assigned and rank is None and "RANK" not in env:
         if size < 1:
@@ -268,7 +268,7 @@ def _read_numbers(
 
 
 def _read_number(name: str, value: int | None, env: Mapping[str, str], when: str) -> tuple[str, int]:
-    """Return the name and the value of the argument, or of its environment variable if the argument is None."""
+    """Return the name and value of an argument; if it is None, of the environment variable that replaces it."""
     variable = name.upper()
     if value is not None:
         return name, to_int(value, name)

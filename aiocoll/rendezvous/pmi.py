@@ -70,7 +70,7 @@ class Pmi:
     def close(self) -> None:
         """Close the duplicated socket, and leave the inherited socket unchanged."""
         if self._socket.fileno() >= 0:
-            # Both descriptors share the blocking mode, which some event loops have changed.
+            # Restore the blocking mode, which both descriptors share: some event loops have changed it.
             os.set_blocking(self._socket.fileno(), True)
             self._socket.close()
 

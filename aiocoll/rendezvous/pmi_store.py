@@ -24,9 +24,9 @@ from aiocoll.transport.stream.route import find_route
 
 __all__ = ["PmiStore", "PublishedStore"]
 
-#: Maximum bytes of a published error: launchers accept values of 1,024 characters, and a byte takes two.
+#: Maximum bytes of a published error. Launchers accept values of 1,024 characters, and each byte takes two (hex).
 _LONGEST = 480
-#: The first character of the value if rank 0 publishes an error in place of an address.
+#: First character of a published value that is an error of rank 0 in place of the store's address.
 _ERROR_MARK = "!"
 
 
@@ -61,7 +61,7 @@ class PmiStore:
         self._request_in_flight: Future[None] | None = None
         self._outcome: PublishedStore | AiocollError | ValueError | None = None
         self._server: StoreServer | None = None
-        # On rank 0: the published text; and the address by which this process reaches the store, or the error.
+        # On rank 0: the published text; and the store as this process reaches it, or the error.
         self._published: str | None = None
         self._own_store: PublishedStore | AiocollError | ValueError | None = None
 
@@ -99,7 +99,7 @@ class PmiStore:
             self._server.close()
 
     async def _request_once(self, key: bytes | None, options: GroupOptions, job: str) -> None:
-        """Request the address; if another task of this process, in any loop, requests it, wait for that request."""
+        """Request the store address, or wait for the request of another task of this process, in any event loop."""
         with self._lock:
             other, mine = self._request_in_flight, Future[None]()
             if self._outcome is not None:

@@ -35,7 +35,7 @@ def private_folder(env: Mapping[str, str]) -> str:
 
 
 def _find_problem(folder: str) -> str | None:
-    """Return why a folder is not private to this user; None if it is."""
+    """Return the reason why a folder is not private to this user; None if it is private."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:

@@ -26,7 +26,7 @@ __all__ = ["encryption_at", "single_copy", "split_hosts"]
 
 
 def encryption_at(rank: int, store: str, options: GroupOptions) -> str:
-    """Return the `encryption` option of this rank for a job in which all ranks report the same host.
+    """Return the `encryption` option that this rank uses if all ranks report the same host.
 
     It is the option `encryption`, except that "auto" becomes "tls" if this rank would listen outside the loopback.
 

@@ -23,7 +23,7 @@ __all__ = ["Meeting", "Ticket"]
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A permit that lets one process become a rank: small, and can be pickled.
+    """A permit that lets one process become a rank. It is small and can be pickled.
 
     A ticket contains the job key, so any process that has it can join the job. Send it only over private connections.
 
@@ -173,7 +173,7 @@ class Meeting:
         return self._server.has(arrival(ticket.holder))
 
     def report_death(self, ticket: Ticket, reason: str) -> None:
-        """Report to the ranks that the holder of a ticket has ended. Call this if the process pool knows it.
+        """Report to the ranks that the holder of a ticket has ended, for instance when the process pool detects it.
 
         The effect on each rank is that of `ProcessGroup.report_death` called by another rank. `report_death` also
         describes the case of a process that still runs.

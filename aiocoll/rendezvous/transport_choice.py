@@ -13,7 +13,7 @@ __all__ = ["TransportChoice"]
 
 
 class TransportChoice:
-    """The transport that the options of this rank request, and the carrier (data links of a plugin) that it offers.
+    """The transport that this rank's options request, and the carrier (a plugin's data links) that this rank offers.
 
     Args:
         name: the option `transport`.
@@ -34,7 +34,7 @@ class TransportChoice:
             )
 
     def make_carrier(self, request: CarrierRequest) -> DataCarrier | None:
-        """Make the carrier that this rank offers; return None without a carrier, or if "auto" finds it unavailable.
+        """Make the carrier that this rank offers. Return None if it offers none, or if "auto" finds it unavailable.
 
         Raises:
             BackendUnavailableError: the options name a transport whose carrier is unavailable.
@@ -57,7 +57,7 @@ class TransportChoice:
 
     @property
     def carries_all(self) -> bool:
-        """Return whether the carrier makes all data links, and not only the links between hosts."""
+        """Return whether the carrier makes all data links, instead of only the data links between hosts."""
         return not self.is_auto and self.provider.make_carrier is not None
 
     @property
@@ -68,7 +68,7 @@ class TransportChoice:
         return {"offers" if self.is_auto else "carrier": self._carrier_name}
 
     def agree(self, cards: Mapping[int, Card]) -> bool:
-        """Return whether the ranks use the carrier. The result is the same on every rank.
+        """Return whether the ranks agree to use the carrier. The result is the same on every rank.
 
         Raises:
             RendezvousError: some ranks request a carrier by name, and others do not.

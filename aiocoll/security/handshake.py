@@ -120,7 +120,7 @@ class Status(IntEnum):
 
 
 class Identity(NamedTuple):
-    """The identity of one end: job id (16 bytes), epoch, rank (-1: none), world size (0: unknown), connection kind.
+    """The identity of a connection's end: job id (16 bytes), epoch, rank (-1: none), world size (0: unknown), kind.
 
     `ended` is the number of its ended connections of that kind with the other end, modulo 65536. `striped` is True if
     the link will have further connections.
@@ -136,7 +136,7 @@ class Identity(NamedTuple):
 
 
 class Peer(Identity):
-    """The proven identity of the other end."""
+    """The proven identity of the other end of a connection."""
 
     __slots__ = ()
 
@@ -331,7 +331,7 @@ def _version(message: bytes, sender: str) -> int:
 
 
 def _derive(key: bytes | None, salt: bytes) -> bytes:
-    """Return the key K by HKDF-SHA256: extract, then the first block of expand."""
+    """Derive the handshake key K by HKDF-SHA256: the extract step, then the first block of the expand step."""
     extracted = hmac.digest(salt, key or b"", "sha256")
     return hmac.digest(extracted, b"aiocoll/2\x01", "sha256")
 
@@ -341,7 +341,7 @@ def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
 
 
 def _proven(secret: bytes, label: bytes, transcript: bytes, message: bytes, sender: str) -> bytes:
-    """Return the claim in a PROOF or VERDICT message if its MAC is right; otherwise raise an error."""
+    """Return the claim in a PROOF or VERDICT message; raise `UnprovenError` if the message's MAC is wrong."""
     claim, mac = message[: _CLAIM.size], message[_CLAIM.size :]
     if not hmac.compare_digest(mac, _mac(secret, label, transcript + claim)):
         raise UnprovenError(
@@ -384,7 +384,7 @@ def _wrong_version(version: int) -> UnprovenError:
 
 
 def _refusal(event: str, status: Status, mine: Identity, peer: Peer) -> HandshakeRefusedError:
-    """Return the error for a rejected connection, with the two values that differ."""
+    """Return the error for a rejected connection. Its text contains the values on which the two ends differ."""
     reasons = {
         Status.CROSSED: "both ends dialled at once, and the other connection is further ahead",
         Status.DUPLICATE: f"rank {mine.rank} and rank {peer.rank} have an open connection of kind {peer.kind.name}",

@@ -12,17 +12,17 @@ __all__ = ["LoopTimeout", "loop_timeout"]
 
 #: Minimum number of loop iterations: twice as many as an encrypted handshake between ranks of one loop takes.
 _TURNS = 32
-#: Maximum number of extensions of the timeout, each because a message has arrived and is not read yet; and the seconds
-#: of each. A peer without the key sends three messages: a TLS message, HELLO and PROOF.
+#: Maximum number of extensions of the timeout, and the seconds of each. The timeout is extended while a message has
+#: arrived that is not read yet. A peer without the key sends three messages: a TLS message, HELLO and PROOF.
 _LAST_LOOKS = 3
 _LOOK_AGAIN = 0.1
-#: Seconds of delay from which a late timer shows that the loop was blocked. The load of the host explains shorter
-#: delays.
+#: Minimum delay in seconds by which a late timer shows that the loop was blocked. Shorter delays are normal on a loaded
+#: host.
 _BLOCKED = 0.1
 
 
 class LoopTimeout:
-    """A timeout that also requires 32 loop iterations, and lets a message that has arrived be read first.
+    """A timeout that also requires 32 loop iterations, and first lets the loop read a message that has arrived.
 
     An iteration may take longer than the timeout of a handshake: if the loop is blocked, or if many ranks of one loop
     connect at the same time. By the clock alone, each attempt would end after its first step, and none would succeed.

@@ -1,4 +1,4 @@
-"""Names in certificates of the user's own CA: URIs in subjectAltName that name the parts of a job.
+"""Names in certificates of the user's own CA: URIs in subjectAltName that name the ranks and the store of a job.
 
     aiocoll://JOB/rank/3    rank 3 of the job whose id is JOB
     aiocoll://JOB/rank/*    any rank of the job
@@ -27,7 +27,7 @@ __all__ = [
     "store_name",
 ]
 
-#: Characters that are allowed in a job id, in URIs and wherever users write it.
+#: Pattern of a job id that can be part of a name in a certificate.
 _JOB = re.compile(r"[A-Za-z0-9._:-]+")
 _SCHEME = "aiocoll://"
 #: Maximum number of names in an error message. A certificate may contain the names of hundreds of ranks.
@@ -49,7 +49,7 @@ def store_name(job: str) -> str:
 
 
 def part_name(job: str) -> str:
-    """Return the prefix of all names of a job. A client of the store needs any name with this prefix."""
+    """Return the prefix of all names of a job. A store accepts clients with any name that has this prefix."""
     return f"{_SCHEME}{job}/"
 
 
@@ -68,7 +68,7 @@ def check_job(job: str) -> None:
 
 
 def certificate_names(certificate: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names in a certificate, given as by `ssl.SSLSocket.getpeercert`."""
+    """Return the aiocoll names in a certificate, which `ssl.SSLSocket.getpeercert` has returned."""
     names = certificate.get("subjectAltName", ())
     return tuple(name for kind, name in names if kind == "URI" and name.startswith(_SCHEME))
 
@@ -96,6 +96,6 @@ def check_names(names: Sequence[str], expected: str, whose: str) -> None:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first of several names as text, for an error message."""
+    """Return the first few names, and the number of further names, as text for an error message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}" if names else "no job"

@@ -32,8 +32,8 @@ __all__ = [
     "new_context",
 ]
 
-#: Validity of a certificate before and after its creation, for clock differences between hosts and for the lifetime of
-#: a process. Peers check neither.
+#: Validity of a self-signed certificate before its creation (clock differences between hosts) and after it (longer than
+#: a process lives). Peers do not check the validity.
 _SKEW, _LIFE = timedelta(days=1), timedelta(days=3650)
 
 
@@ -110,7 +110,7 @@ def is_encrypted(encryption: str, host: str) -> bool:
 
 
 def agreed(options: Mapping[int, str], hosts: int) -> bool:
-    """Return whether TCP between ranks is encrypted, by the option of each rank; equal on all ranks.
+    """Return whether TCP between ranks is encrypted, from the options of all ranks. The result is equal on all ranks.
 
     Args:
         options: the `encryption` option of each rank.
@@ -130,7 +130,7 @@ def agreed(options: Mapping[int, str], hosts: int) -> bool:
 
 
 def binding(certificate: bytes | None) -> bytes:
-    """Return the hash of the dialled end's `certificate`, by which a handshake is bound to its TLS connection."""
+    """Return the hash of the dialled end's `certificate`, which binds a handshake to its TLS connection."""
     return hashlib.sha256(certificate).digest() if certificate is not None else b""
 
 
@@ -153,13 +153,13 @@ def new_context(protocol: int) -> ssl.SSLContext:
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # connections are never resumed
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # A peer may close TCP without closing TLS: links and stores detect a premature end by their own messages.
+    # Ignore a TCP close without a TLS close: links and stores detect a premature end by their own messages.
     context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
     return context
 
 
 def _certificate() -> tuple[bytes, bytes]:
-    """Return a self-signed certificate: alone in DER format, and with its key in PEM format."""
+    """Make a self-signed certificate; return it in DER format, and with its private key in PEM format."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

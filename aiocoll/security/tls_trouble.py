@@ -1,4 +1,4 @@
-"""Explanations of TLS errors, with a remedy, which OpenSSL's messages lack."""
+"""Explanations and remedies for TLS errors, since OpenSSL's messages have none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PURPOSE = (
     "extendedKeyUsage=serverAuth,clientAuth, or leave it out"
 )
 
-#: Why the peer rejected this certificate, by the suffix of the alert's name in OpenSSL.
+#: Reasons why a peer rejected the certificate of this process, by the suffix of the TLS alert's name in OpenSSL.
 _ALERT_REASONS = {
     "CERTIFICATE_EXPIRED": "as expired",
     "BAD_CERTIFICATE": "as invalid, which also covers a certificate before its first day",
@@ -51,7 +51,7 @@ def format_utc(seconds: float) -> str:
 
 
 def explain_tls_error(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertificateError | None:
-    """Return the error to raise instead of a TLS error; None if it is not about certificates.
+    """Return the error to raise in place of a TLS error; None if the error does not concern certificates.
 
     Args:
         error: the error raised by `ssl`.
@@ -75,7 +75,7 @@ def explain_tls_error(error: ssl.SSLError, tls: Tls, peer: str) -> WrongCertific
 
 
 def explain_silent_close(tls: Tls) -> str:
-    """Return possible reasons why a peer closed the connection without a TLS alert, as asyncio does."""
+    """Return possible reasons why a peer closed the connection without a TLS alert; asyncio sends none."""
     if tls.own is None:
         return "an end that accepts only certificates of a CA: then this process needs tls_ca, as every rank does"
     return f"an end that rejects the certificate of this process, and has logged the reason: {_validity_text(tls.own)}"

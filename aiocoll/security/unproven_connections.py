@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 __all__ = ["MIN_PLACES", "UnprovenConnections"]
 
 #: Minimum capacity of the table, small compared to the usual limit of 1024 open files. At 200 new connections per
-#: second, each is kept for more than half a second: several round trips between continents.
+#: second, a connection stays in the table for more than half a second: several round trips between continents.
 MIN_PLACES = 128
 
 T = TypeVar("T")

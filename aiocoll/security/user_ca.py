@@ -206,7 +206,7 @@ def _format_time(text: object) -> str:
 
 
 def _inspect(server: ssl.SSLContext, certificate_pem: str, files: TlsFiles) -> tuple[bytes, OwnCertificate]:
-    """Return this process's certificate and its content; raise an error outside its period of validity.
+    """Return this process's certificate and its content; raise an error if it has expired or is not valid yet.
 
     `ssl` describes only a certificate that it has verified. So `client` trusts the certificate itself, whatever its
     dates.

@@ -18,11 +18,11 @@ from aiocoll.users import peer_trouble
 __all__ = ["StoreEndpoint", "check_peer", "describe", "is_loopback_name", "is_unix", "listen", "literal", "resolve"]
 
 _UNIX = "unix:"
-#: Length of the kernel's queue of new connections, enough for all ranks of a large job at once. The kernel lowers it to
-#: its own limit (net.core.somaxconn, 4096 since Linux 5.4).
+#: Length of the kernel's queue of new connections, enough for all ranks of a large job at once. The kernel lowers this
+#: length to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
 _BACKLOG = 4096
-#: Seconds of an outage after which the kernel closes a connection: as long as Linux's defaults, because requests have
-#: timeouts of their own.
+#: Seconds of a network outage after which the kernel closes a connection. The value is as high as Linux's defaults,
+#: because each request has its own timeout.
 _MAX_OUTAGE = 900.0
 
 
@@ -37,7 +37,7 @@ class StoreEndpoint(NamedTuple):
         require_key("localhost" if isinstance(self.sockaddr, str) else self.sockaddr[0], key)
 
     def reachable(self) -> StoreEndpoint:
-        """Return the endpoint for clients on this machine: the loopback in place of a wildcard address."""
+        """Return the endpoint at which clients on this machine connect: the loopback in place of a wildcard address."""
         if isinstance(self.sockaddr, str):
             return self
         host, port = self.sockaddr[:2]
@@ -45,11 +45,11 @@ class StoreEndpoint(NamedTuple):
         mapped = getattr(address, "ipv4_mapped", None)
         if not (mapped or address).is_unspecified:
             return self
-        # A server on the IPv6 wildcard also accepts IPv4, and some hosts have no IPv6 loopback.
+        # Use IPv4: a server on the IPv6 wildcard also accepts IPv4, and some hosts have no IPv6 loopback.
         return StoreEndpoint(socket.AF_INET, ("127.0.0.1", port))
 
     def socket(self) -> socket.socket:
-        """Return a new non-blocking socket of this family."""
+        """Return a new non-blocking socket of this endpoint's family."""
         sock = socket.socket(self.family, socket.SOCK_STREAM)
         sock.setblocking(False)
         if not isinstance(self.sockaddr, str):
@@ -114,13 +114,13 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> None:
-    """Raise `AuthenticationError` if, by the kernel's report, a unix socket's peer may be another user's process."""
+    """Check the user of a unix socket's peer; raise `AuthenticationError` if it may be another user's process."""
     if sock.family == socket.AF_UNIX and (reason := peer_trouble(sock)) is not None:
         raise AuthenticationError(f"the process at the other end of the unix socket {reason}")
 
 
 def literal(host: str, port: int) -> StoreEndpoint | None:
-    """Return the endpoint of a numeric address or a unix socket; None for a name."""
+    """Return the endpoint of a numeric address or a unix socket; None for a host name."""
     if is_unix(host):
         name = host.removeprefix(_UNIX)
         return StoreEndpoint(socket.AF_UNIX, "\0" + name[1:] if name.startswith("@") else name)
@@ -131,7 +131,7 @@ def literal(host: str, port: int) -> StoreEndpoint | None:
     if version == 4:
         return StoreEndpoint(socket.AF_INET, (host, port))
     if "%" in host:
-        # Resolve the scope's name to its number, which needs no name server.
+        # Resolve the name of the IPv6 scope, such as eth0, to a number. This needs no name server.
         return _resolve_first(host, port)
     return StoreEndpoint(socket.AF_INET6, (host, port, 0, 0))
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 #: Seconds between the timeout of a request and its cancellation, if the store does not answer.
 GRACE = 0.7
-#: Loop iterations that must pass before the cancellation, so that a reply that came while the loop blocked is read.
+#: Loop iterations between timeout and cancellation, so that a reply that arrived while the loop was blocked is read.
 _TURNS = 16
 
 #: Loop iterations needed to read and deliver a reply that has arrived.
@@ -59,7 +59,7 @@ class Store(ABC):
 
     @property
     def trouble(self) -> str | None:
-        """Address of the store and the reason why it cannot be reached, during attempts to connect; else None."""
+        """While attempts to connect fail: the store's address and the reason. Otherwise None."""
         return None
 
     @property
@@ -315,7 +315,7 @@ class Store(ABC):
         """Carry out a waiting command of `WAITS`, whose arguments the caller has checked."""
 
     async def _hold(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Carry out `compare_set`, and let the store set the key to `LEFT` when it sees this client disconnect."""
+        """Carry out `compare_set`. When this client disconnects later, the store sets the key to `LEFT`."""
         value: bytes = await self._call_checked("hold", key, expected, desired)
         return value
 
@@ -331,7 +331,7 @@ class Store(ABC):
         return await (await_reply(request, limit, self, command) if self._may_stop else request)
 
     async def _run_uncancelled(self, command: str, call: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
-        """Await `call(command, ...)`; raise a `StoreError` if a custom store itself raises `CancelledError`.
+        """Await `call(command, ...)`; raise `StoreError` if a custom store raises `CancelledError` by itself.
 
         Otherwise it would look like a cancellation of the caller.
         """
@@ -419,7 +419,7 @@ def timeout_error(where: str, command: str, missing: list[str], timeout: float) 
 
 
 def check_world_size(world_size: int | None) -> int | None:
-    """Check a store's argument `world_size` and return it; None and -1, any number of clients, become None."""
+    """Check and return the argument `world_size` of a store. Return None for None and -1: any number of clients."""
     number = -1 if world_size is None else to_int(world_size, "world_size", "an int or None")
     if number < 1 and number != -1:
         raise ValueError(f"world_size must be at least 1, or -1 for any number, got {number}")

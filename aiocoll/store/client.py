@@ -40,11 +40,11 @@ _CLOSE_TIMEOUT = 0.25
 
 
 class StoreAuthenticationError(StoreUnavailableError, AuthenticationError):
-    """A store that cannot be used, because the client or the server has refused to authenticate the other."""
+    """Raised when a store cannot be used, because its client or its server does not accept the other end."""
 
 
 class _Request(NamedTuple):
-    """A request in flight. A lost connection cancels `answer`: an exception in it might never be retrieved."""
+    """A request in flight. A lost connection cancels `answer`, because an exception might never be retrieved."""
 
     command: str
     arguments: tuple[Any, ...]
@@ -147,7 +147,7 @@ class ClientLink(FrameProtocol):
             self.ready.set_result(exc)
 
     def foreign_answer(self) -> AuthenticationError | None:
-        """Return an error if the other end has sent data that is no store handshake; else None."""
+        """Return an error if the other end has sent data that is not a store handshake; otherwise None."""
         received = self.received_so_far()
         if self._challenged or may_be_handshake(received):
             return None
@@ -167,7 +167,7 @@ class ClientLink(FrameProtocol):
             check_names(names, store_name(self.tls.job), "the certificate of the server")
 
     def certificate_trouble(self, exc: BaseException | None) -> WrongCertificateError | None:
-        """Return the error that explains a refused certificate, if `exc` reports one; else None."""
+        """Return an error that explains the rejected certificate, if `exc` reports one; otherwise None."""
         return (
             explain_tls_error(exc, self.tls, "the server")
             if isinstance(exc, ssl.SSLError) and self.tls is not None
@@ -195,7 +195,7 @@ class ClientLink(FrameProtocol):
             if not future.done():
                 self._cancel(number)
             if command == "queue_pop":
-                # Put the item back: now if it has arrived, else when it arrives in spite of the cancellation.
+                # Put a popped item back into the queue. It may arrive later, in spite of the cancellation.
                 future.add_done_callback(lambda popped: self._return_item(number, arguments[0], popped))
             raise
         if not future.done():
@@ -297,7 +297,7 @@ async def connect(
 
 
 class _UnresolvedError(Exception):
-    """A failed lookup of a host name, which may succeed later."""
+    """Raised when a host name cannot be resolved. A later lookup may succeed."""
 
 
 async def _resolve(host: str, port: int) -> list[StoreEndpoint]:

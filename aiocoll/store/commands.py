@@ -35,16 +35,16 @@ MAX_VALUE_BYTES: Final = 8 << 20
 MAX_ENTRIES: Final = 1 << 16
 #: Maximum bytes of all values together, so that a faulty rank cannot use up the memory of the store's host.
 MAX_TOTAL_BYTES: Final = 256 << 20
-#: Maximum of a counter: 64 bits, like the integers of msgpack.
+#: Largest absolute value of a counter: signed 64 bits, like the integers of msgpack.
 MAX_INTEGER: Final = (1 << 63) - 1
 
-#: The value to which the server sets a key of `hold` when the client that holds it disconnects.
+#: Value of a key that a client has set by the command `hold`, after that client has disconnected.
 LEFT: Final = b"left"
 
-#: Suffix of a second key that the server sets at the same time, so that a list of keys shows which clients have left.
+#: Suffix of a second key, set together with the value `LEFT`. So a list of keys shows which clients have disconnected.
 LEFT_SUFFIX: Final = "/left"
 
-#: Commands that return at once. k: key, K: keys, v: value, V: values, i: integer, p: prefix of keys.
+#: Commands that return at once, with argument types. k: key, K: keys, v: value, V: values, i: integer, p: key prefix.
 #:
 #: `hold` is a `compare_set` whose value the server replaces by `LEFT` when the client disconnects.
 COMMANDS: Final = MappingProxyType(
@@ -66,10 +66,10 @@ COMMANDS: Final = MappingProxyType(
     }
 )
 
-#: Commands that return when the keys exist (`queue_pop`: when the queue has an item).
+#: Commands that wait until the keys exist. `queue_pop` waits until the queue has an item.
 WAITS: Final = MappingProxyType({"get": "k", "multi_get": "K", "wait": "K", "queue_pop": "k"})
 
-#: Commands that only a server carries out: wait for a number of clients (c), and cancel a request.
+#: Commands that only a server carries out: `join` waits for a number of clients (c), `cancel` cancels a request.
 SERVER_COMMANDS: Final = MappingProxyType({"join": "c", "cancel": ""})
 
 

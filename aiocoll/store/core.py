@@ -31,7 +31,7 @@ class PendingWait:
 
 
 class StoreCore:
-    """Keys, queues and pending waits of a store. Callers check arguments with `check_arguments` before."""
+    """Keys, queues and pending waits of a store. Callers must first check arguments by `check_arguments`."""
 
     def __init__(self) -> None:
         #: Number of commands so far that have changed keys or queues.
@@ -55,11 +55,11 @@ class StoreCore:
         }
 
     def apply(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        """Carry out a command of `COMMANDS`; raise `StoreError` and change nothing if it would exceed a limit."""
+        """Carry out a command of `COMMANDS`. If it would exceed a limit, change nothing and raise `StoreError`."""
         return self._handlers[command](*arguments)
 
     def start(self, command: str, arguments: tuple[Any, ...], deliver: Callable[[Any], None]) -> PendingWait | None:
-        """Start a waiting command; call `deliver(result)` now, or during the command that ends the wait.
+        """Start a waiting command. `deliver(result)` is called at once, or by the command that ends the wait.
 
         Returns:
             The wait, for `drop`; None if the result has been delivered.
@@ -84,7 +84,7 @@ class StoreCore:
             del waiting[key]
 
     def missing(self, command: str, arguments: tuple[Any, ...]) -> list[str]:
-        """Return the keys for which a wait still has to wait, or its queue if the queue is empty."""
+        """Return the missing keys of a waiting command, or the name of its queue if that queue is empty."""
         present: Mapping[str, Any] = self._queues if command == "queue_pop" else self._values
         return [key for key in keys_of(arguments) if key not in present]
 

@@ -34,9 +34,9 @@ _SCHEME = "file://"
 #: Bytes of history to replay in one step, which takes about 1 ms. Other callbacks of the loop run between steps.
 _SLICE = 1 << 13
 
-#: Name of the record by which a member leaves. It is not a command and sets no key.
+#: Name of the log record that a process appends when it closes the store. The record is not a command.
 _DEPARTURE = "leave"
-#: Timeout in seconds for the lock while closing. If it expires, the file remains, as after a crash.
+#: Seconds that `aclose` waits for the file lock. Without the lock, the file is not removed, as after a crash.
 _DEPARTURE_TIMEOUT = 0.25
 
 
@@ -77,7 +77,7 @@ class FileStore(Store):
         return f"FileStore {self.path}"
 
     async def aclose(self) -> None:
-        """Close the file. The last of `world_size` members to close also removes it."""
+        """Close the file. The last of the `world_size` processes to close it also removes it."""
         if self._closing:
             return
         self._closing = True
@@ -145,7 +145,7 @@ class FileStore(Store):
         return self._log
 
     def _catch_up(self, log: LogFile, *nbytes: int) -> bool:
-        """Apply all new records, or at least `nbytes` bytes of them; return whether there may be more."""
+        """Apply all new records, but stop after at least `nbytes` bytes; return whether there may be more records."""
         try:
             return log.read(self._carry_out, *nbytes)
         except BaseException:

@@ -22,9 +22,9 @@ from aiocoll.store.commands import MAX_ENTRIES, MAX_VALUE_BYTES
 
 __all__ = ["FrameProtocol", "pack"]
 
-#: Maximum bytes of a frame: two values of the maximum size. A decoded frame takes at most about 70 times as much.
+#: Maximum bytes of a frame: two values of the maximum size. Decoding takes at most about 70 times as much memory.
 MAX_FRAME = 16 << 20
-#: Bytes allocated for a frame before its body arrives. The memory is doubled whenever it is full.
+#: Bytes of the first buffer for a frame. The buffer is doubled when it is full, so a false length costs no memory.
 _FIRST_BLOCK = 64 << 10
 _LENGTH = struct.Struct("!I")
 

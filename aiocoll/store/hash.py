@@ -15,7 +15,7 @@ __all__ = ["HashStore"]
 
 
 class HashStore(Store):
-    """A store for ranks that are tasks of one event loop. A command resolves the futures of the waits that it ends."""
+    """A store in this process's memory, for ranks that are tasks of one event loop."""
 
     _may_stop = False
 

@@ -28,7 +28,7 @@ async def find_address(
     timeout: float,
     trouble: Callable[[str], None],
 ) -> tuple[str, str | None]:
-    """Return the address to listen on, and either None or the reason why other hosts may not reach it.
+    """Return the address to listen on, and the reason why other hosts may not reach it, or None.
 
     The address is that of `host` if `host` belongs to this machine. A name may become resolvable only during this call.
     The machine's own name may resolve to the loopback here (Debian writes 127.0.1.1 into /etc/hosts) and to another

@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 _MAX_FILE = 1 << 30
 #: Bytes per read. A longer record is read as a whole.
 _READ_SIZE = 1 << 14
-#: A number of bytes larger than any log: no limit for `read`.
+#: Default limit in `LogFile.read`: a number of bytes larger than any log.
 _EVERYTHING = 1 << 62
 
 
@@ -112,7 +112,8 @@ class LogFile:
         except DamagedError as exc:
             if self._locked:
                 raise self._damage_error(str(exc)) from exc
-        # An active writer may have caused this. Read again under the lock; if it is taken, leave that to the next call.
+        # A concurrent write may look like damage. Read again under the lock; if another process holds it, leave that to
+        # the next call.
         if self.try_lock():
             try:
                 return self.read(apply, nbytes)
@@ -121,7 +122,7 @@ class LogFile:
         return False
 
     def append(self, message: list[Any]) -> None:
-        """Append a record after the last complete record, over a partial one. The caller holds the lock.
+        """Append a record after the last complete record, and overwrite a partial record. The caller holds the lock.
 
         Raises:
             StoreError: the disk or the file is full, or the record is too long; the file is unchanged.
@@ -187,7 +188,7 @@ class LogFile:
         return False
 
     def _read_header(self) -> bool:
-        """Read and check the header; return whether it is complete, since a killed process may have written a part."""
+        """Read and check the header; return whether it is complete. A killed process may have written only a part."""
         header = self._system_call(os.pread, len(self._header), 0)
         if header == self._header:
             self.position, self._chain = len(header), zlib.crc32(header)
@@ -226,7 +227,7 @@ def _carry_out(apply: Callable[[list[Any]], None], payload: bytes) -> None:
 
 
 def _open(path: str) -> int:
-    """Open or create the file; raise an error if another user may have made it or can read it."""
+    """Open or create the log file; raise an error if another user may have created it or can read it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:

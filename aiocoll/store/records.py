@@ -33,7 +33,7 @@ class DamagedError(Exception):
 
 
 def seal(payload: bytes, chain: int) -> tuple[bytes, int]:
-    """Encode `payload` as a record after a log with the checksum `chain`; return the record and the new checksum."""
+    """Encode `payload` as the next record of a log whose checksum is `chain`; return record and new checksum."""
     sized = zlib.crc32(len(payload).to_bytes(4, "little"), chain)
     after = zlib.crc32(payload, sized)
     return _PREFIX.pack(len(payload), sized, after) + payload, after
@@ -50,7 +50,7 @@ def parse_prefix(data: bytes, start: int, chain: int) -> int:
 
 
 def check_payload(data: bytes, start: int, payload: bytes) -> int:
-    """Check the payload of the record at `start`, and return the checksum of the log up to its end."""
+    """Check the payload of the record at `start`; return the checksum of the log up to the end of this record."""
     _, sized, stored = _PREFIX.unpack_from(data, start)
     after = zlib.crc32(payload, sized)
     if after != stored:

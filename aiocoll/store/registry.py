@@ -56,7 +56,7 @@ class StoreOpener(Protocol):
 
     @property
     def served_by_rank_0(self) -> bool:
-        """Return whether rank 0 serves the store, as for TCP, and no separate server or file does."""
+        """Return whether rank 0 serves the store, as for TCP, instead of a separate server or a file."""
 
     @property
     def has_secrets(self) -> bool:

@@ -35,11 +35,11 @@ from aiocoll.store.session import Session
 
 __all__ = ["StoreServer"]
 
-#: Descriptors of an event loop: its selector, and a pair of sockets by which other threads wake it.
+#: Number of descriptors that an event loop opens: its selector, and a socket pair by which other threads wake it.
 _LOOP_FDS = 3
 #: Maximum connections to accept in one loop iteration, so that the kernel's queue stays short during other work.
 _ACCEPTS = 16
-#: The first byte of a TLS connection.
+#: The first byte that a TLS client sends.
 _TLS = b"\x16"
 #: Seconds to wait before the next accept when the process is out of file descriptors or memory.
 _ACCEPT_PAUSE = 0.1
@@ -86,7 +86,7 @@ class StoreServer:
         self._identity = Identity(job_id(job), 0, -1, 0, ConnKind.STORE)
         self._encryption = encryption
         self._unproven: UnprovenConnections[Session] = UnprovenConnections(world_size or 0, Session.abort)
-        # Connections without a session, because their encryption has not started.
+        # Accepted connections that have no session yet, because their encryption has not started.
         self._unencrypted: UnprovenConnections[asyncio.Task[None]] = UnprovenConnections(
             world_size or 0, asyncio.Task.cancel
         )
@@ -186,12 +186,12 @@ class StoreServer:
         self._changed.set()
 
     def joined(self) -> StoreCore:
-        """Count a client that opens its store; return a `StoreCore` with one key per client: "1", "2", ..."""
+        """Count one more joined client; return a `StoreCore` with one key per client: "1", "2", ..."""
         self._members.apply("set", (str(self._members.apply("num_keys", ("",)) + 1), b""))
         return self._members
 
     def join_abandoned(self) -> None:
-        """Subtract a client that stopped waiting for other clients."""
+        """Reduce the count of joined clients by one, because a client has stopped waiting for the others."""
         self._members.apply("delete_key", (str(self._members.apply("num_keys", ("",))),))
 
     def _request_stop(self) -> bool:
@@ -306,7 +306,7 @@ class StoreServer:
 
     async def _start_session(self, connection: socket.socket, encrypted: bool) -> None:
         async with loop_timeout(self.runtime, HANDSHAKE_TIMEOUT, partial(is_ready, connection.fileno())):
-            # Call this once, because a second call may return renewed certificates.
+            # Call `get` only once, because a second call may return renewed certificates.
             tls = self._tls.get() if encrypted else None
             bound = b"" if tls is None else binding(tls.certificate)
             handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes, bound)
@@ -316,7 +316,7 @@ class StoreServer:
                 return
             await self._wait_readable(connection)
             if connection.recv(1, socket.MSG_PEEK) != _TLS:  # check first: TLS takes memory and time
-                raise ConnectionResetError("it does not use TLS")
+                raise ConnectionResetError("the client does not use TLS")
             address, *_ = connection.getpeername()
             try:
                 await self._loop.connect_accepted_socket(lambda: session, connection, ssl=tls.server)

@@ -29,7 +29,7 @@ __all__ = ["Session", "SessionOwner"]
 
 #: Maximum number of concurrent waits of one connection.
 _MAX_WAITS = 1024
-#: Bytes of unread replies after which a client is disconnected. The server stops reading its requests long before.
+#: Bytes of unread replies after which a client is disconnected. The server stops reading its requests much earlier.
 _MAX_UNSENT = 4 * MAX_FRAME
 
 
@@ -49,18 +49,18 @@ class SessionOwner(Protocol):
         """Remove a closed connection; `reason` is its error or None."""
 
     def joined(self) -> StoreCore:
-        """Count a client that opens its store; return a `StoreCore` with one key per client: "1", "2", ..."""
+        """Count one more joined client; return a `StoreCore` with one key per client: "1", "2", ..."""
 
     def join_abandoned(self) -> None:
-        """Subtract a client that stopped waiting for other clients, since it may try again."""
+        """Reduce the count of joined clients by one, because a client has stopped waiting. It may join again."""
 
 
 class Session(FrameProtocol):
-    """A server connection that authenticates its client and carries out the requests. A fault of the client ends it."""
+    """A server connection that authenticates its client and carries out requests. Protocol errors end it."""
 
     def __init__(self, owner: SessionOwner, handshake: ServerHandshake, job: str | None = None) -> None:
         super().__init__()
-        # The job that the certificates of clients must name; None without such a check.
+        # The job id that client certificates must name; None if certificates are not checked.
         self._job = job
         self._owner = owner
         self._handshake = handshake
@@ -68,7 +68,7 @@ class Session(FrameProtocol):
         self._joined = False
         self._held: dict[str, bytes] = {}
         self._reason: Exception | None = None
-        # Set before the TLS handshake, which counts. The session itself can close the connection only after TLS.
+        # This deadline also covers the TLS handshake. The session can close the connection only after that handshake.
         self._end_of_handshake = owner.runtime.time() + HANDSHAKE_TIMEOUT
         # The deadline for proving the key. Later requests of the client have no deadline.
         self._deadline: LoopTimeout | None = None
@@ -87,7 +87,7 @@ class Session(FrameProtocol):
         self._owner.session_opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle a lost connection: drop the client's waits, and mark the keys that it held."""
+        """Handle a lost connection: drop the client's waits, and set the keys that the client held to `LEFT`."""
         if self._deadline is not None:
             self._deadline.cancel()
         for core, waiter, _ in self._waits.values():
@@ -214,7 +214,7 @@ class Session(FrameProtocol):
         return deliver
 
     def _cancel(self, number: int) -> None:
-        """Cancel a wait and reply with its missing keys; do nothing if the wait has ended, since its reply was sent."""
+        """Cancel a wait and reply with its missing keys. If the wait has ended, do nothing: its reply was sent."""
         wait = self._waits.pop(number, None)
         if wait is not None:
             core, waiter, wanted = wait

@@ -98,7 +98,7 @@ class TCPStore(Store):
 
     @property
     def trouble(self) -> str | None:
-        """Reason why the last attempt to connect failed; once connected, why other hosts may not reach the server."""
+        """Reason why the last attempt to connect failed. Once connected: why other hosts may not reach the server."""
         return self._trouble if self._link is None else self._local_only
 
     @property

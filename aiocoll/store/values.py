@@ -11,7 +11,7 @@ from aiocoll.store.commands import MAX_INTEGER, MAX_VALUE_BYTES
 
 __all__ = ["UPDATES", "Update"]
 
-#: Effect of a command: whether the value changes, the new value (None removes the key), and the command's result.
+#: The effect of a command: whether the value changes, the new value (None removes the key), and the result.
 Update = tuple[bool, bytes | None, Any]
 
 
@@ -47,7 +47,7 @@ def _delete_key(key: str, old: bytes | None) -> Update:
     return old is not None, None, old is not None
 
 
-#: Function of each command. It gets the key, its value (None if absent) and further arguments; may raise `StoreError`.
+#: The function of each command. It receives the key, the value (None if absent) and the command's other arguments.
 UPDATES: Final[Mapping[str, Callable[..., Update]]] = MappingProxyType(
     {
         "set": _set,

@@ -127,7 +127,7 @@ class SharedMemoryLink(Link, Protocol):
 
     @property
     def common_writer(self) -> CommonWriter:
-        """The writer of this rank's common lane, which all peers read. All links share it."""
+        """The writer of this rank's common lane, which all peers read. All links share this writer."""
 
     @property
     def lane_writer(self) -> LaneWriter:
@@ -135,7 +135,7 @@ class SharedMemoryLink(Link, Protocol):
 
     @property
     def common_reader(self) -> SlotReader:
-        """The reader of the peer's common lane, which all its peers read."""
+        """The reader of the peer's common lane, which other ranks read, too."""
 
     @property
     def lane_reader(self) -> SlotReader:
@@ -143,7 +143,7 @@ class SharedMemoryLink(Link, Protocol):
 
     @property
     def peer_outbox(self) -> PeerOutbox:
-        """The peer's outbox: the memory in which it posts data."""
+        """The peer's outbox: the memory in which the peer posts data."""
 
     @property
     def chunks(self) -> Chunks:
@@ -160,7 +160,7 @@ class SharedMemoryLink(Link, Protocol):
         """Wake the peers of several links, which may include this link, as `announce` does."""
 
     def shares_core(self) -> bool:
-        """Return whether this rank runs on the core on which the peer ran when it last waited for long."""
+        """Return whether this rank runs on the CPU core on which the peer last waited for long."""
 
     def refuse(self, error: Exception) -> None:
         """End the link in the next loop iteration, because the peer has written invalid data to the shared memory."""
@@ -175,10 +175,10 @@ class SharedMemoryLink(Link, Protocol):
         """
 
     def on_departure(self, group: int) -> None:
-        """Record that the peer has left a group, and reads no more contributions that are posted for it."""
+        """Record that the peer has left a group, so it reads no more contributions of this rank to that group."""
 
     def unmap(self) -> None:
-        """Unmap the peer's segments, after `close`. Its slots can still be read."""
+        """Unmap the peer's segments, after `close`. The peer's slots can still be read."""
 
     def forget(self) -> None:
         """Release the memory of the slots, after `close`, even if other objects still refer to this link."""
@@ -211,13 +211,13 @@ class Transport(Protocol):
         """Open a link to `peer`; return None if `peer` is opening a link, which this rank will accept."""
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
-        """Open a heartbeat connection to another process; return None in the same case as `connect`."""
+        """Open a heartbeat connection to another process; return None if `peer` is opening one."""
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
-        """Return the medium of the data link to `peer` ("none" if not open), and why it is not shared memory."""
+        """Return the medium of the data link to `peer` ("none" if not open), and the reason why it is not "shm"."""
 
     def catch_up(self) -> None:
-        """Deliver the frames that peers wrote before they sent a notice that has arrived on a faster path.
+        """Deliver the frames that peers wrote before a notice, when the notice has arrived first on a faster path.
 
         Do nothing if frames and notices arrive in order anyway.
         """

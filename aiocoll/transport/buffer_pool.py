@@ -11,10 +11,10 @@ from aiocoll.transport.frame import HEADER_SIZE, SEGMENT
 
 __all__ = ["BufferPool"]
 
-#: Bytes in a buffer: one read may return the largest frame and the header of the next frame.
+#: Size of a buffer in bytes: one read may return the largest frame and the header of the next frame.
 NBYTES = 2 * HEADER_SIZE + SEGMENT
-#: Maximum number of unused buffers kept (2 MiB). More are in use at once only while more peers than that send large
-#: frames in small parts.
+#: Maximum number of unused buffers in the pool (2 MiB). More buffers are in use at once only while more than eight
+#: peers send large frames in small parts.
 MOST = 8
 
 
@@ -27,10 +27,10 @@ class BufferPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """Return a buffer from the pool, with arbitrary content."""
+        """Take a buffer with arbitrary content out of the pool, or make one."""
         return self._free.pop() if self._free else memoryview(bytearray(NBYTES))
 
     def give(self, buffer: memoryview) -> None:
-        """Return a buffer to the pool. No view of the buffer may exist."""
+        """Put a buffer back into the pool. No view of the buffer may exist."""
         if len(self._free) < MOST:
             self._free.append(buffer)

@@ -106,7 +106,7 @@ async def receive_message(stream: ByteStream, nbytes: int) -> bytes:
 
 
 def send_message(stream: ByteStream, message: bytes) -> None:
-    """Send a handshake message. The buffers of a new connection always have room for it."""
+    """Send a handshake message without waiting: the socket buffer of a new connection has space for it."""
     if stream.send(message) != len(message):
         raise ConnectionResetError("the new connection has no room for a handshake message")
 

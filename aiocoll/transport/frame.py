@@ -25,9 +25,9 @@ __all__ = ["EAGER", "HEADER", "HEADER_SIZE", "SEGMENT", "FrameKind", "Header", "
 HEADER = struct.Struct("<BBH4xQQIIII")
 HEADER_SIZE = HEADER.size
 
-#: Largest payload of a frame. It is small enough to be reduced while in the cache (half of a 1 MiB L2 holds the payload
-#: and the array it is added to), and to be moved in a third of `BUDGET`, the time limit of a callback. It is large
-#: because TCP on loopback moves 256 MiB 20 to 25 % faster in calls of 256 KiB than in calls of 128 KiB.
+#: Largest payload of a frame. It must stay in the cache until it is reduced (half of a 1 MiB L2 cache holds the payload
+#: and the array to which it is added), and it is moved in a third of `BUDGET`, the time limit of a callback. With
+#: smaller payloads TCP is slower: on loopback, calls of 256 KiB are 20 to 25 % faster than calls of 128 KiB.
 SEGMENT = 256 * 1024
 
 EAGER = 1

@@ -40,7 +40,7 @@ class Hub:
         self._opened: asyncio.Event = asyncio.Event()
 
     def cut(self, a: int, b: int) -> None:
-        """Break all links between ranks `a` and `b`, as if a pulled cable was noticed at once."""
+        """Break all links between ranks `a` and `b`. Both ranks detect it at once."""
         for link in [link for link in self.links if link.ends == (min(a, b), max(a, b))]:
             link.break_off(ConnectionResetError(f"the link between rank {a} and rank {b} was cut"))
 
@@ -137,7 +137,7 @@ class MemoryLink:
             self._after_latency(self.other._on_peer_ended)
 
     def close(self) -> None:
-        """Close this end. The other end sees a broken link, unless it has finished."""
+        """Close this end. The other end sees a broken link, unless `finish` was called before."""
         if not self._closed:
             self._detach()
             if not self._hub.runtime.loop.is_closed():

@@ -83,7 +83,7 @@ class DataCarrier(Protocol):
         """
 
     def catch_up(self) -> None:
-        """Deliver the data that peers wrote to their links before they sent a notice on another path."""
+        """Deliver the data that peers wrote to their links before a notice, when the notice took another path."""
 
     def close(self) -> None:
         """Make no more links. Open links stay open. Idempotent."""

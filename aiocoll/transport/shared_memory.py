@@ -26,19 +26,19 @@ __all__ = [
     "Segment",
 ]
 
-#: Numbers of small slots and of middle slots whose total size is that of one chunk.
+#: Number of small slots, and number of middle slots, that are together as large as one chunk.
 SMALL_PER_CHUNK = 32
 MIDDLE_PER_CHUNK = 2
 
 #: Smallest payload in bytes for which reading in place is faster than the ring.
 LEAST_BY_REFERENCE = 64 * 1024
-#: Largest payload in bytes of a frame by reference: at this size the cost per frame is small, and later frames do not
+#: Largest payload in bytes of a frame by reference. At this size, the cost per frame is small, and later frames do not
 #: wait long.
 MOST_BY_REFERENCE = 16 * SEGMENT
 
 
 class PeerOutbox(Protocol):
-    """A peer's outbox: the memory in which it posts data for this rank."""
+    """A peer's outbox: the memory in which the peer posts data for this rank."""
 
     def has_news(self) -> bool:
         """Return whether, since the last call, the peer has posted data or written the last chunk of an operation."""

@@ -45,7 +45,7 @@ from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
 __all__ = ["ChunkQueueReader", "ChunkQueueWriter", "Chunks"]
 
-#: The segment number in word 3 of a chunk's line if the writer may have overwritten the chunk in its segment. No
+#: Value of word 3 in the line that describes a chunk, if the writer may have overwritten the chunk in its segment. No
 #: segment has this number.
 _VOID = (1 << 64) - 1
 #: A number greater than any operation id.
@@ -142,14 +142,14 @@ class ChunkQueueWriter(_QueueEnd):
         return bool(state[CHUNK_READY])
 
     def leave(self, *, failed: bool) -> None:
-        """Release the queue for other operations. With `failed`, chunks that are never read may remain in it."""
+        """Release the queue for other operations. `failed` means that chunks may remain in it that are never read."""
         state = self.state
         state[CHUNK_LAST], state[CHUNK_HOLDER] = state[CHUNK_HOLDER], 0
         if failed:
             state[CHUNK_LAST], state[CHUNK_FIRST] = _NEVER, state[CHUNK_NUMBER]
 
     def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview, length: int = 0) -> bool:
-        """Copy the next chunk into the queue; return False if it is full. The reader then wakes this rank later."""
+        """Copy the next chunk into the queue; return False if the queue is full. The reader later wakes this rank."""
         number = self.state[CHUNK_NUMBER]
         if not self.is_taken(number - self._count + 1):
             return False
@@ -206,7 +206,7 @@ class ChunkQueueReader(_QueueEnd):
         super().__init__(memory, direction, fences)
         self.state[CHUNK_NUMBER] = 1
         self._closed_groups: set[int] = set()
-        #: The number of the last chunk of each released group. Chunks before it may be unread.
+        #: For each released group, the number of its last chunk. Earlier chunks may be unread, too.
         self._last_chunks: dict[int, int] = {}
 
     @property
@@ -242,7 +242,7 @@ class ChunkQueueReader(_QueueEnd):
         return np.frombuffer(self._memory, dtype, count, self._places[(self._next - 1) % self._count])
 
     def place(self) -> tuple[int, int]:
-        """Return the writer's segment that contains the next chunk, and the offset there; (0, 0) if the queue does."""
+        """Return segment number and offset of the next chunk in the writer's memory; (0, 0) if it is in the queue."""
         line = self._lines[(self._next - 1) % self._count]
         return self._words[line + 3], self._words[line + 4]
 
@@ -266,12 +266,12 @@ class ChunkQueueReader(_QueueEnd):
         return False
 
     def end(self, group: int) -> None:
-        """Record that a group is closed, so that no operation reads its current and later chunks."""
+        """Record that a group is closed, so that its current and later chunks are freed without being read."""
         self._closed_groups.add(group)
         self.state[CHUNK_GROUPS_OVER] = len(self._closed_groups)
 
     def release(self, group: int) -> None:
-        """Forget a closed group for which the peer writes no more chunks, as soon as its last chunk is freed."""
+        """Forget a closed group as soon as its last chunk is freed. The peer must write no more chunks for it."""
         words, numbers = self._words, range(self._next, self._next + self._count)
         lines = {number: self._lines[(number - 1) % self._count] for number in numbers}
         left = [number for number, line in lines.items() if words[line] == number and words[line + 1] == group]
@@ -337,7 +337,7 @@ class Chunks:
         self.reader = reader
         self._sharing = sharing
         self._peer = peer
-        # Both callbacks are None after `close`.
+        # `_wake` and `_refuse` are None after `close`.
         self._wake: Callable[[], object] | None = wake
         self._refuse: Callable[[Exception], object] | None = refuse
 
@@ -361,7 +361,7 @@ class Chunks:
         return self.writer.take(identity, group, ordered=ordered)
 
     def leave(self, *, failed: bool) -> None:
-        """Release the queue to the peer. With `failed`, chunks that are never read may remain in it."""
+        """Release the queue to the peer. `failed` means that chunks may remain in it that are never read."""
         self.writer.leave(failed=failed)
 
     def can_map(self, segment: Segment) -> bool:
@@ -405,7 +405,7 @@ class Chunks:
         return self.reader.head()
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
-        """Return a view of the peer's next chunk, valid until it is freed; None if its memory is not available now."""
+        """Return a view of the peer's next chunk, valid until `free`; None if this rank cannot read its memory now."""
         segment, offset = self.reader.place()
         if not segment:
             return self.reader.read(dtype, count)
@@ -441,5 +441,5 @@ class Chunks:
         self.reader.release(group)
 
     def close(self) -> None:
-        """Stop waking the peer and rejecting its chunks. Chunks can still be read."""
+        """Drop the callbacks that wake the peer and reject its chunks. Chunks can still be read."""
         self._wake = self._refuse = None

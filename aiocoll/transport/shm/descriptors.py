@@ -1,4 +1,4 @@
-"""Receiving of file descriptors over a unix socket, and their checks."""
+"""Receiving of file descriptors from a peer over a unix socket, and checks of these descriptors."""
 
 from __future__ import annotations
 

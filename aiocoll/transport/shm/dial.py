@@ -99,7 +99,7 @@ async def propose(sock: socket.socket, own: OwnPart) -> LinkParts | None:
 
 
 async def _agree(sock: socket.socket, own: OwnPart) -> tuple[PeerPart, PeerMemory | None, bool, bool] | None:
-    """Receive the peer's answer, send the last message, and return the last four fields of a `LinkParts`."""
+    """Receive the peer's answer and send the last message; return the last four fields of a `LinkParts`."""
     answer, fds = await _receive(sock, _ANSWERED_FDS)
     if not answer.agreed:
         _close(fds)
@@ -142,7 +142,7 @@ def _offer(sock: socket.socket, fd: int, own: OwnPart) -> None:
 
 @contextmanager
 def _refuse_on_error(sock: socket.socket) -> Iterator[None]:
-    """If the kernel refuses shared memory, decline and raise `NotSharedError`. Connection errors pass unchanged."""
+    """If the kernel refuses shared memory, decline and raise `NotSharedError`. Do not change connection errors."""
     try:
         yield
     except ConnectionError:
@@ -153,7 +153,7 @@ def _refuse_on_error(sock: socket.socket) -> Iterator[None]:
 
 
 async def accept(sock: socket.socket, own: OwnPart | None) -> LinkParts | None:
-    """Accept the peer's offer of shared memory; return None without an offer, or to decline if `own` is None.
+    """Answer the peer's offer of shared memory. Return None if there is no offer, or if `own` is None: then decline.
 
     Args:
         sock: connected to the peer.
@@ -233,7 +233,7 @@ def _map_peer(fds: Sequence[int], message: _Message, own: OwnPart) -> PeerPart:
     try:
         if message.ranks != layout.ranks:
             os.close(fd)
-            raise ProtocolError(f"rank {own.peer} shares memory for {message.ranks} ranks, not for {layout.ranks}")
+            raise ProtocolError(f"rank {own.peer} has shared memory for {message.ranks} ranks, not for {layout.ranks}")
         memory = open_readable(fd, layout.nbytes)
         try:
             check_eventfd(eventfd)

@@ -59,8 +59,8 @@ class Doorbell:
             outbox.close()
             raise
         self._status = outbox.status
-        # This rank's copy of its status. Peers map the shared word read-only, but even so it is never read back from
-        # shared memory.
+        # This rank's own copy of its status. The status is never read back from shared memory, although peers can only
+        # read it there.
         self._number = 1
         self._status[STATUS] = 1
         self._links: list[Link] = []
@@ -83,12 +83,12 @@ class Doorbell:
         self.outbox.close()
 
     def add(self, link: Link) -> None:
-        """Poll `link` whenever a peer rings the doorbell, in the caller's current context."""
+        """Poll `link` whenever a peer rings the doorbell. The context is that of the first call of `add`."""
         if self._context is None:
             self._context = contextvars.copy_context()
             self._runtime.loop.add_reader(self.eventfd, self._on_ring)
         self._links.append(link)
-        # Poll once for frames that the peer wrote earlier, because it did not ring the doorbell for them.
+        # Poll once now, because the peer did not ring the doorbell for frames that it wrote earlier.
         self.poll_soon()
 
     def remove(self, link: Link) -> None:
@@ -104,7 +104,7 @@ class Doorbell:
             self._runtime.loop.call_soon(self._on_turn, context=self._context)
 
     def core(self) -> int:
-        """Return the CPU core on which this rank runs, as the function `core` does, and publish it to the peers."""
+        """Return the CPU core on which this rank runs, numbered from 1, and publish it to the peers."""
         number = core()
         if self._status[CORE] != number:
             self._status[CORE] = number
@@ -129,7 +129,7 @@ class Doorbell:
         try:
             again = self._watcher.keep_polling(self.poll()) and not self.closed
         finally:
-            # Do this even after an exception, so that this rank either polls again or can be woken.
+            # Even after an exception, this rank must either poll again or announce to its peers that it sleeps.
             if again:
                 self._runtime.loop.call_soon(self._on_turn, context=self._context)
             else:
@@ -141,12 +141,12 @@ class Doorbell:
             self._status[STATUS] = self._number = self._number + 1
             self.fences.full()
             if self.poll():
-                # Poll again, because work may be left.
+                # Poll again: one poll is limited in time, so frames may be left.
                 self.poll_soon()
 
 
 class PeerDoorbell:
-    """A peer's doorbell, as this rank rings it. This object owns `eventfd`.
+    """A peer's doorbell, which this rank rings to wake the peer. This object owns `eventfd`.
 
     Args:
         eventfd: the peer's eventfd.
@@ -165,7 +165,7 @@ class PeerDoorbell:
         self.rung_status = 0
 
     def ring(self) -> None:
-        """Wake the peer if it sleeps. It then sees all data that this rank stored before this call.
+        """Wake the peer if it sleeps. The peer then sees all data that this rank stored before this call.
 
         This rank also polls its links in the next turn of its loop, so the peer need not wake it to answer.
         """
@@ -177,7 +177,7 @@ class PeerDoorbell:
             self.wake(status)
 
     def wake(self, status: int) -> None:
-        """Wake the peer, which sleeps with this status, by a write to its eventfd."""
+        """Wake the peer by a write to its eventfd. `status` is the status word of the sleeping peer."""
         self.rung_status = status
         try:  # noqa: SIM105 - `suppress` costs two calls per small collective
             os.eventfd_write(self.eventfd, 1)
@@ -196,7 +196,7 @@ class PeerDoorbell:
 
 
 def ring_all(doorbells: Sequence[PeerDoorbell]) -> None:
-    """Ring the doorbells of several peers like `PeerDoorbell.ring`, with one memory fence for all of them."""
+    """Ring the doorbells of several peers, as `PeerDoorbell.ring` does, with only one memory fence."""
     own = doorbells[0].own
     if not own.awake:
         own.poll_soon()

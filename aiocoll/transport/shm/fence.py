@@ -1,4 +1,4 @@
-"""Memory fences for flags in shared memory: other cores see a core's stores in the order that a fence requires.
+"""Memory fences for flags in shared memory. They order the loads and stores of one core as other cores see them.
 
 - `order` separates data from the flag that announces it, in the writer and in the reader. x86-64 keeps stores in order
   and loads in order, so it needs no instruction there.
@@ -27,7 +27,7 @@ _SEQ_CST = 5
 
 
 class Fences(NamedTuple):
-    """Two memory fences as functions; `order` is None on processors that keep this order by themselves."""
+    """Two memory fences as functions. `order` is None on processors that need no instruction for this fence."""
 
     order: Callable[[], object] | None
     full: Callable[[], object]
@@ -56,7 +56,7 @@ def fences(machine: str | None = None) -> Fences | None:
 
 
 def _make_lock_fence() -> Callable[[], object]:
-    """Make a full memory fence for x86-64 from a free lock: its locked instruction is 3× faster than a foreign call."""
+    """Make a full memory fence for x86-64 from an unused lock. Its locked instruction is 3× faster than `ctypes`."""
     lock = threading.Lock()
     acquire, release = lock.acquire, lock.release
 

@@ -62,8 +62,7 @@ __all__ = [
     "SlotsLayout",
 ]
 
-#: Number of entries in a frame ring. A burst of as many small frames fits, even if the reader's loop does not run
-#: meanwhile.
+#: Number of entries in a frame ring. A burst of 256 small frames fits, even if the reader's event loop is busy.
 ENTRIES = 256
 #: Bytes of ring data allocated from the beginning: enough for some small frames.
 FIRST = 8 * 1024
@@ -107,12 +106,12 @@ class Direction(NamedTuple):
         return self.chunks + self.chunks_count * self.chunk_nbytes
 
     def with_large_chunks(self) -> Direction:
-        """Return this layout with fewer, larger chunks, for links with an end that runs without the accelerator."""
+        """Return this layout with fewer and larger chunks, for links on which an end runs without the accelerator."""
         nbytes = self.chunks_count * self.chunk_nbytes
         return self._replace(chunk_nbytes=nbytes // LARGE_CHUNKS, chunks_count=LARGE_CHUNKS)
 
     def first(self) -> tuple[tuple[int, int], ...]:
-        """Return (start, end) of the memory that the writer allocates before use, with the words of both directions."""
+        """Return (start, end) pairs to allocate before use: the words of both directions, and the start of the ring."""
         return (0, PAGE), (self.ring, self.data + FIRST)
 
 

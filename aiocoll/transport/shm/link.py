@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PIECE_TIME", "LinkParts", "OwnPart", "PeerPart", "ShmLink"]
 
-#: Seconds of reading the same piece after which a peer counts as stopped. A normal read takes a fraction of that.
+#: If a peer has been reading the same piece of memory for this many seconds, it counts as stopped. A normal read is
+#: much shorter.
 PIECE_TIME = 500e-6
 _KINDS = frozenset(FrameKind)
 _NOTHING = memoryview(b"")
-#: The words that a closed link polls instead of the ring. No frame ever arrives there.
+#: Words that `poll` reads after the link has closed. They never announce a frame.
 _SILENCE = memoryview(bytes(8)).cast("Q")
 _unpack = ENTRY.unpack_from
 
@@ -172,7 +173,7 @@ class ShmLink:
         self._own = own = parts.own
         self._doorbell = own.doorbell
         self._peer_doorbell = parts.peer.doorbell
-        #: Wakes the peer if it sleeps. May be called while the link is open.
+        #: Wakes the peer if it sleeps. May be called only while the link is open.
         self.announce = parts.peer.doorbell.ring
         fences = own.doorbell.fences
         outgoing, incoming = own.layout.directions[parts.direction], own.layout.directions[1 - parts.direction]
@@ -211,10 +212,10 @@ class ShmLink:
         self.reference_reader = ReferenceReader(
             self.segment_sharing, parts.peer_memory, in_place, memory.cast("Q"), incoming.pieces
         )
-        # The peer's count of pieces read in place, as last seen, and the time at which this value was first seen.
+        # The last value seen of the peer's counter of pieces read in place, and the time at which it was first seen.
         self._pieces, self._pieces_since = 0, 0.0
         self._next = 1
-        # Index of the word in which the stamp of the next frame will appear.
+        # Index of the word in which the peer will write the number of the next frame.
         self._at = self._ring >> 3
         self._started = False
         self._receiving = False
@@ -263,8 +264,8 @@ class ShmLink:
             return True
         self._waiting.append((header, payload))
         self._out.request_wakeup()
-        # Poll soon, because the peer may have freed space before the request for a wake-up. `write` itself must not
-        # call `drained`.
+        # Poll soon: the peer may have freed space before it could see the wake-up request. `write` itself must not call
+        # `drained`.
         self._runtime.call_soon(self.poll)
         return False
 
@@ -318,7 +319,7 @@ class ShmLink:
         self._on_lost(error)
 
     def refuse(self, error: Exception) -> None:
-        """Stop reading in the next loop iteration, because the peer's data is invalid. An operation may be using it."""
+        """Stop reading in the next loop iteration: the peer's data is invalid, but an operation may be using it."""
         self._runtime.call_soon(self._refuse_once, error)
 
     def close(self) -> None:
@@ -342,7 +343,7 @@ class ShmLink:
         del self._out
 
     def purge(self, group: int, has_left: bool) -> None:
-        """Free the peer's posts and chunks for a closed group; also later ones, unless the peer has left the group."""
+        """Free the peer's posts and chunks for a closed group; later ones too, unless the peer has left the group."""
         self.peer_outbox.purge(group)
         self.chunks.purge(group)
         if has_left:
@@ -409,7 +410,7 @@ class ShmLink:
         return taken
 
     def _report_read(self) -> bool:
-        """Report to the operations whose payloads the peer has read in place; return whether there are any."""
+        """Notify the operations whose payloads the peer has read in place; return whether there were any."""
         references = self.references
         was_full = references.full
         found = references.collect()
@@ -444,7 +445,7 @@ class ShmLink:
         return True
 
     def _on_no_memory(self, error: OSError) -> None:
-        """Close the link soon, because memory for a frame is missing. Until then, no later frame may be sent."""
+        """Close the link soon, because there is no memory for a frame. Until then, send no later frame."""
         self._failed = True
         self._runtime.call_soon(self._on_lost, error)
 
@@ -455,7 +456,7 @@ class ShmLink:
             self._runtime.call_soon(self._on_lost, None)  # the peer has closed its end of the socket, too
 
     def _on_socket_readable(self) -> None:
-        """Handle a readable socket: a message about segments, or the end of the peer, whose frames are in memory."""
+        """Handle a readable socket: a message about segments, or the end of the link. Frames may be left in memory."""
         try:
             if self.segment_sharing.receive():
                 return
@@ -482,7 +483,7 @@ class ShmLink:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:
-        """Stop reading after invalid data, and report it to the sink. At the second invalid data, close the link."""
+        """Stop reading after invalid data, and report the error to the sink. At the second error, close the link."""
         if self._refusing:
             self.close()
         elif not self._closed:

@@ -67,7 +67,7 @@ class Outbox:
         return self._region.fd
 
     def open_lane(self, peer: int) -> LaneWriter | None:
-        """Return a lane for a link to a peer, until `close_lane`; None if too many links are being opened at once.
+        """Reserve a lane for a link to a peer, until `close_lane`. Return None if too many links are opened at once.
 
         Raises:
             OSError: no memory is left.
@@ -183,7 +183,7 @@ class PeerOutbox:
         if posts == self._seen and chunked == self._chunked:
             return False
         self._seen, self._chunked = posts, chunked
-        # The caller reads the posts next. The fence ensures that the processor loads them after the count.
+        # The caller reads the posts next. The fence ensures that the processor loads posts after their count.
         if self._order is not None:
             self._order()
         return True

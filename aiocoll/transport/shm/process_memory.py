@@ -80,7 +80,7 @@ class PeerMemory:
         self._remote = (_IoVec * 2)(_IoVec(address, _WORD))
 
     def read(self, address: int, into: memoryview) -> None:
-        """Copy the peer's memory from an address on into the writable view `into`.
+        """Copy memory of the peer's process, starting at `address`, into the writable view `into`.
 
         Raises:
             ProcessLookupError: the process has ended.
@@ -129,7 +129,7 @@ def address_of(view: memoryview) -> int:
 
 
 def permit_reading(pid: int) -> None:
-    """Permit a process and its descendants to read this process, even if Yama would permit only this one's parents.
+    """Permit process `pid` and its descendants to read this process, even if Yama otherwise permits only parents.
 
     See prctl(2), PR_SET_PTRACER. Without Yama the call has no effect.
     """
@@ -150,7 +150,7 @@ def yama_scope() -> int:
 
 
 def can_read() -> str | None:
-    """Return the reason why this process cannot read other processes; None if a test on itself succeeds."""
+    """Return why this process cannot read other processes' memory; None if a test read of its own memory succeeds."""
     try:
         own = OwnMemory(bytes)
     except OSError as error:
@@ -165,5 +165,5 @@ def _process_vm_readv() -> Any:
     except (OSError, AttributeError):
         raise OSError(errno.ENOSYS, "this system has no process_vm_readv") from None
     call.restype = ctypes.c_ssize_t
-    # No `argtypes`: ctypes passes arrays as pointers without them, and faster.
+    # Do not set `argtypes`: without them, ctypes also passes arrays as pointers, and is faster.
     return call

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "UnreadFrame", "UnreadableError"]
 
 _BYTE = np.dtype(np.uint8)
-#: Maximum number of unread frames: the peer reads one frame while this rank writes the next.
+#: Maximum number of unread frames by reference: the peer reads one while this rank writes the next.
 _MOST_UNREAD = 2
 #: Bytes per read: enough to make the call overhead small, and few enough to end a callback in time.
 _PIECE = 4 * SEGMENT
@@ -51,7 +51,7 @@ class InPlace:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether peers may read this process's memory, and a test of this process on itself succeeds."""
+        """Return whether peers may read this process's memory, and a test read of its own memory succeeds."""
         return self._random_bytes is not None and can_read() is None
 
     @cached_property
@@ -63,7 +63,7 @@ class InPlace:
 
     @cached_property
     def scratch(self) -> memoryview:
-        """Return the buffer for payloads that are read in order to be reduced. It is made on first use."""
+        """Return the buffer into which payloads are read before they are reduced. It is made on first use."""
         return np.empty(SEGMENT, np.uint8).data
 
 
@@ -123,7 +123,7 @@ class ReferenceWriter:
         return len(self.unread) >= _MOST_UNREAD
 
     def find(self, payload: memoryview, *, attach: bool) -> tuple[int, int] | None:
-        """Return where the peer can read a payload in place, as segment number and offset; None if it cannot.
+        """Return the segment number and offset at which the peer can read a payload in place; None if it cannot.
 
         Args:
             payload: at least one byte.
@@ -149,7 +149,7 @@ class ReferenceWriter:
         """
         if self._waiting or self.ended:
             return False
-        # Request this before writing the entry: the reader checks for a request after it has taken the entry.
+        # Request the wake-up before writing the entry: the reader checks for requests after it has taken the entry.
         self._out.request_wakeup()
         number = self._out.point(header, *place)
         if number:
@@ -158,7 +158,7 @@ class ReferenceWriter:
         return number > 0
 
     def collect(self) -> bool:
-        """Report to the operations whose payloads the peer has read; return whether there are any."""
+        """Notify the operations whose payloads the peer has read; return whether there were any."""
         unread, taken, found = self.unread, self._out.taken, False
         while unread and unread[0].number <= taken:
             unread.pop(0).read()
@@ -171,14 +171,14 @@ class ReferenceWriter:
         del self._out  # drop the view: the memory is unmapped with its last view
 
     def invalidate(self, owner: object) -> None:
-        """Mark the unread payloads of `owner` as invalid, so that the peer drops them: their memory may change now."""
+        """Mark the unread payloads of `owner` as invalid: their memory may change now. The peer then drops them."""
         for frame in self.unread:
             if frame.owner is owner:
                 self._out.invalidate(frame.number)
 
 
 class UnreadableError(ConnectionResetError):
-    """Raised when the payload of a frame cannot be read: its process has ended, or does not permit reading any more."""
+    """Raised when a frame's payload cannot be read: the writer has ended, or no longer permits reading its memory."""
 
 
 def _is_numpy_memory(memory: object) -> bool:
@@ -222,7 +222,7 @@ class ReferenceReader:
     def take(
         self, link: ShmLink, segment: int, entry: memoryview, header: Header, is_time_up: Callable[[], bool]
     ) -> bool:
-        """Read the payload of a frame as `_take` does, and let the writer know about the progress."""
+        """Read the payload of a frame as `_take` does, and publish to the writer that a read is in progress."""
         self.begin_read()
         try:
             return self._take(link, segment, entry, header, is_time_up)
@@ -230,11 +230,11 @@ class ReferenceReader:
             self.end_read()
 
     def begin_read(self) -> None:
-        """Mark for the writer that this rank is reading a payload."""
+        """Publish to the writer that this rank is reading a payload."""
         self._words[self._pieces] |= 1
 
     def end_read(self) -> None:
-        """Mark for the writer that this rank has stopped reading a payload."""
+        """Publish to the writer that this rank has stopped reading a payload."""
         self._words[self._pieces] = (self._words[self._pieces] | 1) + 1
 
     def _take(
@@ -284,13 +284,13 @@ class ReferenceReader:
     def _view_segment(self, segment: int, address: int, nbytes: int) -> memoryview:
         found = self._sharing.read(segment, address, _BYTE, nbytes)
         if found is None:
-            raise OSError(errno.EFAULT, "the address is in no segment that its rank has shared")
+            raise OSError(errno.EFAULT, "the peer has shared no segment that contains this address")
         return found.data
 
     def _read(self, segment: int, address: int, into: memoryview) -> None:
         if segment:
             into[:] = self._view_segment(segment, address, into.nbytes)
         elif self._memory is None:
-            raise OSError(errno.EPERM, "this process is not permitted to read it")
+            raise OSError(errno.EPERM, "this process may not read the peer's memory")
         else:
             self._memory.read(address, into)

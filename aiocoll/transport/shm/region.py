@@ -26,7 +26,7 @@ PAGE = mmap.PAGESIZE
 #: Bytes allocated per loop iteration, in about 60 microseconds.
 _BATCH = 256 * 1024
 
-# Values from Linux' <linux/fcntl.h>. The module `fcntl` defines them, too, but not on systems without memfd.
+# Seal constants of Linux' <linux/fcntl.h>. The module `fcntl` defines them only on systems with memfd.
 _SEALS = 0x0001 | 0x0002 | 0x0004
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: no process can remove pages, which would raise SIGBUS wherever mapped."""
 _FUTURE_WRITE = 0x0010
@@ -34,7 +34,7 @@ _FUTURE_WRITE = 0x0010
 _WRITE_SEALS = 0x0008 | _FUTURE_WRITE
 """F_SEAL_WRITE, F_SEAL_FUTURE_WRITE."""
 _ADD_SEALS, _GET_SEALS = 1033, 1034
-# A value from Linux' <linux/mman.h>, available since Linux 5.14.
+# MADV_POPULATE_WRITE of Linux' <linux/mman.h>, available since Linux 5.14.
 _POPULATE_WRITE = 23
 
 
@@ -83,7 +83,7 @@ class SharedRegion:
 
     @classmethod
     def open(cls, fd: int, nbytes: int, first: Iterable[tuple[int, int]]) -> SharedRegion:
-        """Map the region of another process, close `fd`, and allocate the pages of `first`, as `create` does.
+        """Map the region of another process, close `fd`, and allocate the pages in `first`; see `create`.
 
         Raises:
             ProtocolError: the memory has another size, or the other process could still change its size.
@@ -171,7 +171,7 @@ class OwnRegion:
 
 
 def no_memory_error() -> OSError:
-    """Return the error for a region for which no more pages can be allocated."""
+    """Return the error to raise when no more pages of a region can be allocated."""
     return OSError(errno.ENOMEM, "this host has no memory left to share")
 
 
@@ -273,7 +273,7 @@ async def create_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
         for start in range(0, nbytes, _BATCH):
             batch = min(_BATCH, nbytes - start)
             os.posix_fallocate(fd, start, batch)
-            # Older kernels lack this option, and map pages on first access.
+            # Older kernels lack `_POPULATE_WRITE`, and map pages on first access.
             with suppress(OSError):
                 memory.madvise(_POPULATE_WRITE, start, batch)
             await asyncio.sleep(0)

@@ -86,7 +86,7 @@ class RegisteredMemory:
         return array[:nbytes]
 
     def find(self, array: NDArray[Any]) -> tuple[_MappedSegment, int] | None:
-        """Return the segment that contains a contiguous array, and the array's offset there; None if there is none."""
+        """Return the segment that contains a contiguous array, and the array's offset in it; None without a segment."""
         start: int = array.__array_interface__["data"][0]
         place = bisect_right(self.segments, start, key=_segment_start) - 1
         if place < 0:
@@ -107,7 +107,7 @@ class RegisteredMemory:
         self._sweep()
 
         def ended(_: object) -> None:
-            # The garbage collector calls this function in any thread, between any two instructions.
+            # The garbage collector may call this function in any thread, between any two instructions.
             segment.close()
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all links with it
                 self._loop.call_soon_threadsafe(self._sweep)

@@ -32,10 +32,10 @@ __all__ = ["ADDRESS", "ELSEWHERE", "ENTRY", "PLACE", "VOID", "RingWriter"]
 
 _INLINE = 56
 _INLINE_NBYTES = LINE - _INLINE
-#: Indices of two words within an entry.
+#: Indices of the words `place` and `address` within an entry.
 PLACE, ADDRESS = 1, 7
-#: Flags in the word `place` of an entry. ELSEWHERE: the payload is outside the region. VOID: such a payload may have
-#: changed.
+#: Flags in the word `place` of an entry. ELSEWHERE: the payload is outside the region. VOID: a payload outside the
+#: region may have changed.
 ELSEWHERE, VOID = 1 << 63, 1 << 62
 
 #: An entry: the word `place`, then the fields of the frame header.
@@ -82,7 +82,7 @@ class RingWriter:
         self._taken = direction.taken
         self._sent = 0
         self._head = 0
-        # Payloads that the reader may not have read yet, oldest first: entry number, and start in the data area.
+        # Payloads that the reader may not have read yet, oldest first, each as entry number and start in the data area.
         self._spans: deque[tuple[int, int]] = deque()
 
     def put(self, header: bytes, payload: memoryview | None) -> bool:
@@ -117,7 +117,7 @@ class RingWriter:
         return True
 
     def point(self, header: bytes, segment: int, address: int) -> int:
-        """Write a frame whose payload stays in place; return the number of its entry, or 0 if the ring has no space.
+        """Write a frame whose payload is not copied; return the number of its entry, or 0 if the ring has no space.
 
         Args:
             header: the frame's header.
@@ -138,7 +138,7 @@ class RingWriter:
         return number
 
     def invalidate(self, number: int) -> None:
-        """Mark the payload of an entry that the reader has not taken as invalid: its memory may change now."""
+        """Mark the payload of entry `number` as invalid, unless it has been taken: its memory may change now."""
         if self.taken < number:
             self._words[(self._ring + (number - 1) % ENTRIES * LINE >> 3) + PLACE] |= VOID
             self._full()

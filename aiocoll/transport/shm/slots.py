@@ -50,7 +50,7 @@ __all__ = ["CommonWriter", "LaneWriter", "SlotReader"]
 
 _HEAD: Final = 32
 _INLINE_NBYTES = LINE - _HEAD
-#: Maximum number of cached views of slots. A program has few different calls.
+#: Maximum number of cached slot views. A program makes few different calls.
 _VIEWS = 256
 #: Largest value of a 64-bit word.
 _LARGEST: Final = (1 << 64) - 1
@@ -120,8 +120,8 @@ class _Writer(_Slots):
                 return False
             view = self.view(slot, array.dtype, len(array))
         lines, line = self._lines, slot << 3
-        # Write the group before the rest: a slow reader, for which this rank no longer waits, then notices that the
-        # slot has a new post.
+        # Write the group before the other words. If this rank has given up a slow reader, the reader then detects that
+        # its slot was reused.
         lines[line + 1] = group
         if self._order is not None:
             self._order()
@@ -191,7 +191,7 @@ class LaneWriter(_Writer):
         return self.words[POSTS]
 
     def count_chunked(self) -> None:
-        """Count for the peer an operation that has written its last chunk to the link's chunk queue."""
+        """Publish to the peer that one more operation has written its last chunk to the link's chunk queue."""
         _increment(self.words, CHUNKED)
 
     def reset(self) -> bool:
@@ -354,7 +354,7 @@ class SlotReader(_Slots):
         super().__init__(memory, layout, fences)
         self._named = named
         self._consumed = consumed
-        # The same words as NumPy arrays, to find unread posts fast.
+        # `named` and `consumed` as NumPy arrays, to find unread posts fast.
         self._arrays = np.frombuffer(named, np.uint64), np.frombuffer(consumed, np.uint64)
         self._peer = peer
         self._closed_groups: set[int] = set()
@@ -408,7 +408,7 @@ class SlotReader(_Slots):
         self._closed_groups.discard(group)
 
     def reclaim(self, slot: int) -> bool:
-        """Mark the post in a slot as consumed if it is for a closed group, even after `purge`; return whether it is."""
+        """Mark the post in a slot as consumed if its group is closed, even after `purge`; return whether it was."""
         number = self._named[slot]
         if number <= self._consumed[slot]:
             return False
@@ -425,7 +425,7 @@ class SlotReader(_Slots):
         self._arrays = self._arrays[0], np.frombuffer(self._consumed, np.uint64)
 
     def forget(self) -> None:
-        """Release all views of the memory, including those of both ranks' words. Afterwards nothing can be read."""
+        """Release all views of the memory, including the words of both ranks. Afterwards no slot can be read."""
         super().forget()
         self._named = self._consumed = _NO_WORDS
         self._arrays = np.frombuffer(_NO_WORDS, np.uint64), np.frombuffer(_NO_WORDS, np.uint64)

@@ -68,12 +68,12 @@ class Sharing:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Return the bytes of the largest chunk, twice those of the largest slot; 0 without shared memory."""
+        """Return the maximum chunk size in bytes, twice the maximum slot size; 0 without shared memory."""
         return 0 if self.trouble is not None else self._layout.directions[0].chunk_nbytes
 
     @property
     def reads(self) -> bool:
-        """Return whether ranks may read each other's memory in place, and a test of this process on itself succeeds."""
+        """Return whether ranks may read each other's memory in place, and a test read of this process succeeds."""
         return self.trouble is None and self.in_place.is_wanted
 
     async def propose(self, sock: socket.socket, peer: int) -> LinkParts | None:
@@ -144,7 +144,7 @@ class Sharing:
     def _stop_sharing(self, error: Exception) -> None:
         """Share no more memory with new links, and log the reason once."""
         if self.trouble is None:
-            # Keep only the text, because the error's traceback would keep its memory mapped.
+            # Keep only the error's text, because its traceback would keep memory mapped.
             self.trouble = why = str(error)
             logger.warning(
                 "rank %d uses unix sockets instead of shared memory: %s", self._rank, why, extra={"rank": self._rank}

@@ -35,12 +35,12 @@ __all__ = [
 ]
 
 ANY: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
-#: Maximum number of connections that wait to be accepted. All ranks of a large job may dial at once. The kernel lowers
-#: the number to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
+#: Maximum number of connections that wait to be accepted, because all ranks of a large job may dial at once. The kernel
+#: lowers this number to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
 _BACKLOG = 4096
-#: Maximum number of connections accepted in one callback. 16 take about 300 µs.
+#: Maximum number of connections accepted in one callback. Accepting 16 connections takes about 300 µs.
 _ACCEPTS = 16
-#: Seconds without accepting after descriptors ran out. Meanwhile, the process may close other descriptors.
+#: Seconds without accepting after the process has run out of descriptors. Meanwhile, it may close some.
 _SHORTAGE_PAUSE = 0.1
 #: Error numbers of a temporary shortage of descriptors or memory in this process or host.
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -68,7 +68,7 @@ def host_identity(override: str | None = None) -> str:
         import uuid
 
         facts = f"{uuid.getnode():x} {socket.gethostname()}"
-    # 64 bits are enough to distinguish the hosts of a job. The hash hides the facts about this host from other hosts.
+    # 64 bits are enough to distinguish the hosts of a job. The hash hides the boot id and other facts from other hosts.
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
@@ -152,7 +152,7 @@ def unix_address(name: str) -> str:
 
 
 def remove_unix(name: str) -> None:
-    """Remove the socket file and the directory that `open_unix` has made, if any."""
+    """Remove the socket file and the directory that `open_unix` has made; do nothing for an abstract socket."""
     if not name.startswith("@"):
         with suppress(OSError):
             os.unlink(name)
@@ -198,7 +198,7 @@ async def reach(
             retry_soon(sock)
             if in_bursts:
                 send_in_bursts(sock)
-        # Not `loop.sock_connect`, which takes EAGAIN (the full backlog of a unix socket) for a connection in progress.
+        # Do not use `loop.sock_connect`: on EAGAIN (full backlog of a unix socket), it waits as if it were connecting.
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
             connected = loop.create_future()
@@ -232,12 +232,12 @@ def is_outage(error: OSError) -> bool:
 
 
 def is_missing(error: OSError) -> bool:
-    """Return whether the error means that a unix socket is missing or not accessible: a retry would be useless."""
+    """Return whether an error means that a unix socket is missing or inaccessible, so that a retry is useless."""
     return isinstance(error, ConnectionRefusedError | FileNotFoundError | PermissionError)
 
 
 class Listeners:
-    """The accept loop for listening sockets. It continues after failed connections, and when descriptors run out.
+    """The accept loop for listening sockets. It continues after failed connections and shortages of descriptors.
 
     Args:
         runtime: clock and timers.

@@ -1,4 +1,4 @@
-"""Choice between two connections when two ranks dial each other at the same time: one link of each kind.
+"""Choice between two connections when two ranks dial each other at once, so that one link of each kind remains.
 
 The lower rank may dial connection A, the higher rank connection B, at the same time. A server promises a link (VERDICT:
 OK) and then waits for the client's last message (CONFIRM). The higher rank is the server of A and the client of B. It
@@ -57,7 +57,7 @@ class Crossing:
 
     @contextmanager
     def promise(self, key: Key) -> Iterator[None]:
-        """Register a promise to accept a link while this context is open. In it, the caller completes the handshake."""
+        """Register a promise to accept a link until this context ends. The caller completes the handshake in it."""
         over = self._promised[key] = asyncio.get_running_loop().create_future()
         try:
             yield
@@ -75,7 +75,7 @@ class Crossing:
 
     @contextmanager
     def confirm(self, key: Key) -> Iterator[None]:
-        """Register the confirmation of a link while this context is open. In it, the caller sends CONFIRM."""
+        """Register the confirmation of a link until this context ends. The caller sends CONFIRM in it."""
         self._confirmed.add(key)
         try:
             yield

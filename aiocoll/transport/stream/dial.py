@@ -37,18 +37,18 @@ from aiocoll.users import peer_trouble
 
 __all__ = ["Dial", "DialAddress", "DialAddresses", "Dialler"]
 
-#: Shortest and longest pause in seconds before dialling again. The pause starts at about a round trip, and doubles each
-#: time.
+#: Shortest and longest pause in seconds before dialling again. The shortest pause is about one round trip. The pause
+#: doubles each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-#: If fewer seconds than this are left, make no further attempt. Timers may fire early by less than this.
+#: If fewer seconds are left, make no further attempt to connect. Timers may fire early by less than this time.
 _NO_TIME = 1e-6
-#: Seconds for which a dial is retried if the process that answers does not prove the job key. The cause may be a lost
-#: byte. Or the address belongs to another host in this network, while the peer can still reach this rank.
+#: Seconds for which a dial is retried if the answering process does not prove the job key. A byte may have been lost.
+#: Or the address belongs to another host in this network, and the peer can still reach this rank.
 _DOUBT = 1.0
 
 T = TypeVar("T")
-#: A function that makes a link from a stream after the handshake. It returns None if another connection is the link
-#: already.
+#: A function that makes a link from a stream after the handshake. It returns None if another connection has become the
+#: link.
 _Adopt = Callable[[ByteStream, Peer], Awaitable[T | None]]
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # does not exist on Windows
@@ -92,7 +92,7 @@ class DialAddresses:
 
     def __init__(self, rank: int, host: str, key: bytes | None, transport: str) -> None:
         self.host = host
-        #: The reason why ranks whose cards name the same host are not dialled by unix socket; None if they are.
+        #: The reason why this rank does not dial unix sockets of ranks whose cards name the same host; None if it does.
         self.unix_trouble: str | None = None
         self.may_use_unix = transport != "tcp" and _AF_UNIX is not None
         self._rank = rank
@@ -109,9 +109,9 @@ class DialAddresses:
         """
         if card["host"] == self.host and self.may_use_unix and card["unix"]:
             name = card["unix"]
-            # Between ranks of one host, a unix socket is faster than TCP. But it may be unreachable: the peer may run
-            # as another user, or on a copy of this virtual machine. TCP is the alternative only with a job key, which
-            # alone authenticates the peer there.
+            # A unix socket is faster than TCP, but may be unreachable: the peer may run as another user, or on a copy
+            # of this virtual machine. Then TCP is dialled instead, but only with a job key, since nothing else
+            # authenticates the peer there.
             instead = self._tcp(card) if self._transport == "auto" and card["tcp"] and self._key else None
             return DialAddress(socket.AF_UNIX, address.unix_address(name), f"unix socket {name}", instead)
         if self._transport in ("unix", "shm"):
@@ -183,17 +183,17 @@ class Dial:
         self.watch(-1)
 
     def watch(self, fd: int, *, connecting: bool = False) -> None:
-        """Set the socket descriptor of the current attempt; -1 for none."""
+        """Set the socket descriptor of the current attempt to connect; -1 for none."""
         self._arrived = partial(is_ready, fd, to_write=connecting)
 
     def allow(self, seconds: float) -> None:
-        """Limit the current step to `seconds`, until `stop` is called."""
+        """Limit the current step of the dial to `seconds`, until `stop` is called."""
         self._timeout = LoopTimeout(
             self._runtime, seconds, lambda: self.interrupt(self._runtime.time()), lambda: self._arrived()
         )
 
     def stop(self) -> None:
-        """Remove the limit set by `allow`, without counting the time for which this rank's event loop was blocked."""
+        """Remove the limit set by `allow`. Extend the dial by the time for which this rank's event loop was blocked."""
         if self._timeout is not None:
             self._timeout.cancel()
             self._blocked += self._timeout.blocked
@@ -201,7 +201,7 @@ class Dial:
             self._timeout = None
 
     def interrupt(self, now: float) -> None:
-        """End the current step, so that the dialler checks now whether the link is open or the transport has closed."""
+        """End the current step, so that the dialler checks at once whether the link is open or the transport closed."""
         if self.limit is not None and not self.limit.expired():
             self.limit.reschedule(now)
 
@@ -214,7 +214,7 @@ class Dial:
         self._silent_since = math.inf
 
     def seconds_left(self, now: float, timeout: float, *, impatient: bool) -> float:
-        """Return the seconds left of a dial of `timeout` seconds; fewer if `impatient` and the host is silent."""
+        """Return the seconds left of a dial of `timeout` seconds: fewer if `impatient` and the host does not answer."""
         end = self._began + self._blocked + timeout
         return (min(end, self._silent_since + UNREACHABLE_AFTER) if impatient else end) - now
 
@@ -232,7 +232,7 @@ class _NoRouteError(Exception):
 
 
 class Dialler:
-    """The part of a transport that dials peers, with retries until each requested link is open.
+    """The component of a transport that dials peers, with retries until each requested link is open.
 
     Args:
         runtime: clock and randomness.
@@ -270,7 +270,7 @@ class Dialler:
 
     @property
     def trouble(self) -> str:
-        """The reason why a dialled peer was not reached yet, kept after a cancelled dial; "" if no peer is dialled."""
+        """The reason why a dial has not reached its peer, even after the dial was cancelled; "" without such a dial."""
         now = self._runtime.time()
         return next((str(dial.failure(now)) for dial in self._dials.values()), self._trouble)
 
@@ -435,15 +435,15 @@ class Dialler:
         if exchange.peer.rank != peer:
             raise AuthenticationError(f"rank {exchange.peer.rank} answered at {target.label} instead of rank {peer}")
         if not self._crossing.may_confirm(key):
-            raise _RetryError("the connection that the peer opened is used")
-        # The peer has proven the job key. From here on, only `connect_timeout` limits the time.
+            raise _RetryError("the connection that the peer opened is used instead")
+        # The peer has proven the job key, so from here on only `connect_timeout` limits the time.
         dial.stop()
         dial.allow(dial.seconds_left(self._runtime.time(), self._options.connect_timeout, impatient=False))
         with self._crossing.confirm(key):
             send_message(stream, confirmation)
             adopted = await adopt(stream, exchange.peer)
         if adopted is None:
-            raise _RetryError("the connection that the peer opened is used")
+            raise _RetryError("the connection that the peer opened is used instead")
         return adopted
 
 

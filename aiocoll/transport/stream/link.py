@@ -29,26 +29,26 @@ from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind, Hea
 
 __all__ = ["LOOPBACK_BUFFER", "UNIX_BUFFER", "StreamLink"]
 
-#: Number of bytes to read at once when small frames are expected. Copying as many takes 3 µs.
+#: Number of bytes to read at once when small frames are expected. Copying 64 KiB takes 3 µs.
 LOOKAHEAD = 64 * 1024
-#: Smallest payload that counts as large. After a large payload that went directly to the operation's memory, only a
-#: header is read ahead. After a large payload that was delivered from the buffer, the same size is read ahead again.
+#: Minimum size of a large payload. After a large payload that was received into the operation's memory, only a header
+#: is read ahead. After one that was delivered from the buffer, as many bytes are read ahead again.
 BULK = 16 * 1024
 #: Largest payload for which appending it to its header is faster than `sendmsg` with two buffers.
 JOIN = 16 * 1024
 #: Largest payload for which copying the frame into a batch is faster than a system call per frame.
 GATHER = 8 * 1024
-#: Size of a full batch in bytes: as many as the receiver reads at once.
+#: Size of a full batch in bytes: the number of bytes that the receiver reads at once.
 BATCH = LOOKAHEAD
-#: If the last frame was sent longer ago than this, in seconds, the next frame is sent at once instead of batched. This
-#: is far more than the time between two calls of a program, and too short to be noticed.
+#: If the last frame was sent longer ago than this many seconds, the next frame is sent at once instead of batched. The
+#: time is far longer than the time between two calls of a program, and too short to be noticed.
 CLOSELY = 100e-6
 #: Maximum number of buffers per `sendmsg`, far below every system's IOV_MAX (1024).
 IOVECS = 64
 #: Socket buffer sizes in each direction on one host. They hold a few segments, so that sender and receiver overlap
-#: without a wake-up per segment. With more segments, the bytes would leave the cache before they are read. Measured
-#: from 128 KiB to 4 MiB. TCP needs more, because it counts its overhead and acknowledges. Between hosts, the kernel
-#: tunes them.
+#: without a wake-up per segment. More segments would leave the cache before they are read. Sizes from 128 KiB to 4 MiB
+#: were measured. TCP needs more, because its buffers also hold overhead and unacknowledged bytes. Between hosts, the
+#: kernel chooses the sizes.
 UNIX_BUFFER = 2 * SEGMENT
 LOOPBACK_BUFFER = 8 * SEGMENT
 _KINDS = frozenset(FrameKind)
@@ -100,9 +100,9 @@ class StreamLink:
         self._header: Header | None = None
         self._target: memoryview | None = None
         self._filled = 0
-        # Frames to send together. Empty while `_out` holds bytes that the kernel has not accepted.
+        # Frames to send together. The batch is empty while `_out` holds bytes that the kernel has not accepted.
         self._batch = bytearray()
-        # Whether the next frame is the first one since a poll, and when the last frame was sent.
+        # Whether no frame was sent since the last poll, and the time at which the last frame was sent.
         self._first = True
         self._last = 0.0
         self._out: deque[memoryview] = deque()
@@ -249,7 +249,7 @@ class StreamLink:
         return sent == sum(map(len, parts)) or self._put_back(sent, *parts)
 
     def _put_back(self, sent: int, *parts: Bytes) -> Literal[False]:
-        """Queue the bytes of `parts` that the kernel has not accepted: all after the first `sent`."""
+        """Queue the bytes of `parts` that the kernel has not accepted: all bytes after the first `sent` bytes."""
         for part in parts:
             if sent < len(part):
                 self._out.append(memoryview(part)[sent:])
@@ -282,7 +282,7 @@ class StreamLink:
         return True
 
     def _drop(self) -> bool:
-        """Discard received data until the peer ends its side. Closing earlier would lose data sent to the peer."""
+        """Discard received data until the peer ends its sending side. An earlier close would lose data sent to it."""
         if not self._stream.receive_into(self._buffer):
             self.close()
         return True
@@ -331,7 +331,7 @@ class StreamLink:
                 return
             position = body + length
             if end - position >= HEADER_SIZE and ticks() > deadline:
-                # Bytes that have been read are not reported by the event loop's selector.
+                # Schedule a poll: the event loop's selector does not report bytes that are already in the buffer.
                 self._unparsed = True
                 self._runtime.call_soon(self.poll)
                 break

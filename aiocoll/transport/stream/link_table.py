@@ -22,13 +22,13 @@ from aiocoll.transport.stream.striped_stream import StripedStream
 __all__ = ["FAR", "MOST_CONNECTIONS", "CarrierUse", "Key", "LinkTable", "SilenceMonitor"]
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # does not exist on Windows
-#: The handshake counts ended links modulo this number.
+#: Modulus of the number of ended links in handshakes, which send it in 16 bits.
 MANY = 1 << 16
-#: Maximum number of connections per link. More gain little, and take bandwidth from other users of the network.
+#: Maximum number of connections per link. More connections gain little, and take bandwidth from other network users.
 MOST_CONNECTIONS = 4
 
-#: Round-trip time in seconds from which sending is paced. At shorter times, network queues hold a whole window, and the
-#: pacing timers cost more than they save.
+#: Minimum round-trip time in seconds for which sending is paced. At shorter times, network queues hold a whole window,
+#: and the pacing timers cost more than they save.
 FAR = 1e-3
 
 #: Seconds between two checks for silent links. A check takes 2 µs per link.
@@ -118,10 +118,10 @@ class LinkTable:
         self._pool = BufferPool()
         self._silence = SilenceMonitor(runtime)
         self._links: dict[Key, _Link] = {}
-        # Two numbers of ended links: this rank's own, and the peer's at the time when the open link was made.
+        # For each peer and kind: how many links have ended here, and how many at the peer when the open link was made.
         self._ended: Counter[Key] = Counter()
         self._theirs: dict[Key, int] = {}
-        # The streams of data links that may get further connections, by peer.
+        # For each peer, the stream of the data link if it may get further connections.
         self._striped: dict[int, StripedStream] = {}
 
     def has(self, key: Key) -> bool:
@@ -210,7 +210,7 @@ class LinkTable:
             self._silence.watch(link, sock)
 
     async def adopt_stream(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
-        """Return `stream` itself for a use without frames, and count it like an ended link."""
+        """Return `stream` unchanged, for a connection without frames. Count the connection as an ended link."""
         self._ended[peer.rank, peer.kind] += 1
         return stream
 

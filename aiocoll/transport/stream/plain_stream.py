@@ -69,7 +69,7 @@ class PlainStream(SocketStream):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         super().__init__(loop, sock)
-        # hot path: the socket's own methods, so that no Python function is called per message.
+        # hot path: these are the socket's own methods, so that no Python function is called per message.
         self.send, self.send_parts, self.receive_into = sock.send, sock.sendmsg, sock.recv_into
 
     def check_rank(self, rank: int) -> None:

@@ -24,14 +24,14 @@ from aiocoll.transport.byte_stream import ByteStream, receive_message, resolve, 
 
 __all__ = ["LinkFigures", "answer", "measure"]
 
-#: Number of bytes in a packet. With all headers and encryption, they fit into one packet of any network.
+#: Payload bytes of a packet. With all headers and encryption, the packet fits into the usual MTU of 1500 bytes.
 PACKET = 1280
-#: Number of packets in each train. TCP starts with ten packets, and doubles its window with each answer.
+#: Number of packets in each train. TCP starts with a window of ten packets, and doubles it with each answer.
 TRAINS = (0, 10, 20, 40, 40)
 #: Number of trains, counted from the last, that determine the bandwidth. Shorter trains may arrive too fast to be
 #: measured.
 COUNTED = 3
-#: Number of packets per write: few system calls, but several TLS records if the connection is encrypted.
+#: Number of packets per write: large enough for few system calls, small enough for several TLS records per train.
 _AT_ONCE = 4
 _ANSWER = struct.Struct("!Id")
 

@@ -33,8 +33,8 @@ __all__ = ["BLOCK", "StripedStream"]
 #: Maximum number of bytes in a block: large enough that the header costs little, and small enough that all connections
 #: of a link carry a part of each segment.
 BLOCK = 64 * 1024
-#: Maximum number of bytes kept of blocks that arrive early: as many as a fast, distant link delivers while it recovers
-#: from a packet loss.
+#: Maximum number of bytes kept from blocks that arrive early: as many as a fast, distant link delivers while it
+#: recovers from a packet loss.
 AHEAD = 8 << 20
 _HEAD = struct.Struct("!QI")
 _QUEUED = struct.Struct("=i")
@@ -141,12 +141,12 @@ class StripedStream:
         self._is_scheduled = False
         self._error: OSError | None = None
         # The block that is being sent: its connection, the unsent part of its header, and the number of its unsent
-        # bytes. Last, the number of the next block.
+        # bytes. `_next` is the number of the block after it.
         self._current = self._stripes[0]
         self._head = memoryview(b"")
         self._left = 0
         self._next = 0
-        # The number of the block to deliver next, the number of its delivered bytes, and complete later blocks.
+        # Number of the block to deliver next, number of its delivered bytes, and complete later blocks by number.
         self._expected = 0
         self._delivered = 0
         self._kept: dict[int, bytearray] = {}
@@ -159,7 +159,7 @@ class StripedStream:
         return len(self._stripes)
 
     def add(self, stream: ByteStream) -> None:
-        """Add a connection, which the other end must add before it closes the connection."""
+        """Add a connection. The other end must add it, too, before either end closes it."""
         self._stripes.append(_Stripe(stream))
         self._watch()
 
@@ -168,7 +168,7 @@ class StripedStream:
         return self.send_parts((data,))
 
     def send_parts(self, parts: Iterable[Bytes]) -> int:
-        """Send some bytes of several buffers in order, as `send` does for one."""
+        """Send some bytes of several buffers in order, as `send` does for one buffer."""
         views = [memoryview(part) for part in parts]
         size, taken = sum(map(len, views)), 0
         while taken < size:
@@ -243,7 +243,7 @@ class StripedStream:
             stripe.stream.close()
 
     def _begin(self, nbytes: int) -> None:
-        """Start a block with the next `nbytes` to send, or with fewer if that exceeds the maximum block size."""
+        """Start a block for the next `nbytes` to send, or for the maximum block size if that is less."""
         self._left = min(nbytes, BLOCK)
         before = self._current
         self._current = before if len(self._stripes) == 1 else self._choose(self._left)
@@ -265,7 +265,7 @@ class StripedStream:
         return found
 
     def _find(self, block: int) -> _Stripe | None:
-        """Return the connection on which the next block arrives; None if its header has not arrived yet."""
+        """Return the connection on which block `block` arrives; None if the block's header has not arrived yet."""
         return next((stripe for stripe in self._stripes if stripe.block == block), None)
 
     def _receive_header(self, stripe: _Stripe) -> None:
@@ -310,7 +310,7 @@ class StripedStream:
         return got
 
     def _store_early(self, stripe: _Stripe) -> None:
-        """Receive blocks that arrive early on a connection, and keep them until their turn."""
+        """Receive blocks that arrive early on a connection, and keep them until earlier blocks are delivered."""
         while self._ahead < AHEAD and not stripe.ended:
             if stripe.block is None:
                 self._receive_header(stripe)

@@ -52,7 +52,7 @@ class TlsStream(SocketStream):
         self._held = 0
 
     def check_rank(self, rank: int) -> None:
-        """If the user's CA issues certificates, check that the other end's certificate is for this rank."""
+        """If the user's own CA issues certificates, check that the other end's certificate names `rank`."""
         if self._tls.job is not None:
             shown = certificate_names(self._ssl.getpeercert() or {})
             check_names(shown, rank_name(self._tls.job, rank), f"the certificate of {self._address}")

@@ -69,7 +69,7 @@ class StreamTransport:
     heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool] = staticmethod(lambda: False)
     keep_polling: Callable[[bool], bool] = staticmethod(lambda moved: False)
-    #: Returns the number of connections of a data link to a host, given the host's name from its card.
+    #: Callback that returns the number of connections for a data link to a host, given the host's name in its card.
     connections: Callable[[str], int] = staticmethod(lambda host: 1)
 
     def __init__(
@@ -96,10 +96,10 @@ class StreamTransport:
         self._unix: str | None = None
         self._tcp: tuple[str, int] | None = None
         self._listeners = address.Listeners(runtime, self._greet)
-        # Tasks that answer the handshakes of peers, each with its timeout; and tasks that were cancelled to make room.
+        # Tasks that answer handshakes of peers, each with its timeout; and tasks cancelled to make room for newer ones.
         self._serving: dict[asyncio.Task[bool], LoopTimeout] = {}
         self._evicted: set[asyncio.Task[bool]] = set()
-        # Those of the tasks in which the peer has not proven the job key yet; and other background tasks.
+        # The tasks of `_serving` whose peer has not proven the job key yet; and other background tasks.
         self._unproven: UnprovenConnections[asyncio.Task[bool]] = UnprovenConnections(world_size, self._evict)
         self._background: set[asyncio.Task[None]] = set()
         wanted = transport in ("auto", "shm") and not options.carries_all
@@ -122,7 +122,7 @@ class StreamTransport:
 
     @property
     def trouble(self) -> str:
-        """The reason why a dialled rank was not reached yet, kept after a cancelled dial; "" if no rank is dialled."""
+        """The reason why a dial has not reached its peer, even after the dial was cancelled; "" without such a dial."""
         return self._dialler.trouble
 
     def set_all_met(self) -> None:
@@ -237,19 +237,19 @@ class StreamTransport:
         return link
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
-        """Open a heartbeat connection, with the results and errors of `connect`."""
+        """Open a heartbeat connection. Results and errors are the same as for `connect`."""
         target = self._addresses.find(peer, card)
         return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_stream)
 
     async def connect_probe(self, peer: int, card: Card) -> ByteStream:
-        """Open a connection for `transport.stream.probe.measure`, with the errors of `connect`."""
+        """Open a connection for `transport.stream.probe.measure`. Errors are the same as for `connect`."""
         target = self._addresses.find(peer, card)
         stream = await self._dialler.connect((peer, ConnKind.PROBE), target, self._links.adopt_stream)
         assert stream is not None  # None would mean that there is such a link, but a probe never becomes a link
         return stream
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
-        """Return the medium of the data link to `peer` ("none" if not open), and why it is not shared memory."""
+        """Return the medium of the data link to `peer` ("none" if not open), and the reason why it is not "shm"."""
         trouble = self._dialler.detours.get(peer) or self._addresses.unix_trouble or self._links.sharing.trouble
         return self._links.carrier(peer), trouble
 
@@ -314,7 +314,7 @@ class StreamTransport:
             sock.close()
 
     def _warn(self, why: WrongCertificateError) -> None:
-        """Log a rejected certificate: otherwise a peer with a wrong clock or wrong files might wait in vain.
+        """Log a rejected certificate: it may explain why a peer with a wrong clock or wrong files never connects.
 
         All such warnings count as repetitions of one, since any process can present any certificate.
         """
@@ -336,7 +336,7 @@ class StreamTransport:
         return True
 
     async def _answer(self, stream: ByteStream) -> Callable[[], None] | None:
-        """Answer a handshake; return a function that passes the new link on, or None if there is a link already."""
+        """Answer a handshake; return a function that reports the new link, or None if there is a link already."""
         exchange = ServerHandshake(self._identity, self._key, self._runtime.random_bytes, stream.bound)
         send_message(stream, exchange.challenge(await receive_message(stream, handshake.HELLO_SIZE)))
         if exchange.refusal is not None:
@@ -373,7 +373,7 @@ class StreamTransport:
         return hand_over
 
     def _proven(self, task: asyncio.Task[bool], sock: socket.socket) -> None:
-        """Remove the timeout for a peer that has proven the job key, because it may use the link at any time now.
+        """Remove the timeout for a peer that has proven the job key, because the peer may now use the link at any time.
 
         The peer closes the connection when it gives up, and its kernel does so when its process ends. If the host is
         down, or a router has dropped the connection, keepalive probes detect it. Otherwise the retransmission of the
@@ -403,7 +403,7 @@ class StreamTransport:
         task.add_done_callback(self._background.discard)
 
     async def _add_connections(self, peer: int, target: DialAddress, count: int) -> None:
-        """Open the further connections of a data link. After a failure, the link continues with those it has."""
+        """Open further connections for a data link. After a failure, the link continues with its open connections."""
         for _ in range(count):
             try:
                 stream = await self._dialler.connect((peer, ConnKind.STRIPE), target, self._links.adopt_stream)
@@ -421,7 +421,7 @@ class StreamTransport:
                     stream.close()
 
     def _add_connection(self, peer: int, stream: ByteStream) -> None:
-        """Add a connection that a peer has opened to a data link, and confirm it, so that the peer adds it, too."""
+        """Add the connection `stream` to the data link of `peer`, and confirm it, so that `peer` adds it, too."""
         if self._links.add(peer, stream):
             send_message(stream, _TAKEN)
         else:
