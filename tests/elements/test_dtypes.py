@@ -150,7 +150,7 @@ def test_conversions_of_narrow_floats_do_not_import_ml_dtypes(name: str, monkeyp
         (np.clongdouble, "is not supported; use one of bool, int8"),
     ],
 )
-def test_unsupported_dtype_is_refused(dtype: object, message: str) -> None:
+def test_conversion_of_an_unsupported_numpy_dtype_is_refused(dtype: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         dtypes.from_numpy(np.dtype(dtype))
 

@@ -248,8 +248,8 @@ def test_comparison_of_signed_zeros_does_not_depend_on_the_position_in_the_array
 @each(
     ("dtype_name", "big", "small", "want"),
     [
-        # The small value is half a unit in the last place of the big one: one addition loses it, but two of it change
-        # the sum.
+        # Adding the small value once is lost, because it is half a unit in the last place of the big value. Adding it
+        # twice changes the sum.
         ("float16", 2048.0, 1.0, 2050.0),
         ("bfloat16", 256.0, 1.0, 258.0),
         ("float8_e4m3fn", 16.0, 1.0, 18.0),
