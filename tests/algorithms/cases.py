@@ -132,7 +132,7 @@ def _names(rank: int, buffer: int, count: int) -> list[int]:
 
 
 def cases(kind: str, algorithm: str, world_size: int) -> Iterator[Case]:
-    """Yield test cases: every count with every root up to 6 ranks, each count and each root at least once above."""
+    """Yield cases: up to 6 ranks with every count and root, more ranks with each count and root at least once."""
     world_size = supported_world_size(algorithm, world_size)
     counts = sorted({0, 1, max(world_size - 1, 0), world_size, world_size + 1, 97})
     if kind in BARRIERS:

@@ -39,7 +39,7 @@ def test_cost_formulas_equal_the_costs_of_the_programs(kind: str, algorithm: str
     assert load.received == max(sum(action.region.count for action in rank) for rank in receives)
     assert load.worked == max(sum(map(worked, program.actions)) for program in programs)
     messages = max(len(rank) + len(receives[number]) for number, rank in enumerate(sends))
-    # "circulant": ranks whose blocks wrap around the end need an additional message. The formula has the average.
+    # In "circulant", ranks whose blocks wrap around the end need an additional message. The formula gives the average.
     spare = 2 if (kind, algorithm) == ("allreduce", "circulant") else 0
     assert messages - spare <= load.sends + load.receives <= messages
 

@@ -83,9 +83,9 @@ MACHINES = {
 #: moves p/2 times as many bytes as "chain" in total. On two cores with four ranks, "chain" was measured to be faster
 #: from 8 KiB on.
 FACTOR, SCAN_FACTOR = 1.6, 2.6
-#: The model predicts that these are up to twice as fast as algorithms that reduce on arrival. For a few hundred KiB,
-#: they were measured to take 1.1 to 2 times as long. The rules select them for ops that need rank order, and for few
-#: ranks.
+#: Pairs of kind and algorithm that the model overrates for a few hundred KiB: predicted to be up to twice as fast as
+#: algorithms that reduce on arrival, but measured to be 1.1 to 2 times as slow. The rules select them for ops that need
+#: rank order, and for few ranks.
 AVOIDED = {("reduce", "pairwise"), ("reduce_scatter", "pairwise"), ("allreduce", "pairwise")}
 
 

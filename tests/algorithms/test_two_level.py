@@ -78,7 +78,7 @@ def crossing(case: Case) -> list[int]:
 
 
 def works_without_buffering(case: Case) -> bool:
-    """Return whether a case completes if sends block until their receive. The exchange of leaders does not."""
+    """Return whether a case completes if sends block until their receive; an allreduce by "leaders" does not."""
     return (case.kind, case.algorithm) != ("allreduce", "leaders")
 
 
@@ -162,7 +162,7 @@ def test_number_of_messages_between_hosts_does_not_grow_with_the_ranks_per_host(
     assert len(crossing(whole("allreduce", "lines", hosts))) == 2 * number * (number - 1) * per_host
     assert len(crossing(whole("broadcast", "lanes", hosts))) == (number - 1) * per_host
     assert len(crossing(whole("reduce", "lines", hosts))) == (number - 1) * per_host
-    # Each rank's block crosses the hosts in a message of its own.
+    # Each rank's block is sent between hosts as a separate message.
     assert len(crossing(whole("allgather", "lanes", hosts))) == (number - 1) * number * per_host
     assert len(crossing(whole("reduce_scatter", "lines", hosts))) == (number - 1) * number * per_host
 
@@ -178,7 +178,9 @@ def test_two_level_algorithm_sends_fewer_bytes_between_hosts_than_a_flat_algorit
 
 @pytest.mark.parametrize(("number", "per_host"), EVEN)
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
-def test_cost_formulas_equal_the_costs_of_the_programs(kind: str, algorithm: str, number: int, per_host: int) -> None:
+def test_cost_formulas_of_two_level_algorithms_equal_the_costs_of_the_programs(
+    kind: str, algorithm: str, number: int, per_host: int
+) -> None:
     hosts = tuple(rank // per_host for rank in range(number * per_host))
     case = whole(kind, algorithm, hosts, block=number * per_host)
     programs = case.programs()
@@ -196,7 +198,9 @@ def test_cost_of_an_empty_call_is_zero() -> None:
 
 @each("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2, 2)])
 @each("kind", sorted({kind for kind, _ in ALL}))
-def test_predicted_times_approximate_the_simulated_times(kind: str, hosts: tuple[int, ...]) -> None:
+def test_predicted_times_of_two_level_algorithms_approximate_the_simulated_times(
+    kind: str, hosts: tuple[int, ...]
+) -> None:
     """Check that predicted times are between 0.45 and 1.8 times the simulated times."""
     for nbytes in (0,) if kind == "barrier" else (64, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB):
         algorithm = two_level.choose(kind, nbytes, hosts, ordered=False, portable=True, machine=TCP)

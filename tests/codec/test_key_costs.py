@@ -68,7 +68,7 @@ def keys(kind: str, count: int, size: int) -> list[Any]:
 
 
 def packed(keys: Sequence[Any]) -> bytes:
-    """Return an encoded dict with these keys, without the key limits that `dumps` checks."""
+    """Return an encoded dict with the given keys, even if `dumps` would refuse them."""
     with pytest.MonkeyPatch.context() as uncounted:
         uncounted.setattr("aiocoll.codec.encode.check_keys", lambda keys, hashes: None)
         pairs = b"".join(dumps({key: 0})[1:] for key in keys)

@@ -155,7 +155,7 @@ def test_adapter_is_found_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.
         sys.modules.pop("gridlib_aiocoll", None)
 
 
-def test_lookup_of_host_arrays_reads_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_lookup_for_host_arrays_reads_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "_read_entry_point", lambda name: pytest.fail(f"{name} was searched"))
     for array in (np.ones(3), bytearray(8), memoryview(bytearray(8))):
         assert view(array).nbytes in (8, 24)

@@ -46,7 +46,7 @@ def test_buffer_of_a_torch_parameter_writes_to_the_parameter(torch: Any) -> None
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "int64"])
-def test_torch_tensors_with_other_layouts_are_staged(torch: Any, name: str) -> None:
+def test_noncontiguous_torch_tensors_are_staged(torch: Any, name: str) -> None:
     tensor = torch.arange(6.0).reshape(2, 3).to(getattr(torch, name)).t()
     buffer = view(tensor)
     assert buffer.array.ctypes.data != tensor.data_ptr()

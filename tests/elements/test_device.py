@@ -80,7 +80,7 @@ def test_buffers_of_cupy_narrow_floats_share_their_memory(cupy: Cupy, name: str)
 
 
 @pytest.mark.parametrize("layout", [lambda x: x[:, ::2], lambda x: x.T, lambda x: x[::-1]])
-def test_cupy_arrays_with_other_layouts_are_copied_on_the_callers_stream(cupy: Cupy, layout: Any) -> None:
+def test_noncontiguous_cupy_arrays_are_copied_on_the_callers_stream(cupy: Cupy, layout: Any) -> None:
     host = layout(np.arange(24, dtype="int16").reshape(4, 6))
     want = host.flatten()
     x = cupy.ndarray(host, 1)
@@ -166,7 +166,7 @@ def test_buffers_of_cuda_tensors_share_their_memory(torch: Torch, name: str, sha
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("to", [0, 1, 0x90])
-def test_cuda_tensors_with_other_layouts_are_copied(torch: Torch, requires_grad: bool, to: int) -> None:
+def test_noncontiguous_cuda_tensors_are_copied_on_the_device(torch: Torch, requires_grad: bool, to: int) -> None:
     host = np.arange(6, dtype="uint16").reshape(2, 3).T
     want = host.flatten()
     tensor = torch.Tensor(host, "bfloat16", 1, requires_grad=requires_grad)

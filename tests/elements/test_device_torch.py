@@ -72,7 +72,9 @@ def test_device_buffer_of_a_real_torch_parameter_is_detached(torch: Any, streams
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "int16", "complex64", "float8_e5m2"])
-def test_real_torch_tensors_with_other_layouts_are_written_back(torch: Any, streams: list[int], name: str) -> None:
+def test_results_for_noncontiguous_real_torch_tensors_are_written_back(
+    torch: Any, streams: list[int], name: str
+) -> None:
     whole = torch.zeros(4, 6).to(getattr(torch, name))
     part = whole[:, ::2]
     array = device_view(torch, part)

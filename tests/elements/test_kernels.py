@@ -70,7 +70,7 @@ def closed_form(name: str, world_size: int, pattern: np.ndarray) -> np.ndarray:
 @each("count", COUNTS)
 @each("world_size", [1, 2, 3])
 @each(("name", "dtype_name"), PAIRS)
-def test_fold_computes_the_closed_form_results(name: str, dtype_name: str, world_size: int, count: int) -> None:
+def test_fold_kernels_compute_the_closed_form_results(name: str, dtype_name: str, world_size: int, count: int) -> None:
     dtype = by_name(dtype_name)
     inputs, pattern = inputs_of_ranks(dtype, world_size, count)
     want = closed_form(name, world_size, pattern)
@@ -89,7 +89,9 @@ def test_fold_computes_the_closed_form_results(name: str, dtype_name: str, world
 
 @each("count", COUNTS)
 @each(("name", "dtype_name"), PAIRS)
-def test_combine_writes_its_result_to_a_new_array_or_to_either_operand(name: str, dtype_name: str, count: int) -> None:
+def test_combine_kernels_write_their_result_to_a_new_array_or_to_either_operand(
+    name: str, dtype_name: str, count: int
+) -> None:
     dtype = by_name(dtype_name)
     (left, right), pattern = inputs_of_ranks(dtype, 2, count)
     want = closed_form("SUM" if name == "AVG" else name, 2, pattern)
@@ -104,7 +106,7 @@ def test_combine_writes_its_result_to_a_new_array_or_to_either_operand(name: str
 @each(
     ("name", "ufunc"), [("SUM", np.add), ("PRODUCT", np.multiply), ("BXOR", np.bitwise_xor), ("BAND", np.bitwise_and)]
 )
-def test_combine_of_a_numpy_dtype_is_the_numpy_ufunc(name: str, ufunc: np.ufunc) -> None:
+def test_combine_kernel_for_a_numpy_dtype_is_the_numpy_ufunc(name: str, ufunc: np.ufunc) -> None:
     assert kernel(getattr(ReduceOp, name), by_name("int32"), 2).combine is ufunc
 
 

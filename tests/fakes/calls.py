@@ -65,7 +65,8 @@ class FakeCall:
         self.read_bytes = read * dtype.itemsize
         self.written_bytes = written * dtype.itemsize
         self.ended = threading.Event()
-        #: The arguments that must be equal on all ranks. The read and written counts may differ; their maximum may not.
+        #: The arguments that must be equal on all ranks. The read and written counts may differ, but the larger one is
+        #: equal.
         self.terms = (name, max(read, written), dtype.name, op, root)
 
     def overlaps(self) -> bool:

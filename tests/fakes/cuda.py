@@ -393,14 +393,14 @@ class FakeCuda:
     # -- checks in every call
 
     def check(self, call: str, address: int, nbytes: int, where: int) -> None:
-        """Raise a `DeviceError` unless the range is live memory of device `where`, or page-locked memory if `HOST`."""
+        """Raise a `DeviceError` unless the address range is live memory of `where`, a device or `HOST`."""
         try:
             self.memory.at(address, nbytes, where)
         except BadAddressError as exc:
             raise DeviceError(call, f"{INVALID_VALUE}: {exc}", fatal=False) from None
 
     def stream_of(self, stream: int, call: str, device: int) -> FakeStream:
-        """Return the stream with a handle for new work; raise a `DeviceError` unless it belongs to `device`."""
+        """Return the stream with this handle for new work; raise an error unless the stream belongs to `device`."""
         found = self._open(stream, call, device)
         if found.device.ordinal != device:
             raise DeviceError(call, f"{INVALID_HANDLE}: a stream of device {found.device.ordinal}", fatal=False)
@@ -452,7 +452,7 @@ class FakeCuda:
         return self._devices[device]
 
     def _wait_for_room(self, pending: deque[Mark]) -> None:
-        """Wait until fewer than `SLEEPING` of the pending marks are not done."""
+        """Wait until fewer than `SLEEPING` of the marks in `pending` are unfinished."""
         while pending and (pending[0].passed.is_set() or len(pending) >= SLEEPING):
             if not pending[0].passed.is_set():
                 self.full.append(threading.current_thread().name)
@@ -479,7 +479,7 @@ class FakeCuda:
         return made
 
     def _open(self, stream: int, call: str, device: int | None = None) -> FakeStream:
-        """Return the stream with a handle for new work; raise an error if its device failed or it is being captured."""
+        """Return the stream with this handle for new work; raise an error if it is in capture or its device failed."""
         found = self._stream(stream, call, device)
         found.device.check(call)
         if found.capturing:

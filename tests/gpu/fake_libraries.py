@@ -1,4 +1,4 @@
-"""Fake libcuda, libnccl and CuPy in front of the fakes, so that tests run through the real adapters.
+"""Fake libcuda, libnccl and CuPy that call the fake CUDA and NCCL, so that tests run through the real adapters.
 
 The libnccl has non-blocking communicators: its calls return unfinished, and the first status query after a call reports
 the same.
@@ -344,7 +344,7 @@ def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
 
 
 def select_adapter(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
-    """Return CUDA and NCCL through the adapter that `ADAPTER` names, or the plain fakes if it is unset."""
+    """Return CUDA and NCCL through the adapter in the variable `ADAPTER`, or plain fakes if `ADAPTER` is unset."""
     name = os.environ.get(ADAPTER)
     if name is None:
         return cuda, nccl

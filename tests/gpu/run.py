@@ -100,7 +100,7 @@ class Run:
             print(f"{step.name}: {outcome.state}, {outcome.seconds:g} s {outcome.why}", flush=True)
 
     def _reason_not_to_run(self, step: Step) -> Outcome | None:
-        """Return an outcome with the reason why a step cannot run, or None if it can."""
+        """Return an outcome with the reason why a step cannot run, or None if the step can run."""
         if lacking := [name for name in step.needs if name in self.missing]:
             state = "left out" if set(lacking) <= {*machine_info.OPTIONAL} else "not run"
             return Outcome(state, why=f"missing: {', '.join(lacking)}")

@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of a step.
+    """The outcome of a test step: its state, duration and reason.
 
     Attributes:
         state: "passed", "failed", "hung", "left out" or "not run"; all but the first and "left out" are failures.
@@ -177,7 +177,7 @@ class _Maker(NamedTuple):
 
 
 def all_steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Container[str]) -> list[Step]:
-    """Return the steps in order.
+    """Return all test steps of a run, in the order in which they run.
 
     Args:
         fake: whether to use the fake device.

@@ -47,7 +47,7 @@ def program_of(pg: ProcessGroup) -> program_order.ProgramOrder:
 
 
 @worlds
-async def test_repeated_device_call_is_launched_before_its_comparison_and_a_first_call_after(world_size: int) -> None:
+async def test_repeated_device_call_is_launched_before_its_comparison_but_a_first_call_is_not(world_size: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
         tensor = gpu.tensor(np.ones(3), pg.rank())
         calls.clear()
@@ -140,7 +140,7 @@ async def test_on_stream_of_a_repeated_device_call_does_not_wait_for_other_ranks
     await run_with_gpus(2, body)
 
 
-async def test_await_ends_when_the_device_is_done_and_all_ranks_have_confirmed_the_call() -> None:
+async def test_await_of_a_launched_call_ends_when_the_device_is_done_and_rank_0_has_confirmed_the_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = pg.rank()
         tensor = await repeat_allreduce(pg, gpu)
@@ -222,7 +222,7 @@ async def test_number_of_recorded_pairs_of_consecutive_calls_is_limited(monkeypa
     await run_with_gpus(2, body)
 
 
-async def test_verify_before_on_one_rank_makes_all_ranks_compare_calls_before_launch(
+async def test_verify_option_of_one_rank_makes_all_ranks_compare_calls_before_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

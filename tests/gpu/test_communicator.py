@@ -134,7 +134,7 @@ async def test_async_error_is_not_queried_before_the_communicator_exists(
         await run_ranks(1, body, gpu)
 
 
-async def test_communicator_whose_creation_ends_after_its_group_is_aborted(limits: Limits) -> None:
+async def test_communicator_that_is_ready_only_after_its_group_has_ended_is_aborted(limits: Limits) -> None:
     limits(device_release_timeout=0.05)
     make = threading.Event()
 
@@ -197,7 +197,7 @@ async def test_error_in_the_first_device_call_of_a_group_fails_the_other_pending
     await run_with_gpus(1, body)
 
 
-async def test_cancelled_on_stream_does_not_affect_the_on_stream_of_another_call() -> None:
+async def test_cancelled_await_of_on_stream_does_not_affect_on_stream_of_another_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             tensor = ones(pg, gpu)

@@ -81,7 +81,7 @@ async def test_late_communicator_is_created_on_the_correct_device_and_aborted(mo
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_device_functions_in_threads_use_their_device() -> None:
+async def test_device_functions_in_other_threads_run_with_their_device_selected() -> None:
     with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         nccl = FakeNccl(cuda)

@@ -44,7 +44,7 @@ def nccl_of(log: Log, **more: Any) -> CtypesNccl:
 # -- signatures
 
 
-def test_ctypes_signatures_equal_those_of_the_c_headers() -> None:
+def test_ctypes_signatures_equal_the_signatures_in_the_c_headers() -> None:
     wide = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t)
     tables = (
         (ctypes_cuda.SIGNATURES, stub.CUDA_H),
@@ -83,7 +83,7 @@ def test_installed_cuda_and_nccl_libraries_have_all_needed_functions(
     assert [name for name in table if not hasattr(library, name)] == []
 
 
-def test_nccl_config_layout_equals_that_of_the_c_header() -> None:
+def test_nccl_config_layout_equals_the_layout_in_the_c_header() -> None:
     config = ctypes_nccl.Config
     assert ctypes.sizeof(config) == 40
     offsets = {name: getattr(config, name).offset for name, _ in config._fields_}  # type: ignore[misc]
@@ -365,7 +365,7 @@ def fail_to_load(name: str) -> Any:
     raise OSError(name)
 
 
-def test_cuda_libraries_are_used_directly_without_cupy(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_and_nccl_are_used_through_ctypes_if_cupy_is_missing(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiocoll.gpu.cupy_api", None)  # type: ignore[arg-type]
     libraries: dict[str, Any] = {}
 

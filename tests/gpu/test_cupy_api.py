@@ -312,7 +312,7 @@ def test_cupy_adapter_refuses_nonblocking_nccl_communicators(api: Any, monkeypat
         api.nccl()[0].init(1, bytes(128), 0)
 
 
-def test_cupy_without_nccl_returns_the_reason(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_adapter_without_nccl_returns_the_reason(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = stub(log, nccl=False)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)

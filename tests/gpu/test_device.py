@@ -50,7 +50,7 @@ async def test_device_calls_are_launched_executed_and_reported_in_the_order_of_t
     assert threading.get_ident() not in threads
 
 
-async def test_on_stream_ends_at_the_launch_and_the_await_when_the_device_is_done(
+async def test_on_stream_returns_after_the_launch_and_an_await_returns_after_the_device_work(
     cuda: FakeCuda, device: Device
 ) -> None:
     comm, user = device.stream(), cuda.stream_create()
@@ -96,7 +96,7 @@ async def test_device_call_without_a_stream_mark_waits_for_no_stream(cuda: FakeC
 
 
 async def test_device_call_does_not_change_the_current_device_of_the_callers_thread(cuda: FakeCuda) -> None:
-    """Make a call on a device other than the current one, whose default stream and events the call uses."""
+    """Make a call on another device than the current one; the call uses the default stream and events of its device."""
     cuda.use(0)
     ordinal, other = 1, Device.of(cuda, 1)
     stream = other.stream()
@@ -264,7 +264,7 @@ async def test_waiting_completion_thread_also_detects_the_ends_of_later_calls(cu
 
 
 async def launch_at_once(device: Device, stream: int, calls: list[int], count: int) -> list[asyncio.Future[None]]:
-    """Launch `count` calls in this thread, which append its id to `calls`; return futures for their ends."""
+    """Launch calls in this thread, each of which appends the thread's id to `calls`; return futures for their ends."""
     ended = [asyncio.get_running_loop().create_future() for _ in range(count)]
     for each in ended:
         call = lambda: calls.append(threading.get_ident())  # noqa: E731

@@ -262,7 +262,9 @@ def test_event_loop_closed_while_a_batch_is_reported_keeps_no_objects(cuda: Fake
 # -- calls of the launcher
 
 
-async def test_run_waits_for_the_launcher_thread_and_run_in_thread_does_not(cuda: FakeCuda, device: Device) -> None:
+async def test_device_run_waits_for_the_launcher_thread_but_run_in_thread_does_not(
+    cuda: FakeCuda, device: Device
+) -> None:
     busy = threading.Event()
     first = device.run(lambda: busy.wait(10))
     second = device.run(cuda.current)

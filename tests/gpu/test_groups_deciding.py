@@ -390,7 +390,8 @@ async def test_rank_that_fails_during_the_nccl_agreement_blocks_no_other_rank() 
             await wait_until(lambda: deciding._settled is not None)
             assert not deciding._is_settled
             first.abort("enough")
-            # A decision for staging that arrives late creates no communicator, so that the rank ignores it.
+            # A decision for staging that arrives late creates no communicator, so that the rank can ignore this
+            # decision.
             deciding.handle_late({"number": 1, "decision": Decision(False, "")})
         with pytest.raises(GroupError, match="enough"):
             await work

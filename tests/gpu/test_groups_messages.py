@@ -96,7 +96,7 @@ async def test_device_receives_posted_before_their_messages_match_in_send_order(
         await run_ranks(2, body, gpu)
 
 
-async def test_device_receives_from_any_rank_and_in_batches_match() -> None:
+async def test_device_receives_match_messages_of_any_rank_and_of_batches() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         if rank == 0:

@@ -230,7 +230,7 @@ def array_and_context(
 @both
 @pytest.mark.parametrize("stream", [0, 1, 2], ids=["null", "legacy", "per_thread"])
 @pytest.mark.parametrize("library", ["cupy", "torch", "interface"])
-async def test_work_on_default_streams_is_ordered_with_calls(
+async def test_device_calls_keep_their_order_with_work_on_default_streams_of_each_library(
     libraries: Libraries, library: str, stream: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, me = libraries.gpu.cuda, threading.get_ident()

@@ -199,7 +199,7 @@ def test_group_with_a_closed_event_loop_blocks_no_other_group(loops: list[asynci
 def test_event_loop_closed_before_its_group_launches_blocks_no_other_group(
     loops: list[asyncio.AbstractEventLoop],
 ) -> None:
-    """Stop the event loop between the notification that its call may launch and the launch."""
+    """Stop the event loop after the notification that its group may launch a call, and before the launch."""
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (propose_time(lost, 1), propose_time(other, 1)) == ([1], [2])

@@ -248,7 +248,7 @@ def slow_clock(pg: ProcessGroup) -> None:
 
 @pytest.fixture
 def no_error_queries(limits: Limits) -> None:
-    """Disable NCCL error queries, so that the launcher thread has nothing else to do than launches."""
+    """Disable NCCL error queries, so that the launcher thread only launches calls."""
     limits(device_check_interval=1000)
 
 

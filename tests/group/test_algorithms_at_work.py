@@ -48,7 +48,9 @@ async def test_forced_algorithm_is_used_and_computes_the_closed_form_results(
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "PREMUL_SUM"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16"])
-async def test_rounded_results_of_flat_algorithms_have_the_same_bits_on_all_ranks(dtype: str, op: str, transport: str) -> None:
+async def test_rounded_results_of_flat_algorithms_have_the_same_bits_on_all_ranks(
+    dtype: str, op: str, transport: str
+) -> None:
     """Reduce random values, whose rounding would differ if ranks reduced them in different orders."""
     if dtype == "complex64" and op == "MIN":
         pytest.skip("MIN is not defined on complex numbers")

@@ -63,7 +63,7 @@ def alltoall_base(pg: ProcessGroup, given: Any, got: Any, root: int, **options: 
 LISTS = [allgather, gather, scatter, reduce_scatter, alltoall]
 IN_PARTS = [allgather_into_tensor, reduce_scatter_tensor, alltoall_base]
 CALLS = [*LISTS, *IN_PARTS]
-#: Collectives in which every rank contributes an array for each rank, and those that return one from each rank.
+#: Collectives in which every rank contributes one array for each rank, and those that return one array from each rank.
 GIVEN_TO_ALL = (scatter, reduce_scatter, reduce_scatter_tensor)
 GOT_FROM_ALL = (allgather, gather, allgather_into_tensor)
 
@@ -159,7 +159,7 @@ async def test_arrays_of_list_collectives_can_have_different_lengths(call: Call,
 
 @pytest.mark.ranks(1)
 @parametrize_transports("memory")
-async def test_arrays_without_axes_can_be_exchanged_in_a_group_of_one_rank(pg: ProcessGroup) -> None:
+async def test_arrays_without_dimensions_can_be_exchanged_in_a_group_of_one_rank(pg: ProcessGroup) -> None:
     for value in (1.0, 2.0):
         for shapes in (((), ()), ((), (1,)), ((1,), ())):
             whole, other = (np.full(shape, value + part) for part, shape in enumerate(shapes))

@@ -127,7 +127,7 @@ async def test_complex_numbers_work_in_every_call(dtype: str, size: int, transpo
 @pytest.mark.ranks(*SIZES)
 @parametrize_transports(*LINKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_complex_numbers_work_in_every_call_at_every_size(pg: ProcessGroup, dtype: str) -> None:
+async def test_complex_numbers_work_in_every_call_at_every_world_size(pg: ProcessGroup, dtype: str) -> None:
     await check_all_calls(pg, (0, 1, pg.size() + 1, 300_000), dtype)
 
 

@@ -115,7 +115,7 @@ def test_compared_mismatch_is_raised_on_every_rank_and_the_group_continues(numbe
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_compared_mismatch_is_raised_on_every_rank_for_all_ranks_and_orders(case: Case) -> None:
+def test_compared_mismatch_is_raised_on_every_rank_for_all_deviating_ranks_and_call_orders(case: Case) -> None:
     for world_size, odd in (*PLACES, (7, 0), (7, 5)):
         for order in DELAYS.values():
             for latency in (None, LATENCY):
@@ -235,7 +235,7 @@ MISCOUNTED: dict[str, Callable[[ProcessGroup, int], Work[Any]]] = {
 
 @pytest.mark.parametrize("more", [-1, 1])
 @pytest.mark.parametrize("kind", MISCOUNTED)
-def test_wrong_number_of_arrays_is_raised_on_all_ranks(kind: str, more: int) -> None:
+def test_wrong_number_of_arrays_raises_an_error_on_all_ranks(kind: str, more: int) -> None:
     async def rank(pg: ProcessGroup) -> str:
         error = await mismatch_of(MISCOUNTED[kind](pg, pg.size() + (more if pg.rank() == 0 else 0)))
         text = str(error)

@@ -288,7 +288,7 @@ async def test_estimated_calls_are_not_compared_between_ranks(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(2)
-async def test_coalesced_calls_are_estimated_as_fused(pg: ProcessGroup) -> None:
+async def test_coalesced_calls_are_estimated_as_one_fused_call(pg: ProcessGroup) -> None:
     with pg.time_estimator() as whole, pg.time_estimator() as estimate:
         async with pg.coalescing():
             works = [pg.allreduce(np.ones(3)) for _ in range(4)]

@@ -423,7 +423,9 @@ async def test_call_in_a_forked_child_is_refused(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("error", [None, SystemExit(0)])
-async def test_forked_child_does_not_end_its_parents_block(pg: ProcessGroup, error: BaseException | None) -> None:
+async def test_forked_child_that_leaves_the_group_block_does_not_close_the_group_of_its_parent(
+    pg: ProcessGroup, error: BaseException | None
+) -> None:
     if pg.rank() == 0:
         assert run_in_fork(lambda: pg.__aexit__(None, error, None).send(None)) == ""
     assert await pg.allreduce(1) == 2

@@ -30,7 +30,7 @@ from ..ranks import LINKS, options, wait_until
 
 
 async def results_on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: Awaitable[Any]) -> list[Any]:
-    """Run `then` on each rank and the coroutines `others` concurrently; return the results of all."""
+    """Run `then` on each rank, and the coroutines `others` concurrently; return the results of ranks and coroutines."""
 
     async def rank(number: int) -> Any:
         async with new_group(rank=number, world_size=world_size, **where) as pg:
@@ -100,7 +100,7 @@ async def test_grow_fails_on_the_death_of_a_rank_while_waiting_for_newcomers(vic
 
 
 class PausingStore(HashStore):
-    """A store that blocks a newcomer after it has claimed its rank."""
+    """A store that blocks a newcomer after the newcomer has claimed its rank."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ async def test_grow_fails_if_the_group_fails_during_the_assignments() -> None:
 
 
 async def test_grow_fails_on_the_death_of_the_store_host() -> None:
-    """Close the store before rank 0 learns the cause: the death of the process that hosts the store."""
+    """Close the store before rank 0 receives the cause: the death of the process that hosts the store."""
     server = StoreServer(key=None)
     host, port = server.start()
     stores = [TCPStore(host, port) for _ in range(2)]

@@ -136,7 +136,7 @@ async def test_empty_arrays_work_over_every_transport(pg: ProcessGroup) -> None:
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
 @parametrize_transports(*LINKS)
-async def test_empty_arrays_work_in_every_call_at_every_size(pg: ProcessGroup) -> None:
+async def test_empty_arrays_work_in_every_call_at_every_world_size(pg: ProcessGroup) -> None:
     await check_every_call(pg)
 
 

@@ -241,7 +241,7 @@ async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
         (lambda pg: pg.recv_object(1, tag=1.0), TypeError, "tag must be an int, not float"),
     ],
 )
-async def test_message_call_with_wrong_arguments_starts_nothing(
+async def test_message_call_with_wrong_arguments_starts_no_message(
     pg: ProcessGroup, call: Any, error: type[Exception], message: str
 ) -> None:
     if pg.rank() == 0:

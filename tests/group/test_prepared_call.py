@@ -165,7 +165,7 @@ FROM_ROOT = {"broadcast_sparse", "broadcast_object", "scatter_object"}
 rows = pytest.mark.parametrize("kind", COMPOSITE)
 
 
-def test_composite_calls_of_these_tests_cover_every_specification_without_a_schedule() -> None:
+def test_composite_call_table_covers_every_specification_without_a_schedule() -> None:
     others = {kind for kind, spec in SPECS.items() if spec.method in (Method.STEPS, Method.PARCELS)}
     assert others == set(COMPOSITE)
     rest = {kind for kind, spec in SPECS.items() if spec.method is Method.MESSAGES}

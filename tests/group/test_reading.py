@@ -1,4 +1,4 @@
-"""Received objects that are large: decoded in steps over many loop iterations, while other tasks run."""
+"""Decoding of large received objects: in steps over many loop iterations, while other tasks run."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ async def test_large_group_opens_links_on_first_use(pg: ProcessGroup) -> None:
     size = pg.size()
     await pg.barrier()
     channels = comm_of(pg).channels
-    # A barrier uses log2(p) links to send and as many to receive.
+    # A barrier uses log2(p) links for sends, and as many for receives.
     assert list(channels) == [channels_of(pg)[peer] for peer in sorted(channels_of(pg))]
     assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
     assert len(channels) == size

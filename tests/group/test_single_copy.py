@@ -315,7 +315,7 @@ async def test_sent_array_can_be_overwritten_as_soon_as_each_of_many_sends_compl
 
 
 async def test_single_copy_can_be_disabled_by_one_rank(references: list[tuple[int, int]], tmp_path: Path) -> None:
-    """Disable it on rank 1, which then does not read other ranks' memory, and does not let them read its own."""
+    """Disable single copy on rank 1, which then reads no other rank's memory, and whose memory no other rank reads."""
     from aiocoll import new_group
     from aiocoll.store import HashStore
 

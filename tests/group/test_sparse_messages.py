@@ -110,7 +110,7 @@ async def test_duplicate_entries_of_a_sparse_message_are_summed(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_messages_support_no_entries_and_proc_null(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_support_arrays_without_entries_and_proc_null(pg: ProcessGroup, place: str) -> None:
     x = scipy.sparse.coo_array((3, 3)) if pg.rank() == 0 else scipy.sparse.coo_array(np.eye(3))
     if pg.rank() == 0:
         await pg.send(x, 1)

@@ -229,7 +229,7 @@ async def test_call_of_a_subgroup_waits_for_a_rank_that_has_not_split_yet(lacks_
 
 
 @pytest.mark.ranks(2)
-async def test_timeout_error_names_a_rank_that_never_splits(pg: ProcessGroup) -> None:
+async def test_timeout_error_of_a_subgroup_call_names_a_rank_that_never_split(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         group = await own_subgroup(pg, [0, 1])
         with pytest.raises(CollectiveTimeoutError, match="'world:0' only 0 times") as raised:

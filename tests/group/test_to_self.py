@@ -80,7 +80,7 @@ async def test_messages_to_self_support_every_dtype_and_layout(pg: ProcessGroup)
 
 @pytest.mark.ranks(2)
 @parametrize_transports(*TRANSPORTS)
-async def test_messages_to_self_work_with_any_source_objects_and_batches(pg: ProcessGroup) -> None:
+async def test_messages_to_self_work_with_any_source_receives_objects_and_batches(pg: ProcessGroup) -> None:
     me, other = pg.rank(), 1 - pg.rank()
     pg.send(np.array([me]), me, tag=1)
     pg.send(np.array([me]), other, tag=1)

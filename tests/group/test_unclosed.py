@@ -114,7 +114,7 @@ def test_asyncio_runner_closes_groups_with_pending_works_at_once() -> None:
 
 
 def test_end_of_the_event_loop_ends_a_shutdown_that_waits_for_works() -> None:
-    """End the loop as a program does that closes its generators but does not cancel its tasks."""
+    """Close the asynchronous generators of the loop, but do not cancel its tasks."""
     loop = asyncio.new_event_loop()
     with unclosed() as found:
         works = loop.run_until_complete(start_pending_works(lambda pg: parts_of(pg).lifetime.start_shutdown()))

@@ -98,30 +98,30 @@ async def check_exchanges(pg: ProcessGroup, name: str) -> None:
 
 
 @pytest.mark.ranks(*SIZES)
-async def test_uneven_parts_work_in_every_call(pg: ProcessGroup) -> None:
+async def test_arrays_of_uneven_lengths_work_in_every_call(pg: ProcessGroup) -> None:
     await check_every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.ranks(3)
 @parametrize_transports(*LINKS[1:])
-async def test_uneven_parts_work_over_every_transport(pg: ProcessGroup) -> None:
+async def test_arrays_of_uneven_lengths_work_over_every_transport(pg: ProcessGroup) -> None:
     await check_every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
 @parametrize_transports(*LINKS)
-async def test_uneven_parts_work_in_every_call_at_every_size(pg: ProcessGroup) -> None:
+async def test_arrays_of_uneven_lengths_work_in_every_call_at_every_world_size(pg: ProcessGroup) -> None:
     await check_every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_uneven_parts_work_with_delayed_frames(seed: int) -> None:
+def test_arrays_of_uneven_lengths_work_with_delayed_frames(seed: int) -> None:
     run_virtual(4, check_every_call, list(LENGTHS), seed=seed, latency=(0.0001, 0.01))
 
 
 @pytest.mark.ranks(2)
-async def test_uneven_parts_can_have_any_shape(pg: ProcessGroup) -> None:
+async def test_arrays_of_uneven_lengths_can_have_any_shape(pg: ProcessGroup) -> None:
     tensor = np.full((2, 3) if pg.rank() else (1, 1, 4), pg.rank(), np.int16)
     outputs = [np.empty((4, 1), np.int16), np.empty(6, np.int16)]
     await pg.allgather(outputs, tensor)
@@ -152,7 +152,7 @@ WRONG: dict[str, Callable[[ProcessGroup, int], Any]] = {
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.ranks(3)
 @parametrize_transports("memory", "shm")
-async def test_uneven_parts_whose_lengths_differ_between_ranks_are_reported_as_a_mismatch(
+async def test_array_lengths_on_which_ranks_disagree_are_reported_as_a_mismatch(
     pg: ProcessGroup, kind: str, count: int
 ) -> None:
     # This rank may complete the call before a rank detects the mismatch.

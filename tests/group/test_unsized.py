@@ -1,4 +1,4 @@
-"""Allgather and gather without outputs: ranks may contribute different lengths, which only they know."""
+"""Allgather and gather without outputs: each rank may contribute a length that other ranks do not know."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
 
 @pytest.mark.ranks(*WORLDS)
 @parametrize_transports(*LINKS)
-async def test_gathers_without_outputs_accept_parts_of_any_length(pg: ProcessGroup) -> None:
+async def test_gathers_without_outputs_accept_inputs_of_any_length(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
         lengths = [length(each, p) for each in range(p)]
@@ -84,7 +84,7 @@ async def test_gathers_without_outputs_support_narrow_dtypes(pg: ProcessGroup) -
 
 @pytest.mark.ranks(3)
 async def test_outputs_allocated_by_gathers_have_the_row_shape_of_the_ranks_own_tensor(pg: ProcessGroup) -> None:
-    """Expect full rows of this rank's row shape, or a flat array if the length is not a multiple of it."""
+    """Expect full rows of this rank's row shape, or a flat array if the length is not a multiple of a row."""
     shapes = [(2, 3), (4, 3), (5,)]
     mine = np.full(shapes[pg.rank()], pg.rank())
     found = [[(2, 3), (4, 3), (5,)], [(2, 3), (4, 3), (5,)], [(6,), (12,), (5,)]]

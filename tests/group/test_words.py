@@ -39,7 +39,7 @@ WRONG: dict[str, Callable[[ProcessGroup], Any]] = {
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("what", WRONG)
-async def test_errors_of_calls_have_public_classes(what: str, debug: Any) -> None:
+async def test_errors_raised_by_calls_have_public_exception_classes(what: str, debug: Any) -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(Exception) as raised:  # noqa: PT011 - the class is checked below
             await WRONG[what](pg)

@@ -89,7 +89,7 @@ async def make_sums(pg: ProcessGroup, made: World) -> None:
 
 
 async def start_held_up_call(pg: ProcessGroup, made: World) -> Any:
-    """Make rank 0's kernel wait for rank 1; return the work on rank 0, and the gate that blocks it on rank 1."""
+    """Make rank 0's kernel wait for rank 1; return the work on rank 0, and the gate of the blocked stream on rank 1."""
     tensor = made.tensor(np.ones(1000, np.float32))
     if pg.rank() == 0:
         work = pg.allreduce(tensor)

@@ -64,7 +64,7 @@ class World:
         raise NotImplementedError
 
     def default_stream(self, device: int, per_thread: bool) -> None:
-        """Make the default stream current on a device: the legacy one, or with `per_thread` the thread's own one."""
+        """Make a device's default stream current: the legacy stream, or with `per_thread` the stream of this thread."""
         raise NotImplementedError
 
     def add(self, tensor: Any, number: float) -> None:
@@ -131,7 +131,7 @@ async def reduced_and_gated(pg: ProcessGroup, made: World, value: float = 1.0) -
 
 
 def record_figure(kind: str, name: str, value: Any) -> None:
-    """Append a measurement to the file that the variable `FIGURES` names, if it is set."""
+    """Append a measurement to the file in the environment variable `FIGURES`, if the variable is set."""
     if path := os.environ.get(FIGURES):
         with Path(path).open("a") as file:
             file.write(json.dumps({"world": kind, "name": name, "value": value}) + "\n")

@@ -1,4 +1,4 @@
-"""A base class for wrappers.
+"""A base class for wrappers, which finds undefined attributes in the wrapped object.
 
 This module imports only the standard library, because `run.py` must work without any package.
 """

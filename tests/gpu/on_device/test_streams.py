@@ -75,7 +75,9 @@ async def test_on_stream_makes_a_given_stream_wait_for_the_call(kind: str) -> No
 
 @both
 @pytest.mark.parametrize("per_thread", [False, True])
-async def test_work_on_default_streams_is_ordered_with_calls(kind: str, way: str, per_thread: bool) -> None:
+async def test_device_calls_keep_their_order_with_work_on_default_streams(
+    kind: str, way: str, per_thread: bool
+) -> None:
     if kind in ("torch", "simulated") and per_thread:
         pytest.skip("torch does not use the default streams of threads")
 

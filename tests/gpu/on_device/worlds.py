@@ -33,7 +33,7 @@ _WORLDS = {"simulated": SimulatedWorld, "cupy": CupyWorld, "torch": TorchWorld}
 
 
 def missing(kind: str) -> str | None:
-    """Return the reason why this machine has no devices of this kind, or None if it has some."""
+    """Return the reason why this machine has no devices of this kind, or None if the devices exist."""
     if kind in SIMULATED:
         return None
     if not _gpus():

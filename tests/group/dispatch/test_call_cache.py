@@ -53,7 +53,7 @@ def read_only() -> Any:
 
 
 class Array(np.ndarray):
-    """An array class that is not `np.ndarray` itself."""
+    """An array of a subclass of `np.ndarray`."""
 
 
 @pytest.mark.ranks(1)
