@@ -1,4 +1,4 @@
-"""Test cases of all collectives: sizes, buffers before each call, and checks of the buffers after each call."""
+"""Test cases of all collectives: element counts, initial buffers, and checks of the buffers after the call."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def supported_world_size(algorithm: str, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A collective call with its sizes: one element count, counts per rank, or a matrix of counts for alltoall."""
+    """A collective call: kind, algorithm, ranks, and one element count, one count per rank, or an alltoall matrix."""
 
     kind: str
     algorithm: str
@@ -36,7 +36,7 @@ class Case:
     hosts: tuple[int, ...] = ()
 
     def programs(self) -> list[Program]:
-        """Return the programs of all ranks."""
+        """Build the program of this call for every rank."""
         return [
             build(
                 self.kind, self.algorithm, rank, self.world_size, *self._sizes(rank), root=self.root, hosts=self.hosts
@@ -52,7 +52,7 @@ class Case:
         return (self.counts,) if self.kind in PER_RANK else (self.count,)
 
     def memory(self) -> list[list[list]]:
-        """Return the user's buffers of all ranks: inputs hold unique numbers, outputs hold None."""
+        """Return the initial user buffers of all ranks: unique numbers in inputs, None in outputs."""
         return [self._buffers(rank) for rank in range(self.world_size)]
 
     def _buffers(self, rank: int) -> list[list]:
@@ -73,7 +73,7 @@ class Case:
         return []
 
     def check(self, after: list[list[list]]) -> None:
-        """Check all buffers of all ranks after the collective."""
+        """Assert that all ranks' buffers after the call hold the expected results."""
         for rank, buffers in enumerate(after):
             if self.kind in REDUCING:
                 self._check_reduction(rank, buffers, after)
@@ -81,7 +81,7 @@ class Case:
                 assert buffers == self._moved_buffers(rank)
 
     def _moved_buffers(self, rank: int) -> list[list]:
-        """Return the expected buffers after a collective that only moves data."""
+        """Return the buffers that `rank` must have after a collective without a reduction, such as broadcast."""
         world, before = range(self.world_size), self.memory()
         if self.kind == "broadcast":
             return before[self.root]
@@ -132,7 +132,7 @@ def _names(rank: int, buffer: int, count: int) -> list[int]:
 
 
 def cases(kind: str, algorithm: str, world_size: int) -> Iterator[Case]:
-    """Yield all counts and roots for up to 6 ranks; for more ranks, each count and each root at least once."""
+    """Yield cases: up to 6 ranks with every count and root, more ranks with each count and root at least once."""
     world_size = supported_world_size(algorithm, world_size)
     counts = sorted({0, 1, max(world_size - 1, 0), world_size, world_size + 1, 97})
     if kind in BARRIERS:

@@ -1,4 +1,4 @@
-"""An interpreter of schedules on symbolic values, in any order that the rules of `program.py` permit.
+"""An interpreter that runs schedules on symbolic values, in a random order that `program.py` permits.
 
 A reduction of a and b gives the pair (a, b). The final action wraps a value as ("!", value), scaling as ("*", value).
 A result thus shows which inputs were reduced in which order, and whether they were scaled and finished.
@@ -14,7 +14,7 @@ SCALED = "*"
 
 
 class Interpreter:
-    """The simulated ranks of one collective.
+    """A simulation of all ranks of one collective.
 
     Args:
         programs: the program of each rank.
@@ -53,7 +53,7 @@ class Interpreter:
         self.dependents.append(dependents)
 
     def run(self) -> None:
-        """Run until no action can continue; fail unless all actions are complete."""
+        """Run actions until none can continue; fail unless every action is complete."""
         ready: list[tuple[int, ...]] = [
             (rank, index) for rank, program in enumerate(self.programs) for index in range(len(program.actions))
         ]
@@ -78,7 +78,7 @@ class Interpreter:
         return all(self.done[rank][earlier] for earlier in self.programs[rank].actions[index].after)
 
     def _advance(self, rank: int, index: int) -> list[tuple[int, ...]]:
-        """Run one piece of an action if possible; return the actions and deliveries that may have become possible."""
+        """Run some elements of an action if possible; return the actions and deliveries that this may unblock."""
         action = self.programs[rank].actions[index]
         if self.done[rank][index] or not self._startable(rank, index):
             return []
@@ -151,7 +151,7 @@ def execute(programs: list[Program], memory: list[list[list]], seed: int, rendez
 
 
 def leaves(value: object) -> list:
-    """Return the inputs and marks in a symbolic value, from left to right."""
+    """Return the inputs and the markers ("!", "*") in a symbolic value, from left to right."""
     found, pending = [], [value]
     while pending:
         item = pending.pop()
@@ -163,7 +163,7 @@ def leaves(value: object) -> list:
 
 
 def folded(values: list) -> object:
-    """Return the left-to-right fold of symbolic values, without the mark `FINAL`."""
+    """Return the left fold of symbolic values as nested pairs, without the marker `FINAL`."""
     result = values[0]
     for value in values[1:]:
         result = (result, value)

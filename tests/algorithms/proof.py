@@ -1,4 +1,4 @@
-"""A proof that the schedules of all ranks match and are free of races, in any order of execution.
+"""A checker that proves that the ranks' schedules match and have no races, in any order of execution.
 
 Every receive has a send of the same length, and no actions wait in a cycle. If two actions of a rank access the same
 elements and one of them writes, they have the order of the program. This order comes from `after` (all of one action
@@ -14,7 +14,7 @@ RECEIVES = (ActionKind.RECV, ActionKind.COMBINE)
 
 
 class Proof:
-    """A proof about the schedules of all ranks; `steps` is the number of messages on the longest dependent path."""
+    """A checked set of all ranks' schedules; `steps` is the longest chain of dependent messages."""
 
     def __init__(self, programs: list[Program]) -> None:
         self.programs = programs
@@ -32,7 +32,7 @@ class Proof:
             self._check_races(rank)
 
     def predecessors(self, rank: int) -> set[int]:
-        """Return the ranks that act before `rank` finishes, in any order of events."""
+        """Return the ranks that always act before `rank` finishes, whatever the order of events."""
         before = 0
         for number in range(self.base[rank], self.base[rank + 1]):
             before |= self.whole[number] | self.aligned[number]

@@ -1,4 +1,4 @@
-"""A simulation of schedules on a machine of known speed, message by message, to check the formulas of `predict`.
+"""A simulator that runs schedules message by message on a modelled machine, to check the formulas of `predict`.
 
 Every rank has one processor and a link with two directions. A message takes the sender's processor for the overhead,
 its link for beta per byte, travels, takes the receiver's link and processor, and is reduced there at gamma per byte.
@@ -13,12 +13,12 @@ from aiocoll.algorithms.program import Action, ActionKind, Program
 
 from .proof import RECEIVES
 
-#: A piece of an action: the rank, the index of the action, and the number of the piece.
+#: A piece of an action: the rank, the index of the action in its program, and the index of the piece.
 Place = tuple[int, int, int]
 
 
 class SimulatedMachine:
-    """A simulated run of a schedule on all ranks; elements are bytes, and `seconds` is the end of the last action."""
+    """A simulated run of all ranks' schedules; an element is one byte, and `seconds` is the total time."""
 
     def __init__(self, programs: list[Program], machine: Machine) -> None:
         self.programs = programs
@@ -72,7 +72,7 @@ class SimulatedMachine:
                 heappush(self.queue, (self.ready[other], other))
 
     def _serve(self, at: float, place: Place) -> float:
-        """Simulate one piece of an action; return the time at which the piece is complete."""
+        """Simulate one piece of an action, which is ready at time `at`; return its completion time."""
         rank, index, piece = place
         action = self.programs[rank].actions[index]
         nbytes = min(action.region.count - piece * PIECE, PIECE)
@@ -82,7 +82,8 @@ class SimulatedMachine:
             return self._use("out", rank, at, nbytes * self.machine.beta)
         work = nbytes * max(len(action.sources) - (action.verb is ActionKind.FOLD), 1) * self.machine.gamma
         if action.verb in RECEIVES:
-            # Bytes arrive while they are sent, unless other bytes occupy the link of the receiver.
+            # The receiver gets the bytes while the sender sends them, unless another message occupies the receiver's
+            # link.
             start = max(at - nbytes * self.machine.beta, self.free["in", rank])
             at = self.free["in", rank] = max(start + nbytes * self.machine.beta, at)
             work = overhead + (work if action.verb is ActionKind.COMBINE else 0.0)

@@ -1,4 +1,4 @@
-"""Cost formulas of algorithms, compared with their schedules, and predicted times."""
+"""Cost formulas of algorithms compared with their schedules, and predicted times with simulated times."""
 
 import math
 
@@ -17,7 +17,7 @@ from .simulated_machine import SimulatedMachine
 
 
 def worked(action: Action) -> int:
-    """Return the number of input elements that an action reduces or copies."""
+    """Return the number of input elements that an action reduces or copies in memory."""
     if action.verb is ActionKind.SEND or action.verb is ActionKind.RECV:
         return 0
     return action.region.count * max(len(action.sources) - (action.verb is ActionKind.FOLD), 1)
@@ -39,7 +39,7 @@ def test_cost_formulas_equal_the_costs_of_the_programs(kind: str, algorithm: str
     assert load.received == max(sum(action.region.count for action in rank) for rank in receives)
     assert load.worked == max(sum(map(worked, program.actions)) for program in programs)
     messages = max(len(rank) + len(receives[number]) for number, rank in enumerate(sends))
-    # The number of block runs that wrap around the end depends on the rank. The average over the ranks is one less.
+    # In "circulant", ranks whose blocks wrap around the end need an additional message. The formula gives the average.
     spare = 2 if (kind, algorithm) == ("allreduce", "circulant") else 0
     assert messages - spare <= load.sends + load.receives <= messages
 
@@ -57,7 +57,7 @@ def test_error_for_an_unknown_algorithm_lists_the_known_algorithms() -> None:
         cost("ring", "scatter", 4, 2)
 
 
-#: A machine with which every term of a prediction is a whole number.
+#: The parameters of a machine on which every predicted time is a whole number.
 A, V, B, G = 1000.0, 100.0, 0.5, 0.25
 
 
@@ -68,21 +68,23 @@ A, V, B, G = 1000.0, 100.0, 0.5, 0.25
         ("dissemination", "barrier", 0, 5, 3 * A),
         ("ring", "allreduce", 0, 4, 0),
         ("exchange", "allreduce", 64, 2, A + 64 * B + 64 * G),
-        # Eager data is reduced as soon as the rank has sent its own part. The remaining data arrives only after that.
+        # The reduction overwrites the tensor that the rank is sending. Beyond the first PIECE bytes, it waits for the
+        # send.
         ("exchange", "allreduce", 2 * PIECE, 2, A + 2 * PIECE * B + 2 * PIECE * G + PIECE * B),
-        # Three sent and three received messages: the overhead per message dominates for 64 bytes, the bytes for 6400.
+        # Each rank sends three messages and receives three. Message overhead dominates for 64 bytes, bandwidth for
+        # 6400.
         ("oneround", "allreduce", 64, 4, A + 4 * V + 192 * G),
         ("oneround", "allreduce", 6400, 4, A + 19200 * B + 19200 * G),
         ("linear", "broadcast", 64, 4, A + 2 * V),
         ("linear", "broadcast", 6400, 4, A + 19200 * B),
-        # Rank 4 passes the message on to the last three ranks.
+        # Rank 4 receives the message and forwards it to the last three ranks.
         ("knomial", "broadcast", 64, 8, 2 * A + 2 * V),
         ("circulant", "allreduce", 64, 4, 4 * A + 2 * V + 48 * G),
-        # Short chunks arrive before they are passed on. Long chunks are passed on piece by piece.
+        # A rank forwards a short chunk after its arrival, but a long chunk piece by piece.
         ("ring", "allreduce", 64, 4, 6 * (A + 16 * B) + 48 * G),
         ("ring", "allgather", 4 * (PIECE + 1), 4, 3 * (A + PIECE * B) + (PIECE + 1) * G),
         ("ring", "allgather", 4 * 4 * PIECE, 4, 3 * 4 * PIECE * B + 4 * PIECE * G),
-        # Each of the two inner ranks waits for one piece.
+        # The two inner ranks of the chain delay the data by one piece each.
         ("chain", "broadcast", 64, 4, 3 * A + 64 * B + 2 * 64 * B),
         ("chain", "reduce", 4 * PIECE, 4, 3 * A + 4 * PIECE * (B + G) + 2 * PIECE * (B + G)),
     ],

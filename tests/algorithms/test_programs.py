@@ -1,4 +1,4 @@
-"""Schedules of all algorithms: results for all world sizes and orders of events, and properties of their actions."""
+"""Schedules of all algorithms: correct results for every world size and order of events, and their structure."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def check_in_any_order(kind: str, algorithm: str, world_size: int) -> None:
         Proof(programs)
         eager = execute(programs, case.memory(), seed=number, rendezvous=False)
         case.check(eager)
-        # "exchange" requires eager messages: without them, each send would wait for the receive of the peer.
+        # "exchange" needs eager messages. Without them, both sends would wait for the receive of the peer.
         if number % 3 == 0 and algorithm != "exchange":
             assert execute(programs, case.memory(), seed=number + 1, rendezvous=True) == eager
 
@@ -54,7 +54,9 @@ def test_programs_of_many_ranks_compute_the_closed_form_results(kind: str, algor
 
 @each("world_size", [1, 2, 3, 8, 13])
 @each(("kind", "algorithm"), ONE_PLACE)
-def test_element_reduction_is_finished_on_one_rank_or_on_every_rank(kind: str, algorithm: str, world_size: int) -> None:
+def test_each_element_has_its_final_reduction_on_one_rank_or_on_every_rank(
+    kind: str, algorithm: str, world_size: int
+) -> None:
     world_size = supported_world_size(algorithm, world_size)
     count = 3 * world_size + 1
     counts = tuple(3 + (rank == 0) for rank in range(world_size))
@@ -64,7 +66,7 @@ def test_element_reduction_is_finished_on_one_rank_or_on_every_rank(kind: str, a
 
 
 @each(("kind", "algorithm"), [pair for pair in ALL if pair[0] in REDUCING])
-def test_algorithms_that_keep_rank_order_reduce_only_by_folds(kind: str, algorithm: str) -> None:
+def test_algorithms_that_keep_rank_order_reduce_with_fold_actions(kind: str, algorithm: str) -> None:
     case = next(case for case in cases(kind, algorithm, 5) if case.count == 97)
     combines = any(action.verb is ActionKind.COMBINE for program in case.programs() for action in program.actions)
     folds = any(action.verb is ActionKind.FOLD for program in case.programs() for action in program.actions)
@@ -72,7 +74,7 @@ def test_algorithms_that_keep_rank_order_reduce_only_by_folds(kind: str, algorit
 
 
 @each(("kind", "algorithm"), ALL)
-def test_programs_contain_their_algorithm_name_and_overwrite_no_input(kind: str, algorithm: str) -> None:
+def test_programs_have_their_algorithm_name_and_overwrite_no_input(kind: str, algorithm: str) -> None:
     for case in cases(kind, algorithm, 4):
         for rank, (program, buffers) in enumerate(zip(case.programs(), case.memory(), strict=True)):
             assert program.algorithm == algorithm
@@ -85,7 +87,7 @@ def test_programs_contain_their_algorithm_name_and_overwrite_no_input(kind: str,
 
 
 @each("kind", ["gather", "scatter"])
-def test_ranks_other_than_the_root_use_a_single_buffer(kind: str) -> None:
+def test_gather_and_scatter_programs_of_non_root_ranks_use_a_single_buffer(kind: str) -> None:
     for rank in (0, 1, 3):
         program = build(kind, "linear", rank, 4, (1, 2, 3, 4), root=2)
         assert [action.region.buffer for action in program.actions] == [4]
@@ -107,7 +109,7 @@ def test_no_rank_leaves_a_barrier_before_all_ranks_have_entered(kind: str) -> No
             assert proof.predecessors(rank) | {rank} == set(range(world_size))
 
 
-def test_ring_program_streams_pieces_and_uses_no_scratch_memory() -> None:
+def test_ring_allreduce_program_forwards_pieces_and_uses_no_scratch_memory() -> None:
     program = build("allreduce", "ring", 1, 4, 400)
     assert program.scratch == ()
     forwarded = [action for action in program.actions if action.verb is ActionKind.SEND][1:]
@@ -115,6 +117,6 @@ def test_ring_program_streams_pieces_and_uses_no_scratch_memory() -> None:
     assert not any(action.after for action in program.actions)
 
 
-def test_ring_of_two_ranks_exchanges_array_halves() -> None:
+def test_ring_allreduce_of_two_ranks_exchanges_array_halves() -> None:
     sends = [action for action in build("allreduce", "ring", 0, 2, 10).actions if action.verb is ActionKind.SEND]
     assert [(action.region.start, action.region.stop) for action in sends] == [(5, 10), (0, 5)]

@@ -1,4 +1,4 @@
-"""Schedules that scale: each input is scaled once before its use, and inputs that are not outputs never change."""
+"""Schedules that multiply inputs by a factor: each input is scaled once, and pure inputs never change."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The selection of algorithms: defined for every call, valid for each op, and fast by prediction."""
+"""Algorithm selection: defined for every call, valid for each op, and near the best predicted time."""
 
 from math import inf
 
@@ -22,7 +22,7 @@ def test_selection_rules_and_algorithm_table_contain_the_same_algorithms() -> No
 
 
 @each("kind", RULES)
-def test_selected_algorithm_exists_and_supports_the_op(kind: str) -> None:
+def test_selected_algorithm_exists_and_supports_an_ordered_or_nonportable_op(kind: str) -> None:
     for nbytes in SIZES:
         for world_size in WORLDS:
             for ordered in (False, True):
@@ -78,18 +78,19 @@ MACHINES = {
     "10 gigabit between hosts": Tuning(tcp=Machine(60e-6, 12e-6, 1 / 1.1e9, 0.1e-9)),
     "twice as fast": Tuning(tcp=Machine(12e-6, 5e-6, 1 / 4e9, 0.05e-9)),
 }
-#: The limit for the predicted time of the chosen algorithm, in units of the best predicted time. The model is no more
-#: accurate: it ignores links that slow each other down, and the cost of simultaneous arrivals. Scans have a higher
-#: limit: a fold moves p/2 times the bytes of a line in total. On two cores, the line of four ranks was measured to be
-#: faster from 8 KiB on.
+#: The limit for the predicted time of the selected algorithm, relative to the best predicted time. The model is not
+#: more accurate: it ignores congestion and the cost of simultaneous arrivals. Scans have a higher limit, because "fold"
+#: moves p/2 times as many bytes as "chain" in total. On two cores with four ranks, "chain" was measured to be faster
+#: from 8 KiB on.
 FACTOR, SCAN_FACTOR = 1.6, 2.6
-#: For a few hundred KiB, these are predicted to be up to twice as fast as algorithms that reduce on arrival, but were
-#: measured to be 1.1 to 2 times as slow. They are chosen for ops that need rank order, and for few ranks.
+#: Pairs of kind and algorithm that the model overrates for a few hundred KiB: predicted to be up to twice as fast as
+#: algorithms that reduce on arrival, but measured to be 1.1 to 2 times as slow. The rules select them for ops that need
+#: rank order, and for few ranks.
 AVOIDED = {("reduce", "pairwise"), ("reduce_scatter", "pairwise"), ("allreduce", "pairwise")}
 
 
 def usable(kind: str, world_size: int, ordered: bool, portable: bool) -> list[str]:
-    """Return the algorithms that are valid for a call, given the op's needs."""
+    """Return the algorithms that are valid for a call whose op is `ordered` or not `portable`."""
     return [
         name
         for of_kind, name in ALGORITHMS
@@ -120,7 +121,7 @@ def test_selected_algorithm_has_nearly_the_best_predicted_time(kind: str, machin
 
 @each("kind", RULES)
 def test_size_limits_of_algorithms_grow_with_the_speed_of_the_machine(kind: str) -> None:
-    """Check that with equal latency and four times the speed, all size limits are four times as large."""
+    """Check that four times the bandwidth at equal latency makes all size limits four times as large."""
     slow = Machine(40e-6, 10e-6, 1 / 1e9, 0.1e-9)
     fast = Machine(40e-6, 10e-6, 1 / 4e9, 0.025e-9)
     for nbytes in SIZES:
@@ -143,7 +144,7 @@ def test_selected_allgather_algorithms_match_the_expected_table(
     assert choose("allgather", nbytes, world_size, tuning=Tuning(medium=medium)) == expected
 
 
-def test_each_medium_has_separate_size_limits_of_algorithms() -> None:
+def test_size_limits_of_algorithms_depend_on_the_transport_medium() -> None:
     expensive = Machine(1e-3, 1e-4, 1e-9, 1e-10)
     tuning = Tuning(unix=expensive)
     assert choose("allreduce", MIB, 4, tuning=tuning) == "circulant"

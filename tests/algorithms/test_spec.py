@@ -1,4 +1,4 @@
-"""The table of collectives, compared with the schedules and with independent lists, and unknown kinds."""
+"""The specifications of collectives, compared with the schedules and with independent lists; unknown kinds."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ PRIVATE = {"gather", "scatter", "alltoall"}
 
 
 def cases(kind: str, algorithm: str) -> Iterator[Case]:
-    """Yield a case for every world size and root, with different counts on all ranks; two levels need three ranks."""
+    """Yield a case for every world size and root, with a different count on each rank."""
     levels = (kind, algorithm) in two_level.ALGORITHMS
     for world_size in dict.fromkeys(supported_world_size(algorithm, size) for size in WORLDS if size > 2 or not levels):
         world = range(world_size)
@@ -41,7 +41,7 @@ def cases(kind: str, algorithm: str) -> Iterator[Case]:
 
 
 def sizes(case: Case, rank: int) -> tuple[Any, ...]:
-    """Return the sizes that a rank knows: if counts are private, 0 for blocks of other ranks."""
+    """Return the element counts that `rank` knows; counts of other ranks' blocks are 0 if the root alone knows them."""
     given = case._sizes(rank)
     if case.kind in ("gather", "scatter") and rank != case.root:
         return (tuple(count if each == rank else 0 for each, count in enumerate(given[0])),)
@@ -49,7 +49,7 @@ def sizes(case: Case, rank: int) -> tuple[Any, ...]:
 
 
 def touched(program: Program, buffers: int) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Return the elements of the caller's buffers that a schedule reads before any write, and those that it writes."""
+    """Return two sets of user buffer elements: read before any write by the schedule, and written by it."""
     read: set[tuple[int, int]] = set()
     written: set[tuple[int, int]] = set()
 
@@ -113,7 +113,7 @@ def test_programs_read_all_inputs_and_write_all_outputs(kind: str, algorithm: st
             read, written = touched(program, len(memory[rank]))
             assert read <= whole(inputs, memory[rank])
             assert written <= whole(outputs, memory[rank])
-            # A single rank makes no action, and no rank uses the input of the last rank of an exscan.
+            # A program of a single rank has no action. No rank uses the exscan input of the last rank.
             if size > 1:
                 assert written == whole(outputs, memory[rank])
                 if (kind, rank) != ("exscan", size - 1):
@@ -121,7 +121,7 @@ def test_programs_read_all_inputs_and_write_all_outputs(kind: str, algorithm: st
 
 
 @each(("kind", "algorithm"), sorted(ALGORITHMS))
-def test_specified_element_counts_match_the_buffer_sizes(kind: str, algorithm: str) -> None:
+def test_element_counts_of_the_specification_match_the_buffer_sizes(kind: str, algorithm: str) -> None:
     spec = spec_of(kind)
     for case in cases(kind, algorithm):
         memory, programs = case.memory(), case.programs()
@@ -137,7 +137,7 @@ def test_specified_element_counts_match_the_buffer_sizes(kind: str, algorithm: s
 
 
 @each(("kind", "algorithm"), sorted(pair for pair in ALGORITHMS if pair[0] in PRIVATE))
-def test_blocks_between_two_ranks_are_sent_to_the_specified_peer(kind: str, algorithm: str) -> None:
+def test_private_blocks_are_exchanged_with_the_peer_named_by_the_specification(kind: str, algorithm: str) -> None:
     spec = spec_of(kind)
     for case in cases(kind, algorithm):
         size = case.world_size
@@ -151,14 +151,14 @@ def test_blocks_between_two_ranks_are_sent_to_the_specified_peer(kind: str, algo
 
 
 @each("kind", RULES)
-def test_programs_depend_on_the_root_exactly_if_the_specification_has_a_root(kind: str) -> None:
+def test_program_depends_on_the_root_only_if_its_specification_is_rooted(kind: str) -> None:
     cases = [Case(kind, choose(kind, 44, 3), 3, root, 11, (5, 6, 7), ((1,) * 3,) * 3) for root in range(2)]
     first, second = (case.programs() for case in cases)
     assert (first == second) is not spec_of(kind).rooted
 
 
 @each("kind", RULES)
-def test_programs_reduce_exactly_if_the_specification_reduces(kind: str) -> None:
+def test_program_has_reduction_actions_only_if_its_specification_reduces(kind: str) -> None:
     case = Case(kind, choose(kind, 44, 3), 3, 0, 11, (5, 6, 7), ((1,) * 3,) * 3)
     verbs = {action.verb for program in case.programs() for action in program.actions}
     assert bool(verbs & {ActionKind.COMBINE, ActionKind.FOLD}) is spec_of(kind).reduces
@@ -186,12 +186,12 @@ READERS: dict[str, Callable[[], object]] = {
 
 
 @each("reader", READERS)
-def test_specification_of_an_unknown_kind_is_refused(reader: str) -> None:
+def test_unknown_collective_kind_raises_an_error_that_lists_the_known_kinds(reader: str) -> None:
     with pytest.raises(ValueError, match=r"kind='rotate' is not a collective; use one of allreduce, reduce, "):
         READERS[reader]()
 
 
-def test_kind_without_an_nccl_call_is_refused() -> None:
+def test_nccl_call_for_a_collective_that_nccl_lacks_is_refused() -> None:
     plan = Plan(Signature("SCAN", "uint8", (4,), None, "SUM"), Program(()), None, None, ProgramExecutor)
     with pytest.raises(ValueError, match="NCCL cannot carry out scan: stage it"):
         make_enqueue(plan, PACKED)

@@ -1,4 +1,4 @@
-"""Two-level algorithms: results for all splits of the ranks over hosts, and messages between hosts."""
+"""Two-level algorithms: correct results for any split of ranks over hosts, and their traffic between hosts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +23,7 @@ from .simulated_machine import SimulatedMachine
 ALL = sorted(two_level.ALGORITHMS)
 TCP = Tuning().tcp
 KIB, MIB = 1024, 1024 * 1024
-#: Splits of ranks over hosts: even, uneven, several small hosts and a large one, alternating.
+#: Host numbers of the ranks: even, uneven and alternating splits, and several small hosts next to a large one.
 SPLITS = [
     (0, 0, 1, 1),
     (0, 0, 0, 1),
@@ -39,14 +39,14 @@ EVEN = [(number, per_host) for number, per_host in EVEN if per_host > 1]
 
 
 def splits(world_size: int) -> Iterator[tuple[int, ...]]:
-    """Yield every split of the ranks over hosts."""
+    """Yield every split of `world_size` ranks over hosts that permits two levels."""
     for names in product(*(range(rank + 1) for rank in range(world_size))):
         if host_numbers(names) == names and two_level.has_two_levels(names):
             yield names
 
 
 def random_split(world_size: int, random: Random) -> tuple[int, ...]:
-    """Return a random split over several hosts, one of which has several ranks."""
+    """Return a random split of ranks over several hosts, at least one of which has several ranks."""
     while True:
         names = [random.randrange(random.randint(2, world_size)) for _ in range(world_size)]
         if two_level.has_two_levels(names):
@@ -68,7 +68,7 @@ def check_case(case: Case, seed: int) -> None:
 
 
 def crossing(case: Case) -> list[int]:
-    """Return the number of elements of each message that crosses hosts."""
+    """Return the element counts of all messages between ranks on different hosts."""
     return [
         action.region.count
         for rank, program in enumerate(case.programs())
@@ -78,12 +78,12 @@ def crossing(case: Case) -> list[int]:
 
 
 def works_without_buffering(case: Case) -> bool:
-    """Return whether a case works without buffered messages. The exchange of leaders needs eager messages."""
+    """Return whether a case completes if sends block until their receive; an allreduce by "leaders" does not."""
     return (case.kind, case.algorithm) != ("allreduce", "leaders")
 
 
 def whole(kind: str, algorithm: str, hosts: tuple[int, ...], block: int = 3) -> Case:
-    """Return a case with `block` elements per rank."""
+    """Return a case with root 0 and `block` elements per rank."""
     world_size = len(hosts)
     return Case(kind, algorithm, world_size, 0, block * world_size, counts=(block,) * world_size, hosts=hosts)
 
@@ -158,17 +158,17 @@ def test_number_of_messages_between_hosts_does_not_grow_with_the_ranks_per_host(
     assert len(crossing(whole("reduce", "leaders", hosts))) == number - 1
     assert len(crossing(whole("broadcast", "leaders", hosts))) == number - 1
     assert len(crossing(whole("allgather", "leaders", hosts))) == number * (number - 1 if number <= 4 else rounds)
-    # Each lane sends one message between hosts.
+    # "lanes" and "lines" send one message per lane between hosts.
     assert len(crossing(whole("allreduce", "lines", hosts))) == 2 * number * (number - 1) * per_host
     assert len(crossing(whole("broadcast", "lanes", hosts))) == (number - 1) * per_host
     assert len(crossing(whole("reduce", "lines", hosts))) == (number - 1) * per_host
-    # Each block of a rank is sent in one message between hosts.
+    # Each rank's block is sent between hosts as a separate message.
     assert len(crossing(whole("allgather", "lanes", hosts))) == (number - 1) * number * per_host
     assert len(crossing(whole("reduce_scatter", "lines", hosts))) == (number - 1) * number * per_host
 
 
 @each(("kind", "flat"), [("allreduce", "ring"), ("allgather", "ring"), ("barrier", "dissemination")])
-def test_two_level_algorithm_sends_less_between_hosts_than_a_flat_algorithm(kind: str, flat: str) -> None:
+def test_two_level_algorithm_sends_fewer_bytes_between_hosts_than_a_flat_algorithm(kind: str, flat: str) -> None:
     for hosts in ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1)):
         algorithm = two_level.choose(kind, 16 * MIB, hosts, ordered=False, portable=True, machine=TCP)
         assert algorithm is not None
@@ -178,7 +178,9 @@ def test_two_level_algorithm_sends_less_between_hosts_than_a_flat_algorithm(kind
 
 @pytest.mark.parametrize(("number", "per_host"), EVEN)
 @pytest.mark.parametrize(("kind", "algorithm"), ALL)
-def test_cost_formulas_equal_the_costs_of_the_programs(kind: str, algorithm: str, number: int, per_host: int) -> None:
+def test_cost_formulas_of_two_level_algorithms_equal_the_costs_of_the_programs(
+    kind: str, algorithm: str, number: int, per_host: int
+) -> None:
     hosts = tuple(rank // per_host for rank in range(number * per_host))
     case = whole(kind, algorithm, hosts, block=number * per_host)
     programs = case.programs()
@@ -196,8 +198,10 @@ def test_cost_of_an_empty_call_is_zero() -> None:
 
 @each("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2, 2)])
 @each("kind", sorted({kind for kind, _ in ALL}))
-def test_predicted_times_approximate_the_simulated_times(kind: str, hosts: tuple[int, ...]) -> None:
-    """Check that predicted times are within a factor of about two of the simulated times."""
+def test_predicted_times_of_two_level_algorithms_approximate_the_simulated_times(
+    kind: str, hosts: tuple[int, ...]
+) -> None:
+    """Check that predicted times are between 0.45 and 1.8 times the simulated times."""
     for nbytes in (0,) if kind == "barrier" else (64, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB):
         algorithm = two_level.choose(kind, nbytes, hosts, ordered=False, portable=True, machine=TCP)
         if algorithm is not None:
@@ -213,7 +217,7 @@ def test_two_level_chain_streams_pieces_and_uses_no_scratch_memory() -> None:
         assert not any(action.after for action in program.actions)
 
 
-# -- the choice of the algorithm
+# -- the selection of algorithms
 
 
 @each("kind", sorted({kind for kind, _ in FLAT}))
@@ -266,13 +270,13 @@ def test_size_limit_of_the_leaders_algorithm_falls_with_the_number_of_hosts() ->
 
 @each("kind", ["reduce_scatter", "monitored_barrier", "gather", "scatter", "alltoall", "scan"])
 def test_flat_algorithm_is_selected_where_two_levels_save_no_time(kind: str) -> None:
-    """Check a reduce_scatter, for which two levels save no latency of small calls."""
+    """Check kinds without a two-level algorithm, and small reduce_scatter calls, where two levels save no time."""
     for nbytes in (0, 4, 4 * KIB) if kind == "reduce_scatter" else (0, 4 * KIB, 16 * MIB):
         assert choose(kind, nbytes, 4, hosts=(0, 0, 1, 1)) == choose(kind, nbytes, 4)
 
 
 def test_size_limits_of_two_level_algorithms_scale_with_the_network_latency() -> None:
-    """Check that size limits grow tenfold with ten times the latency of TCP, and ignore the speed of shared memory."""
+    """Check that ten times the TCP latency makes size limits ten times as large, even with medium "shm"."""
     tuning = Tuning(tcp=Machine(TCP.alpha * 10, TCP.overhead, TCP.beta, TCP.gamma), medium="shm")
     assert choose("allreduce", 2560 * KIB, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "leaders"
     assert choose("allreduce", 2560 * KIB + 4, 4, hosts=(0, 0, 1, 1), tuning=tuning) == "lanes"
@@ -285,7 +289,7 @@ def test_size_limit_of_the_lanes_algorithm_grows_with_the_number_of_lanes() -> N
         assert choose("allreduce", lanes * 512 * KIB + 4, 2 * lanes, hosts=hosts) == "lines"
 
 
-def test_reduction_that_depends_on_the_machine_is_computed_on_one_rank() -> None:
+def test_allreduce_whose_result_depends_on_the_machine_reduces_each_element_on_one_rank() -> None:
     hosts = (0, 0, 1, 1)
     assert choose("allreduce", 4, 4, portable=False, hosts=hosts) == "lanes"
     for algorithm in ("lanes", "lines"):

@@ -1,4 +1,4 @@
-"""Classes of users whose objects the codec does not keep."""
+"""User-defined classes whose type the codec cannot preserve."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ class Colour(enum.IntEnum):
 
 
 class Local:
-    """An object that the codec does not support."""
+    """A class that the codec does not support."""

@@ -1,4 +1,4 @@
-"""Decoding time of keys with the same hash: bounded per byte for all kinds of keys."""
+"""Decoding time of dict and set keys with equal hashes: limited per byte, for every key type."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from aiocoll.codec import dumps, loads
 from aiocoll.errors import SerializationError
 
 P = sys.hash_info.modulus
-#: The hash of all keys. Powers of two whose exponents differ by 61 also share a hash.
+#: The hash value that the keys of these tests share. Powers of two whose exponents differ by 61 have equal hashes.
 CODE = 2
-#: Time zones: in the hour repeated by a clock change, times of different zones are unequal but share a hash.
+#: Time zones whose clocks go back at the same instant. Times in the repeated hour are unequal but have equal hashes.
 ZONES = ("Berlin", "Paris", "Rome", "Madrid", "Vienna", "Brussels", "Oslo", "Prague", "Warsaw", "Zurich", "Amsterdam")
-#: The limit for the time per byte of a key, in units of the time per byte of small tuples in a list. Measured times are
-#: half of it, and quadratic algorithms take hundreds of times as long.
+#: The maximum decoding time per byte of keys, relative to the time per byte of small tuples in a list. Measured times
+#: are half of this limit. Quadratic algorithms take hundreds of times as long.
 RATIO = 60.0
-#: Numbers of keys of two types, and bytes per key: very long keys, very many keys, and cases between.
+#: The number of keys of one type, the number of keys of another type, and bytes per key.
 MIXES = [(1, 1, 300_000), (1, 127, 1000), (64, 64, 200), (7, 16, 1000), (4, 4, 20_000)]
 
-#: By type, a function (number, size) that returns a key of about this size if possible; None after the last key.
+#: Key factories by type: (index, size) gives a key of about `size` bytes, or None if this type has no more keys.
 KINDS: dict[str, Callable[[int, int], Hashable | None]] = {
     "int": lambda n, size: CODE + (P << 8 * size) + n * P,
     "small int": lambda n, size: CODE + n * P if n < 4 else None,
@@ -56,7 +56,7 @@ KINDS: dict[str, Callable[[int, int], Hashable | None]] = {
 
 
 def long_decimal(n: int, size: int) -> Decimal:
-    """Return a decimal number of `size` digits, padded with digits that give it the hash `CODE`."""
+    """Return a Decimal of about `size` digits whose last digits give it the hash `CODE`."""
     digits = "1" * size
     rest = (CODE - hash(Decimal(digits + "0" * 45))) % P
     return Decimal(f"{digits}{rest + n * P:045d}")
@@ -68,7 +68,7 @@ def keys(kind: str, count: int, size: int) -> list[Any]:
 
 
 def packed(keys: Sequence[Any]) -> bytes:
-    """Return the encoded bytes of a dict with keys that `dumps` would refuse."""
+    """Return an encoded dict with the given keys, even if `dumps` would refuse them."""
     with pytest.MonkeyPatch.context() as uncounted:
         uncounted.setattr("aiocoll.codec.encode.check_keys", lambda keys, hashes: None)
         pairs = b"".join(dumps({key: 0})[1:] for key in keys)
@@ -76,7 +76,7 @@ def packed(keys: Sequence[Any]) -> bytes:
 
 
 def seconds_per_byte(data: bytes) -> float:
-    """Return the CPU time per byte to decode or refuse `data`."""
+    """Return the CPU seconds per byte that `loads` takes to decode or refuse `data`."""
     start = time.thread_time()
     with suppress(SerializationError):
         loads(data)
@@ -97,7 +97,7 @@ def check_time(keys: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dict_keys_of_two_types_with_equal_hashes_are_limited(kind: str) -> None:
+def test_decoding_time_of_dict_keys_with_equal_hashes_and_two_types_is_limited(kind: str) -> None:
     """Check both orders of the two key types."""
     for other in KINDS:
         for some, others, size in MIXES:
@@ -107,13 +107,15 @@ def test_dict_keys_of_two_types_with_equal_hashes_are_limited(kind: str) -> None
 
 
 @pytest.mark.parametrize("wrapped", [lambda key: (0, key), lambda key: ((key,), key), lambda key: frozenset({key})])
-def test_numbers_with_equal_hashes_inside_dict_keys_are_limited(wrapped: Callable[[Any], Hashable]) -> None:
+def test_decoding_time_of_dict_keys_that_contain_numbers_with_equal_hashes_is_limited(
+    wrapped: Callable[[Any], Hashable],
+) -> None:
     for one, other in combinations(KINDS, 2):
         check_time([wrapped(key) for key in (*keys(one, 1, 100_000), *keys(other, 1, 100_000))])
 
 
-def test_numbers_of_two_types_with_equal_hashes_in_two_frozensets_are_limited() -> None:
-    """Use two sets with elements of the same types, whose elements with equal hashes differ in type."""
+def test_frozenset_keys_whose_elements_have_equal_hashes_but_different_types_are_refused() -> None:
+    """Use two frozensets of an int and a Decimal, where each int has the hash of the other set's Decimal."""
     large, other = CODE + (P << 1_600_000), CODE + 2 + (P << 1_600_000)
     pair = [frozenset({Decimal(CODE), other}), frozenset({large, Decimal(CODE + 2)})]
     assert hash(pair[0]) == hash(pair[1])
@@ -123,8 +125,8 @@ def test_numbers_of_two_types_with_equal_hashes_in_two_frozensets_are_limited() 
 
 
 @pytest.mark.parametrize(("depth", "count"), [(1, 100), (2, 4)])
-def test_frozenset_keys_of_elements_with_equal_hashes_are_limited(depth: int, count: int) -> None:
-    """Check frozensets, whose comparison takes 128 comparisons per element at each level of nesting."""
+def test_decoding_time_of_frozenset_keys_with_equal_hashes_is_limited(depth: int, count: int) -> None:
+    """Check frozensets whose comparison takes 128 comparisons per element and nesting level."""
 
     def frozensets(depth: int, count: int) -> list[Any]:
         if depth == 0:
@@ -140,7 +142,9 @@ def test_frozenset_keys_of_elements_with_equal_hashes_are_limited(depth: int, co
 
 
 @pytest.mark.parametrize(("equal_hashes", "most"), [(1, 128), (2, 64), (3, 42), (64, 2), (65, 1)])
-def test_number_of_frozenset_keys_is_limited_by_their_elements_with_equal_hashes(equal_hashes: int, most: int) -> None:
+def test_limit_of_frozenset_keys_depends_on_the_number_of_elements_with_equal_hashes(
+    equal_hashes: int, most: int
+) -> None:
     common, last = keys("int", 64, 10), keys("int", 64 + 200, 10)[64:]
     made = [frozenset({*common[: equal_hashes - 1], number}) for number in last]
     assert loads(dumps(set(made[:most]))) == set(made[:most])
@@ -148,7 +152,7 @@ def test_number_of_frozenset_keys_is_limited_by_their_elements_with_equal_hashes
         dumps(set(made[: most + 1]))
 
 
-def test_unequal_times_with_equal_hashes_are_limited() -> None:
+def test_number_of_datetime_keys_with_equal_hashes_is_limited() -> None:
     when = dt.datetime(2020, 10, 25, 2, 30)
     times = [when.replace(tzinfo=zoneinfo.ZoneInfo(f"Europe/{zone}")) for zone in ZONES]
     assert (len(set(times)), len(set(map(hash, times)))) == (len(ZONES), 1)
@@ -179,14 +183,14 @@ ORDINARY: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_ordinary_dict_keys_are_accepted(name: str) -> None:
+def test_typical_dict_and_set_keys_are_accepted(name: str) -> None:
     keys = ORDINARY[name]
     assert loads(dumps(dict.fromkeys(keys, 0))) == dict.fromkeys(keys, 0)
     assert loads(dumps(set(keys))) == set(keys)
     assert loads(dumps(frozenset(keys))) == frozenset(keys)
 
 
-def test_large_numbers_of_two_types_are_refused_by_both_ends() -> None:
+def test_keys_of_a_large_int_and_a_decimal_with_equal_hashes_are_refused_by_sender_and_receiver() -> None:
     pair = [*keys("Decimal", 1, 0), *keys("int", 1, 1000)]
     reason = "more than 1 keys with the same hash that are slow to compare; send a list of pairs instead"
     for order in (pair, pair[::-1]):
@@ -197,8 +201,8 @@ def test_large_numbers_of_two_types_are_refused_by_both_ends() -> None:
         assert loads(dumps([(key, 0) for key in order])) == [(key, 0) for key in order]
 
 
-def test_floats_count_toward_the_limit_of_slow_keys() -> None:
-    """Check that floats count together with slow keys of another type that have the same hash."""
+def test_float_keys_count_toward_the_limit_of_slow_keys_with_equal_hashes() -> None:
+    """Check that floats and Decimals with equal hashes count together toward the limit of 8 slow keys."""
     mixed = [*keys("float", 7, 0), *keys("Decimal", 2, 0)]
     assert dumps(set(mixed[:8]))
     with pytest.raises(SerializationError, match="more than 8 keys with the same hash"):

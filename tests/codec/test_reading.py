@@ -1,4 +1,4 @@
-"""Objects read in steps, and keys with the same hash: bounded work per byte for all bytes."""
+"""Stepwise decoding of objects, and limits on dict and set keys with equal hashes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP = 1024
 
 
 def steps_of(data: bytes | memoryview, **options: Any) -> tuple[int, Any]:
-    """Return the number of steps that an object takes, and the object."""
+    """Decode `data` in steps; return the number of steps and the decoded object."""
     steps, count = reading(data, **options), 1
     while True:
         try:
@@ -31,7 +31,7 @@ def steps_of(data: bytes | memoryview, **options: Any) -> tuple[int, Any]:
 
 
 @each("value", VALUES)
-def test_value_inside_a_long_object_is_decoded_in_steps(value: Any) -> None:
+def test_stepwise_decoding_returns_every_kind_of_value_unchanged(value: Any) -> None:
     obj = [value, b"x" * STEP, value, [[value] * 200]]
     data = dumps(obj)
     count, found = steps_of(data)
@@ -40,7 +40,7 @@ def test_value_inside_a_long_object_is_decoded_in_steps(value: Any) -> None:
 
 
 @each("seed", range(50))
-def test_nested_object_is_decoded_in_steps(seed: int) -> None:
+def test_stepwise_decoding_returns_nested_objects_unchanged(seed: int) -> None:
     rng = random.Random(seed)
     obj = [random_object(rng, 5) for _ in range(10)]
     data = dumps(obj)
@@ -49,7 +49,7 @@ def test_nested_object_is_decoded_in_steps(seed: int) -> None:
 
 @each("length", [256, 257, 513, 2049])
 @each("key", [int, str, lambda n: (n, str(n)), lambda n: 2**70 + n])
-def test_long_container_is_decoded_in_steps(length: int, key: Any) -> None:
+def test_stepwise_decoding_returns_long_containers_unchanged(length: int, key: Any) -> None:
     keys = [key(n) for n in range(length)]
     for obj in (dict(zip(keys, range(length), strict=True)), set(keys), frozenset(keys), tuple(keys), keys):
         data = dumps([obj])
@@ -77,7 +77,7 @@ def test_stepwise_decoding_refuses_truncated_or_extended_bytes() -> None:
         steps_of(data, max_bytes=100)
 
 
-def test_changed_byte_has_the_same_outcome_in_stepwise_and_direct_decoding() -> None:
+def test_data_with_a_changed_byte_has_the_same_outcome_in_stepwise_and_direct_decoding() -> None:
     data = dumps([b"x" * STEP, SAMPLE])
     rng = random.Random(3)
     for position in range(STEP, len(data)):
@@ -111,8 +111,8 @@ KEYS = {
 
 
 @each("kind", KEYS)
-def test_dict_keys_with_equal_hashes_are_limited(kind: str) -> None:
-    """Check keys that would be compared with all earlier keys, in quadratic time."""
+def test_number_of_dict_keys_with_equal_hashes_is_limited(kind: str) -> None:
+    """Check keys of every type, since a dict compares each key with all earlier keys of equal hash."""
     few, many = KEYS[kind](128), KEYS[kind](129)
     assert len(set(map(hash, many))) == 1
     for make in (dict.fromkeys, set, frozenset):
@@ -138,13 +138,13 @@ def test_decoder_refuses_data_of_a_sender_that_ignores_the_key_limit(
             read(data)
 
 
-def test_repeated_value_does_not_count_toward_the_key_limit() -> None:
+def test_repeated_list_items_do_not_count_toward_the_key_limit() -> None:
     obj = [(1, 2)] * 5000 + [Fraction(1, 3)] * 500
     assert loads(dumps(obj)) == obj
 
 
 def test_plain_dict_keys_rarely_have_equal_hashes() -> None:
-    """Check that plain keys with equal hashes are too rare to be counted."""
+    """Check that at most 35 plain int and float keys can share a hash, so that the codec need not count them."""
     floats = [2.0**n for n in range(-1074, 1024)]
     ints = [n * sys.hash_info.modulus for n in range(-4, 9)]
     assert max(map([hash(key) for key in {*floats, *ints}].count, map(hash, floats))) <= 35

@@ -1,4 +1,4 @@
-"""Refusals: unsupported values are named with their path, and hostile bytes raise `SerializationError`."""
+"""Errors of the codec: unsupported values are named with their path, and invalid bytes are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .classes import Colour, Local, Point
 
 
 def same_hash(count: int, first: int = 7) -> list[int]:
-    """Return different integers with the same hash."""
+    """Return `count` unequal integers with equal hashes."""
     return [first + n * sys.hash_info.modulus for n in range(count)]
 
 
@@ -72,7 +72,7 @@ def test_error_names_an_unsupported_value_with_its_path(obj: Any, path: str, rea
         dumps(obj)
 
 
-def test_zoneinfo_without_a_key_is_refused() -> None:
+def test_encoding_a_zoneinfo_without_a_key_is_refused() -> None:
     path = next(p for p in map("{}/Europe/Paris".format, zoneinfo.TZPATH) if os.path.exists(p))
     with open(path, "rb") as file:
         zone = zoneinfo.ZoneInfo.from_file(file)
@@ -90,7 +90,7 @@ SAMPLE = {
 
 
 @pytest.mark.slow
-def test_object_with_a_changed_byte_is_decoded_or_raises_a_serialization_error() -> None:
+def test_data_with_a_changed_byte_is_decoded_or_raises_a_serialization_error() -> None:
     data = dumps(SAMPLE)
     refused = 0
     for position in range(len(data)):
@@ -103,7 +103,7 @@ def test_object_with_a_changed_byte_is_decoded_or_raises_a_serialization_error()
     assert refused > 100 * len(data)
 
 
-def test_truncated_or_extended_bytes_are_refused() -> None:
+def test_truncated_or_extended_data_of_an_object_is_refused() -> None:
     data = dumps(SAMPLE)
     for length in range(len(data)):
         with pytest.raises(SerializationError):
@@ -112,7 +112,7 @@ def test_truncated_or_extended_bytes_are_refused() -> None:
         loads(data + b"\xc0")
 
 
-def test_random_bytes_are_decoded_or_raise_a_serialization_error() -> None:
+def test_decoding_random_bytes_returns_a_value_or_raises_a_serialization_error() -> None:
     rng = random.Random(5)
     for _ in range(5000):
         try:
@@ -125,7 +125,7 @@ def tag(code: int) -> msgpack.ExtType:
     return msgpack.ExtType(code, b"")
 
 
-#: The encoded form of an integer of 8193 bits.
+#: The encoded fields of an integer of 8193 bits, one bit above the limit.
 BIG = [tag(7), (1 << 8192).to_bytes(1025, "big")]
 
 

@@ -1,4 +1,4 @@
-"""Encoding and decoding: decoded objects are equal to the originals and have exactly the same types."""
+"""Encoding and decoding of objects: decoded objects have the original values and types."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Picklable:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two objects are equal, with equal types at all levels. NaN equals NaN."""
+    """Return whether two objects have equal values and types at all nesting levels; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, np.str_ | np.bytes_):
@@ -148,7 +148,7 @@ def test_decoded_array_is_a_copy_of_the_received_bytes() -> None:
 
 @pytest.mark.slow
 @each("length", [15, 16, 32767, 32768, 32769, 65537])
-def test_long_sequence_is_encoded_in_pieces(length: int) -> None:
+def test_long_container_survives_encoding_and_decoding_unchanged(length: int) -> None:
     numbers = list(range(length))
     pairs = [(n,) for n in numbers]
     for obj in (numbers, tuple(numbers), set(numbers), frozenset(numbers), pairs, dict.fromkeys(pairs, 1)):
@@ -185,14 +185,14 @@ def nested(depth: int, wrap: Any) -> Any:
 
 
 @each("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: frozenset({x})])
-def test_nesting_depth_is_limited(wrap: Any) -> None:
+def test_nesting_depth_of_encoded_containers_is_limited(wrap: Any) -> None:
     deepest = nested(MAX_DEPTH, wrap)
     assert same(loads(dumps([[deepest]][0][0])), deepest)
     with pytest.raises(SerializationError, match="containers are nested deeper than 256"):
         dumps(wrap(deepest))
 
 
-def test_cycle_is_refused_with_a_shortened_path() -> None:
+def test_error_for_an_object_that_contains_itself_has_a_shortened_path() -> None:
     obj: dict[str, Any] = {}
     obj["self"] = [obj]
     with pytest.raises(SerializationError, match="check for one that contains itself") as caught:

@@ -1,4 +1,4 @@
-"""Torch tensors and ordered dicts in objects."""
+"""Torch tensors and ordered dicts inside encoded objects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def torch() -> Any:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 256, 257, 1000])
 def test_ordered_dict_survives_encoding_and_decoding_unchanged(count: int) -> None:
-    """Use dicts that are encoded in pieces, nested dicts, and values whose type msgpack does not preserve."""
+    """Include nested dicts, dicts long enough to be encoded in pieces, and tuples, which msgpack would make lists."""
     given = collections.OrderedDict((str(each), (each,)) for each in range(count))
     if count:
         given.move_to_end("0")
@@ -47,7 +47,7 @@ def test_ordered_dict_survives_encoding_and_decoding_unchanged(count: int) -> No
     assert type(back[0]) is type(back[1]["inside"]["a"]) is collections.OrderedDict
 
 
-def test_ordered_dict_counts_as_two_levels_of_nesting() -> None:
+def test_encoded_ordered_dict_counts_as_two_levels_of_nesting() -> None:
     nested: Any = None
     for _ in range(MAX_DEPTH // 2):
         nested = collections.OrderedDict(a=nested)
@@ -58,7 +58,7 @@ def test_ordered_dict_counts_as_two_levels_of_nesting() -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensor_of_every_kind_survives_encoding_and_decoding_unchanged(dtype: str) -> None:
+def test_tensor_of_every_dtype_survives_encoding_and_decoding_unchanged(dtype: str) -> None:
     kind = getattr(torch(), dtype)
     for shape in ((), (0,), (3,), (2, 0), (2, 3)):
         given = torch().ones(shape).to(kind)
@@ -92,7 +92,7 @@ def test_state_dict_is_broadcast_to_all_ranks() -> None:
 
 
 @pytest.mark.torch
-def test_unsupported_tensor_is_refused() -> None:
+def test_encoding_an_unsupported_tensor_is_refused() -> None:
     for given, why in (
         (torch().nn.Parameter(torch().ones(1)), r"Parameter would arrive as a torch.Tensor: send x.detach\(\)"),
         (

@@ -1,4 +1,4 @@
-"""Adapters of array libraries: their lookup by type, attribute, DLPack device type or entry point, and their use."""
+"""Array adapters: their registration, and the lookup for an array's type, protocol attribute or DLPack device type."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..ranks import run_ranks
 
 
 class Grid:
-    """An array of the invented library gridlib."""
+    """An array of gridlib, a library invented for these tests."""
 
     __module__ = "gridlib.core"
 
@@ -56,7 +56,7 @@ class GridAdapter(ArrayAdapter):
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo all adapter registrations of a test."""
+    """Restore the original adapter registrations after each test."""
     monkeypatch.setattr(adapters, "_attributes", adapters.attributes)
     for name in ("_targets", "_has_read"):
         monkeypatch.setattr(adapters, name, getattr(adapters, name).copy())
@@ -120,7 +120,7 @@ def test_adapter_lookup_caches_a_limited_number_of_types(monkeypatch: pytest.Mon
     assert len(module._by_type) <= 3
 
 
-def test_adapter_is_found_by_a_protocol_attribute() -> None:
+def test_adapter_is_found_by_a_protocol_attribute_of_the_array() -> None:
     adapters.register("__grid_memory__", GridAdapter(), version=ADAPTER_VERSION)
     tile = SimpleNamespace(__grid_memory__=True, host=np.ones((3, 3)), shape=(3, 3))
     assert view(tile).array.base is tile.host
@@ -131,7 +131,7 @@ def test_adapter_is_found_by_a_protocol_attribute() -> None:
         check_array(tile, [], 3)
 
 
-def test_adapter_is_found_by_a_dlpack_device_type() -> None:
+def test_adapter_is_found_by_the_dlpack_device_type_of_the_array() -> None:
     adapters.register("dlpack:7", GridAdapter(), version=ADAPTER_VERSION)
     tile = SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (7, 0), host=np.ones(3))
     assert view(tile).array is tile.host
@@ -155,7 +155,7 @@ def test_adapter_is_found_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.
         sys.modules.pop("gridlib_aiocoll", None)
 
 
-def test_lookup_of_host_arrays_reads_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_lookup_for_host_arrays_reads_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "_read_entry_point", lambda name: pytest.fail(f"{name} was searched"))
     for array in (np.ones(3), bytearray(8), memoryview(bytearray(8))):
         assert view(array).nbytes in (8, 24)
@@ -165,7 +165,7 @@ def test_lookup_of_host_arrays_reads_no_entry_points(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("gridlib")
-def test_default_methods_of_an_adapter_refuse_or_return_none() -> None:
+def test_default_methods_of_the_adapter_class_raise_or_return_none() -> None:
     grid = Grid(np.ones(3))
     bare = ArrayAdapter()
     assert bare.owns(Grid)
@@ -215,7 +215,7 @@ def test_collectives_accept_arrays_of_an_adapter() -> None:
 
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_allreduce_of_a_torch_tensor_calls_the_elements_package_once() -> None:
+def test_allreduce_of_a_torch_tensor_makes_one_call_to_the_elements_package() -> None:
     import torch
 
     entered: list[str] = []

@@ -1,4 +1,4 @@
-"""Buffers made by `view`: shared, staged and refused memory."""
+"""Buffers that `view` makes from arrays: with shared memory, with a staging copy, or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..each import each
 
 
 class Interface:
-    """An object of another library that exports its memory by `__array_interface__`."""
+    """An array of an unknown library that exports its memory by `__array_interface__`."""
 
     def __init__(self, source: np.ndarray) -> None:
         self.source = source
@@ -29,7 +29,7 @@ class Interface:
 
 
 class Capsule:
-    """An object of another library that exports its memory by DLPack."""
+    """An array of an unknown library that exports its memory by DLPack."""
 
     def __init__(self, source: np.ndarray, device: int = 1) -> None:
         self.source = source
@@ -43,7 +43,7 @@ class Capsule:
 
 
 class Immutable(Interface):
-    """A read-only array whose library makes new arrays for results, like JAX."""
+    """A read-only array, like a JAX array: its library returns results as new arrays."""
 
     def __init__(self, source: np.ndarray) -> None:
         source.flags.writeable = False
@@ -95,7 +95,7 @@ def test_buffers_of_ml_dtypes_arrays_share_their_memory(name: str) -> None:
     ids=["columns", "transposed", "fortran", "reversed", "row"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bool"])
-def test_arrays_with_other_layouts_are_staged_in_c_order(layout: Any, dtype: str) -> None:
+def test_arrays_that_are_not_c_contiguous_are_staged_in_c_order(layout: Any, dtype: str) -> None:
     x = layout(np.arange(24).reshape(4, 6).astype(dtype))
     want = x.flatten()
     buffer = view(x)
@@ -214,7 +214,7 @@ def test_result_for_an_immutable_array_is_a_new_array() -> None:
 
 
 @pytest.mark.parametrize("obj", [None, [1, 2], (1, 2), "text", {1: 2}, {1}, 3, 2.5, np.float32(1), object()])
-def test_object_that_is_not_an_array_is_refused(obj: Any) -> None:
+def test_buffer_of_an_object_that_is_not_an_array_is_refused(obj: Any) -> None:
     with pytest.raises(
         TypeError, match=rf"^inputs must be a NumPy array, a torch tensor, .*, not {type(obj).__name__}$"
     ):
@@ -230,7 +230,7 @@ def test_object_that_is_not_an_array_is_refused(obj: Any) -> None:
     ],
     ids=["object", "big-endian", "long double"],
 )
-def test_unsupported_dtype_is_refused(obj: Any, message: str) -> None:
+def test_buffer_of_an_array_with_an_unsupported_dtype_is_refused(obj: Any, message: str) -> None:
     if isinstance(obj, np.ndarray) and obj.dtype == np.float64:
         pytest.skip("long double is float64 on this platform")
     with pytest.raises(TypeError, match=message):
@@ -295,7 +295,7 @@ def test_object_that_is_not_a_number_is_refused_as_a_scalar(value: Any) -> None:
         scalar(value)
 
 
-def test_scalar_of_another_dtype_is_refused() -> None:
+def test_datetime_scalar_is_accepted_and_longdouble_scalar_is_refused() -> None:
     buffer = scalar(np.datetime64("2020-01-01"))
     assert (buffer.dtype.name, buffer.count, buffer.nbytes, buffer.shape) == ("<M8[D]", 1, 8, ())
     buffer.array.view("M8[D]")[:] = np.datetime64("2021-02-03")
@@ -304,7 +304,7 @@ def test_scalar_of_another_dtype_is_refused() -> None:
         scalar(np.longdouble(1))
 
 
-def test_overlapping_buffers_are_detected() -> None:
+def test_buffers_with_overlapping_memory_are_detected() -> None:
     x = np.zeros(10)
     assert overlaps(x, x)
     assert overlaps(x[:6], x[5:])
@@ -325,14 +325,14 @@ def test_byte_view_of_a_buffer_shares_its_memory(dtype: str, count: int) -> None
         assert x.any()
 
 
-def test_buffer_keeps_the_callers_array_alive() -> None:
+def test_buffer_keeps_a_reference_to_the_callers_array() -> None:
     buffer = view(bytearray(b"\5"))
     assert isinstance(buffer, Buffer)
     assert buffer.array.tolist() == [5]
 
 
 def windows(array: np.ndarray, length: int, step: int = 1) -> np.ndarray:
-    """Return the sliding windows of an array, which overlap if `step` is less than `length`."""
+    """Return the sliding windows of an array as a view; windows overlap if `step` is less than `length`."""
     count = (len(array) - length) // step + 1
     return as_strided(array, (count, length), (step * array.itemsize, array.itemsize))
 
@@ -376,7 +376,7 @@ SEPARATE: dict[str, Callable[[], np.ndarray]] = {
 
 
 @each("kind", SEPARATE)
-def test_output_arrays_with_gaps_between_elements_receive_the_results(kind: str) -> None:
+def test_noncontiguous_outputs_without_shared_elements_receive_the_results(kind: str) -> None:
     array = SEPARATE[kind]()
     buffer = view(array)
     buffer.array[:] = np.arange(buffer.count)
@@ -385,7 +385,9 @@ def test_output_arrays_with_gaps_between_elements_receive_the_results(kind: str)
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(-6, 6)), max_size=3), st.sampled_from([1, 2, 4]))
-def test_memory_overlap_of_two_arrays_is_detected_exactly(axes: list[tuple[int, int]], itemsize: int) -> None:
+def test_array_whose_elements_share_memory_is_detected_for_any_strides(
+    axes: list[tuple[int, int]], itemsize: int
+) -> None:
     shape, strides = [length for length, _ in axes], [stride for _, stride in axes]
     starts = [0]
     for length, stride in axes:

@@ -1,4 +1,4 @@
-"""JAX arrays as buffers: look-alikes, and real JAX arrays if JAX is installed."""
+"""Buffers of JAX arrays: of lookalikes, and of real JAX arrays if JAX is installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = ["bool", "int8", "int32", "uint16", "float16", "float32", "complex64"]
 
 
 def _memoryview(obj: Any) -> memoryview:
-    """Return a memoryview by calling `__buffer__`, as Python 3.12 does."""
+    """Return a memoryview of an object; emulate the support for `__buffer__` of Python 3.12."""
     return memoryview(obj.__buffer__(0) if isinstance(obj, JaxArray) else obj)
 
 
@@ -39,7 +39,7 @@ def _jax_maker(_: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 @pytest.fixture(params=[_lookalike_maker, _jax_maker], ids=["look-alike", "real"])
 def make_array(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
-    """Return a function that makes a JAX array of a NumPy array."""
+    """Return a function that converts a NumPy array to a JAX array."""
     return request.param(request, monkeypatch)
 
 
@@ -70,7 +70,7 @@ def test_unsupported_jax_dtype_is_refused(name: str, make_array: Callable[[Any],
 
 @pytest.mark.ranks(3)
 @parametrize_transports("memory", "shm")
-async def test_jax_arrays_work_in_calls(pg: Any, make_array: Callable[[Any], Any]) -> None:
+async def test_collectives_and_messages_accept_jax_arrays(pg: Any, make_array: Callable[[Any], Any]) -> None:
     mine = make_array(np.full(3, 2.0 ** pg.rank(), "bfloat16"))
     total = await pg.allreduce(mine)
     assert type(total) is type(mine)
@@ -89,7 +89,7 @@ async def test_jax_arrays_work_in_calls(pg: Any, make_array: Callable[[Any], Any
         assert np.asarray(await pg.recv(mine, 0)).tolist() == [1.0] * 3
 
 
-def test_jax_array_without_conversion_is_refused() -> None:
+def test_jax_array_that_numpy_cannot_convert_is_refused() -> None:
     class Traced(JaxArray):
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
             raise TypeError("it was traced by jit")

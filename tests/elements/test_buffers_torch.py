@@ -1,4 +1,4 @@
-"""Torch CPU tensors as buffers: shared, staged and refused tensors."""
+"""Buffers of torch CPU tensors: with shared memory, with a staging copy, or refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_buffers_of_torch_tensors_share_their_memory(torch: Any, name: str, shap
     assert buffer.finish() is tensor
 
 
-def test_torch_parameters_are_detached(torch: Any) -> None:
+def test_buffer_of_a_torch_parameter_writes_to_the_parameter(torch: Any) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     view(parameter).array[:] = 3
     assert parameter.requires_grad
@@ -46,7 +46,7 @@ def test_torch_parameters_are_detached(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "int64"])
-def test_torch_tensors_with_other_layouts_are_staged(torch: Any, name: str) -> None:
+def test_noncontiguous_torch_tensors_are_staged(torch: Any, name: str) -> None:
     tensor = torch.arange(6.0).reshape(2, 3).to(getattr(torch, name)).t()
     buffer = view(tensor)
     assert buffer.array.ctypes.data != tensor.data_ptr()
@@ -55,7 +55,7 @@ def test_torch_tensors_with_other_layouts_are_staged(torch: Any, name: str) -> N
     assert tensor.to(torch.float32).tolist() == [[5, 2], [4, 1], [3, 0]]
 
 
-def test_column_that_requires_grad_is_staged(torch: Any) -> None:
+def test_noncontiguous_torch_view_that_requires_grad_is_staged(torch: Any) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     buffer = view(parameter[:, 1])
     buffer.array[:] = 1
@@ -73,14 +73,14 @@ def test_conjugated_and_negated_torch_views_are_resolved(torch: Any) -> None:
     assert view(tensor.conj().imag, writable=False).array.tolist() == [1, 2]
 
 
-def test_expanded_tensor_is_accepted_only_as_input(torch: Any) -> None:
+def test_expanded_torch_tensor_is_accepted_only_as_input(torch: Any) -> None:
     tensor = torch.ones(1).expand(4)
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
     assert view(tensor, writable=False).array.tolist() == [1, 1, 1, 1]
 
 
-def test_tensor_with_overlapping_windows_is_accepted_only_as_input(torch: Any) -> None:
+def test_torch_tensor_with_overlapping_windows_is_accepted_only_as_input(torch: Any) -> None:
     tensor = torch.arange(4.0).unfold(0, 2, 1)
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
@@ -93,7 +93,7 @@ def test_tensor_with_overlapping_windows_is_accepted_only_as_input(torch: Any) -
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_tensors_without_their_own_memory_are_refused(torch: Any) -> None:
+def test_nested_fake_and_masked_torch_tensors_are_refused(torch: Any) -> None:
     from torch._subclasses import FakeTensorMode
     from torch.masked import masked_tensor
 
@@ -114,7 +114,7 @@ def test_tensors_without_their_own_memory_are_refused(torch: Any) -> None:
             view(tensor, name="x")
 
 
-def test_unsupported_tensor_is_refused(torch: Any) -> None:
+def test_unsupported_torch_tensor_is_refused(torch: Any) -> None:
     with pytest.raises(TypeError, match=r"x must be a dense tensor on the CPU or on CUDA, not torch.strided on meta"):
         view(torch.ones(2, device="meta"), name="x")
     with pytest.raises(TypeError, match=r"x must be a dense tensor on the CPU or on CUDA, not torch.sparse_coo on cpu"):

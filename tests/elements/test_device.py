@@ -1,4 +1,4 @@
-"""Arrays on CUDA devices: shared by address, copied by their own library, or refused."""
+"""Buffers of arrays on CUDA devices: shared by address, staged by a copy on the device, or refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiocoll.elements.dtypes import by_code, by_name
 from ..fake_libraries import Cupy, JaxArray, Torch
 
 FLOAT32 = by_name("float32")
-#: NumPy dtypes that carry the bytes of dtypes unknown to NumPy.
+#: The unsigned NumPy dtypes that store the bits of dtypes that NumPy lacks, by dtype name.
 CARRIERS = {"bfloat16": "uint16"} | {by_code(code).name: "uint8" for code in range(16, 20)}
 NAMES = [by_code(code).name for code in range(1, 20)]
 
@@ -42,7 +42,7 @@ def address(host: np.ndarray) -> int:
 
 
 class Interface:
-    """An array of another library with a valid `__cuda_array_interface__`, which `changes` modify."""
+    """An array with a `__cuda_array_interface__`, whose valid entries `changes` replaces."""
 
     def __init__(self, host: np.ndarray, device: int | None = 0, **changes: Any) -> None:
         self.host = host
@@ -80,7 +80,7 @@ def test_buffers_of_cupy_narrow_floats_share_their_memory(cupy: Cupy, name: str)
 
 
 @pytest.mark.parametrize("layout", [lambda x: x[:, ::2], lambda x: x.T, lambda x: x[::-1]])
-def test_cupy_arrays_with_other_layouts_are_copied_on_the_callers_stream(cupy: Cupy, layout: Any) -> None:
+def test_noncontiguous_cupy_arrays_are_copied_on_the_callers_stream(cupy: Cupy, layout: Any) -> None:
     host = layout(np.arange(24, dtype="int16").reshape(4, 6))
     want = host.flatten()
     x = cupy.ndarray(host, 1)
@@ -166,7 +166,7 @@ def test_buffers_of_cuda_tensors_share_their_memory(torch: Torch, name: str, sha
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("to", [0, 1, 0x90])
-def test_cuda_tensors_with_other_layouts_are_copied(torch: Torch, requires_grad: bool, to: int) -> None:
+def test_noncontiguous_cuda_tensors_are_copied_on_the_device(torch: Torch, requires_grad: bool, to: int) -> None:
     host = np.arange(6, dtype="uint16").reshape(2, 3).T
     want = host.flatten()
     tensor = torch.Tensor(host, "bfloat16", 1, requires_grad=requires_grad)
@@ -194,19 +194,19 @@ def test_conjugated_cuda_tensors_are_resolved(torch: Torch) -> None:
     assert host.tolist() == [2 + 4j, 6 - 8j]
 
 
-def test_staged_input_tensor_is_not_written_back(torch: Torch) -> None:
+def test_staged_cuda_input_tensor_is_not_written_back(torch: Torch) -> None:
     tensor = torch.Tensor(np.broadcast_to(np.float32(3), (2, 3)), "float32")
     assert view(tensor, writable=False).writeback is None
     with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
 
 
-def test_empty_device_tensor_is_accepted(torch: Torch) -> None:
+def test_empty_cuda_tensor_is_accepted(torch: Torch) -> None:
     buffer = view(torch.Tensor(np.empty((3, 0), "float32").T, "float32"))
     assert (buffer.array.ptr, buffer.count, buffer.writeback) == (0, 0, None)
 
 
-def test_sparse_device_tensor_is_refused(torch: Torch) -> None:
+def test_sparse_cuda_tensor_is_refused(torch: Torch) -> None:
     with pytest.raises(TypeError, match=r"x is torch.sparse_coo on a CUDA device: sparse tensors must be on") as got:
         view(torch.Tensor(np.ones(2), "float64", layout=torch.sparse_coo), name="x")
     assert type(got.value) is TypeError
@@ -241,7 +241,7 @@ def test_cuda_interface_that_declares_only_an_item_size_is_accepted(name: str) -
             view(x, name="x")
 
 
-def test_cuda_interface_without_a_device_is_accepted() -> None:
+def test_cuda_interface_that_names_no_device_is_accepted() -> None:
     assert view(Interface(np.ones(2), None)).array.device == UNKNOWN
     x = Interface(np.ones(2))
     x.__dlpack_device__ = lambda: (13, 0)  # 13 is the DLPack device type of managed memory
@@ -297,7 +297,7 @@ def test_read_only_device_array_is_accepted_only_as_input() -> None:
 
 
 class Capsule:
-    """An object of another library that exports CUDA memory by DLPack."""
+    """An array of an unknown library that exports its CUDA memory by DLPack."""
 
     def __init__(self, host: np.ndarray, device: int = 2, fail: bool = False) -> None:
         self.host, self.device, self.fail = host, device, fail
@@ -305,7 +305,7 @@ class Capsule:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         self.device_queries += 1
-        # Claim to be on the CPU from the second query on, since the look-alikes import the object through NumPy.
+        # After the first query, return the CPU: the fake CuPy and torch import the object through NumPy.
         return (1, 0) if self.device_queries > 1 else (self.device, 0)
 
     def __dlpack__(self, **options: Any) -> object:
@@ -355,7 +355,7 @@ def test_jax_device_arrays_are_accepted_only_as_input(make: Any, cupy: Cupy) -> 
         view(kind(np.ones(2)), name="x")
 
 
-# -- parts, devices and new arrays
+# -- slices, devices and new arrays
 
 
 def array(ptr: int, size: int, device: int = 0) -> DeviceArray:
@@ -394,7 +394,7 @@ def test_overlapping_device_arrays_are_detected() -> None:
     assert clash([*many, x[3:4]]) == (3, 8)
 
 
-def test_arrays_on_different_devices_are_refused(cupy: Cupy) -> None:
+def test_arrays_of_one_call_on_different_devices_are_refused(cupy: Cupy) -> None:
     host, first = view(np.ones(2)), view(cupy.ndarray(np.ones(2)))
     second, somewhere = view(cupy.ndarray(np.ones(2), 1)), view(Interface(np.ones(2), None))
     same_place(host, "a", host, "b")
@@ -428,7 +428,7 @@ def test_empty_like_a_device_array_has_its_shape_dtype_and_device(cupy: Cupy, to
 
 @pytest.mark.parametrize("layout", ["dense", "strided"])
 @pytest.mark.parametrize("kind", ["numpy", "cupy", "torch", "immutable"])
-def test_device_array_contents_can_be_overwritten(kind: str, layout: str, cupy: Cupy, torch: Torch) -> None:
+def test_overwrite_copies_values_into_arrays_of_every_library(kind: str, layout: str, cupy: Cupy, torch: Torch) -> None:
     host = np.zeros((2, 3), "float32") if layout == "dense" else np.zeros((3, 2), "float32").T
     array: Any = {
         "numpy": lambda: host,
@@ -445,7 +445,7 @@ def test_device_array_contents_can_be_overwritten(kind: str, layout: str, cupy: 
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cupy", "torch"])
-def test_spare_buffer_has_new_memory_with_the_same_shape(kind: str, cupy: Cupy, torch: Torch) -> None:
+def test_spare_buffer_has_separate_memory_of_the_same_shape(kind: str, cupy: Cupy, torch: Torch) -> None:
     host = np.zeros((3, 2), "float32").T
     x = {"numpy": host, "cupy": cupy.ndarray(host), "torch": torch.Tensor(host, "float32", requires_grad=True)}[kind]
     given = view(x)
@@ -458,7 +458,7 @@ def test_spare_buffer_has_new_memory_with_the_same_shape(kind: str, cupy: Cupy, 
     assert host.flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_finished_copy_back_drops_its_references() -> None:
+def test_finished_copy_back_runs_once_and_returns_its_result() -> None:
     done: list[int] = []
     back = CopyBack(done.append, 3, "result")
     assert back() == "result"

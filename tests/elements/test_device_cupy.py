@@ -1,4 +1,4 @@
-"""Real CuPy arrays over host memory that stands for device memory, for tests without a device."""
+"""Buffers of real CuPy arrays without a GPU: host memory stands in for device memory."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_buffers_of_cupy_slices_share_their_memory(cupy: Any) -> None:
     assert view(x[4:]).array.ptr == 0
 
 
-def test_cupy_accepts_streams_of_aiocoll(cupy: Any) -> None:
+def test_cupy_accepts_the_stream_objects_of_aiocoll(cupy: Any) -> None:
     assert cupy.cuda.Stream.from_external(_ForeignStream(0x70)).ptr == 0x70

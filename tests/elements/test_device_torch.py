@@ -1,4 +1,4 @@
-"""Real torch tensors in host memory, viewed like CUDA tensors, for tests without a device."""
+"""Device buffers of real torch tensors without a GPU: host memory stands in for device memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = [by_code(code).name for code in range(1, 20)]
 
 @pytest.fixture
 def streams() -> list[int]:
-    """Return a list to which the stream of each copy to the device is appended."""
+    """Return a list that records the stream of each copy to the device."""
     return []
 
 
@@ -59,7 +59,7 @@ def test_buffers_of_real_torch_tensors_share_their_memory(torch: Any, name: str,
     assert (array.stream, array.keep[0], array.back) == (0x70, tensor, None)
 
 
-def test_real_torch_parameters_are_detached(torch: Any, streams: list[int]) -> None:
+def test_device_buffer_of_a_real_torch_parameter_is_detached(torch: Any, streams: list[int]) -> None:
     leaf = torch.zeros(2, 3, requires_grad=True)
     assert device_view(torch, leaf).ptr == leaf.data_ptr()
     turned = torch.zeros(3, 2, requires_grad=True)
@@ -72,7 +72,9 @@ def test_real_torch_parameters_are_detached(torch: Any, streams: list[int]) -> N
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "int16", "complex64", "float8_e5m2"])
-def test_real_torch_tensors_with_other_layouts_are_written_back(torch: Any, streams: list[int], name: str) -> None:
+def test_results_for_noncontiguous_real_torch_tensors_are_written_back(
+    torch: Any, streams: list[int], name: str
+) -> None:
     whole = torch.zeros(4, 6).to(getattr(torch, name))
     part = whole[:, ::2]
     array = device_view(torch, part)
@@ -106,7 +108,7 @@ def test_expanded_real_torch_tensors_are_accepted_only_as_input(torch: Any) -> N
         device_view(torch, tensor)
 
 
-def test_sparse_tensors_are_refused(torch: Any) -> None:
+def test_sparse_torch_device_tensors_are_refused(torch: Any) -> None:
     with pytest.raises(TypeError, match=r"x is torch.sparse_coo on a CUDA device"):
         device_view(torch, torch.eye(3).to_sparse())
 

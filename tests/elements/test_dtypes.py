@@ -1,4 +1,4 @@
-"""Element types: wire codes, matching NumPy dtypes, and conversions of narrow floats."""
+"""Element dtypes: wire codes, NumPy equivalents, and conversions between narrow floats and float32."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_unknown_wire_code_of_a_dtype_is_refused(code: int) -> None:
 
 
 @each("name", NATIVE)
-def test_native_dtypes_map_to_numpy(name: str) -> None:
+def test_native_dtypes_map_to_numpy_dtypes_of_the_same_name(name: str) -> None:
     dtype = dtypes.from_numpy(np.dtype(name))
     assert dtype is dtypes.by_name(name)
     assert dtype.name == name
@@ -101,7 +101,7 @@ def test_native_dtypes_map_to_numpy(name: str) -> None:
 
 
 @each("name", HALF[1:])
-def test_ml_dtypes_are_stored_as_unsigned_integers(name: str) -> None:
+def test_dtypes_of_ml_dtypes_are_stored_as_unsigned_integers(name: str) -> None:
     dtype = dtypes.from_numpy(extension_dtype(name))
     assert dtype is dtypes.by_name(name)
     assert dtype.kind == "half"
@@ -113,7 +113,7 @@ def test_numpy_longlong_maps_to_int64() -> None:
     assert dtypes.from_numpy(np.dtype(np.longlong)) is dtypes.by_name("int64")
 
 
-def test_copies_of_an_element_type_are_the_same_instance() -> None:
+def test_pickling_or_copying_a_dtype_returns_the_same_instance() -> None:
     dtype = dtypes.by_name("float32")
     assert pickle.loads(pickle.dumps(dtype)) is dtype
     assert copy.deepcopy(dtype) is dtype
@@ -150,7 +150,7 @@ def test_conversions_of_narrow_floats_do_not_import_ml_dtypes(name: str, monkeyp
         (np.clongdouble, "is not supported; use one of bool, int8"),
     ],
 )
-def test_unsupported_dtype_is_refused(dtype: object, message: str) -> None:
+def test_conversion_of_an_unsupported_numpy_dtype_is_refused(dtype: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         dtypes.from_numpy(np.dtype(dtype))
 
@@ -169,7 +169,7 @@ def test_upcast_to_float32_is_exact_for_every_narrow_float(name: str) -> None:
 
 
 @each("name", HALF)
-def test_downcast_reverses_the_upcast_of_every_narrow_float(name: str) -> None:
+def test_downcast_inverts_the_upcast_of_every_narrow_float(name: str) -> None:
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
     values = upcast(name, codes)
     back, number = downcast(name, values), ~np.isnan(values)
@@ -178,7 +178,7 @@ def test_downcast_reverses_the_upcast_of_every_narrow_float(name: str) -> None:
 
 
 def rounding_cases(name: str) -> dict[str, np.ndarray]:
-    """Return float32 values near all rounding boundaries of `name`, and many random values."""
+    """Return groups of float32 values to round to dtype `name`: ties, values near ties, overflows, random values."""
     rng = np.random.default_rng(2)
     codes = np.arange(1 << 8 * dtypes.by_name(name).itemsize, dtype=f"u{dtypes.by_name(name).itemsize}")
     points = np.sort(np.unique(upcast(name, codes)[np.isfinite(upcast(name, codes))]))
@@ -203,7 +203,7 @@ def rounding_cases(name: str) -> dict[str, np.ndarray]:
 @each("name", HALF)
 def test_downcast_rounds_like_ml_dtypes(name: str) -> None:
     for case, values in rounding_cases(name).items():
-        # Short float16 arrays take another code path.
+        # Slices of different lengths are needed, because short float16 arrays take another code path.
         for part in (values, values[:100], values[-5000:]):
             with np.errstate(all="ignore"):
                 want = part.astype(extension_dtype(name)).view(downcast(name, part[:1]).dtype)
@@ -232,7 +232,7 @@ def test_bfloat16_downcast_rounds_ties_to_even_and_keeps_nan() -> None:
         ("float8_e5m2fnuz", [0x63, 0x80, 0x80, 0x80, 0x00]),
     ],
 )
-def test_float8_downcast_overflows_to_the_specified_values(name: str, codes: list[int]) -> None:
+def test_float8_downcast_of_too_large_values_gives_the_specified_codes(name: str, codes: list[int]) -> None:
     values = np.array([448.0, 1e6, np.nan, -np.inf, -0.0], np.float32)
     assert downcast(name, values).tolist() == codes
 

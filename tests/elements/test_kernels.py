@@ -1,4 +1,4 @@
-"""Reductions of every op and dtype, compared with closed-form results, for a new output and in place."""
+"""Reduction kernels of every op and dtype, compared with closed-form results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ UNSIGNED = ["uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float32", "float64"]
 HALF = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 COMPLEX = ["complex64", "complex128"]
-# No element, one, an odd number, and for most dtypes more than one piece of a fold. A piece has 256 KiB, or 64 Ki
-# elements of a half type.
+# Element counts: none, one, odd, and more than one piece of a fold for most dtypes. A piece has 256 KiB, or 64 Ki
+# elements of a narrow float.
 COUNTS = [0, 1, 7, 70_001]
 PAIRS = [
     (name, dtype)
@@ -32,7 +32,7 @@ PAIRS = [
 
 
 def encode(dtype: DType, values: Sequence[object] | np.ndarray) -> np.ndarray:
-    """Return `values` in the storage dtype of `dtype`, which must represent them exactly."""
+    """Return `values` as the stored bits of `dtype`; each value must be exactly representable."""
     if dtype.kind != "half":
         return np.array(values, dtype=dtype.storage)
     out = np.empty(len(values), dtype.storage)
@@ -49,7 +49,7 @@ def decode(dtype: DType, stored: np.ndarray) -> np.ndarray:
 
 
 def inputs_of_ranks(dtype: DType, world_size: int, count: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return an input r + 1 + (i % 2) for each rank r, and the pattern i % 2; results of few ranks are exact."""
+    """Return the input of each rank r with elements r + 1 + (i % 2), and the pattern i % 2."""
     pattern = np.arange(count) % 2
     return [encode(dtype, pattern + rank + 1) for rank in range(world_size)], pattern
 
@@ -70,7 +70,7 @@ def closed_form(name: str, world_size: int, pattern: np.ndarray) -> np.ndarray:
 @each("count", COUNTS)
 @each("world_size", [1, 2, 3])
 @each(("name", "dtype_name"), PAIRS)
-def test_fold_computes_the_closed_form_results(name: str, dtype_name: str, world_size: int, count: int) -> None:
+def test_fold_kernels_compute_the_closed_form_results(name: str, dtype_name: str, world_size: int, count: int) -> None:
     dtype = by_name(dtype_name)
     inputs, pattern = inputs_of_ranks(dtype, world_size, count)
     want = closed_form(name, world_size, pattern)
@@ -81,7 +81,7 @@ def test_fold_computes_the_closed_form_results(name: str, dtype_name: str, world
         operands = [x.copy() for x in inputs]
         out = np.empty(count, dtype.storage) if target < 0 else operands[target]
         made.fold(operands, out)
-        # The exact result is rounded once; float8_e5m2 with two mantissa bits cannot represent 9, for instance.
+        # The exact result is rounded once: float8_e5m2, with two mantissa bits, cannot represent 9.
         assert np.array_equal(out, encode(dtype, want))
         for rank, (operand, original) in enumerate(zip(operands, inputs, strict=True)):
             assert rank == target or np.array_equal(operand, original)
@@ -89,7 +89,9 @@ def test_fold_computes_the_closed_form_results(name: str, dtype_name: str, world
 
 @each("count", COUNTS)
 @each(("name", "dtype_name"), PAIRS)
-def test_combine_writes_its_result_to_a_new_array_or_to_either_operand(name: str, dtype_name: str, count: int) -> None:
+def test_combine_kernels_write_their_result_to_a_new_array_or_to_either_operand(
+    name: str, dtype_name: str, count: int
+) -> None:
     dtype = by_name(dtype_name)
     (left, right), pattern = inputs_of_ranks(dtype, 2, count)
     want = closed_form("SUM" if name == "AVG" else name, 2, pattern)
@@ -104,7 +106,7 @@ def test_combine_writes_its_result_to_a_new_array_or_to_either_operand(name: str
 @each(
     ("name", "ufunc"), [("SUM", np.add), ("PRODUCT", np.multiply), ("BXOR", np.bitwise_xor), ("BAND", np.bitwise_and)]
 )
-def test_combine_of_a_numpy_dtype_is_the_numpy_ufunc(name: str, ufunc: np.ufunc) -> None:
+def test_combine_kernel_for_a_numpy_dtype_is_the_numpy_ufunc(name: str, ufunc: np.ufunc) -> None:
     assert kernel(getattr(ReduceOp, name), by_name("int32"), 2).combine is ufunc
 
 
@@ -138,7 +140,7 @@ def test_reductions_of_bools_are_logical(name: str, want: list[bool]) -> None:
 
 
 @each("dtype_name", [*SIGNED, *UNSIGNED])
-def test_integer_reductions_wrap_without_a_warning(dtype_name: str) -> None:
+def test_integer_reductions_wrap_around_without_a_warning(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     info = np.iinfo(dtype.storage)
     top, two = encode(dtype, [info.max]), encode(dtype, [2])
@@ -234,7 +236,7 @@ def test_nan_propagates_through_min_and_max(name: str, dtype_name: str) -> None:
 @each("name", ["MIN", "MAX"])
 @each("dtype_name", [*FLOATS, *HALF])
 def test_comparison_of_signed_zeros_does_not_depend_on_the_position_in_the_array(name: str, dtype_name: str) -> None:
-    """Check that the result does not depend on the position: several ranks may compute the same element."""
+    """Check MIN and MAX of 0.0 and -0.0 at every position, since ranks may reduce an element at different positions."""
     dtype = by_name(dtype_name)
     made = kernel(getattr(ReduceOp, name), dtype, 2)
     seen = set()
@@ -248,7 +250,8 @@ def test_comparison_of_signed_zeros_does_not_depend_on_the_position_in_the_array
 @each(
     ("dtype_name", "big", "small", "want"),
     [
-        # The small value is half a unit in the last place of the big value: lost if added once, not if added twice.
+        # Adding the small value once is lost, because it is half a unit in the last place of the big value. Adding it
+        # twice changes the sum.
         ("float16", 2048.0, 1.0, 2050.0),
         ("bfloat16", 256.0, 1.0, 258.0),
         ("float8_e4m3fn", 16.0, 1.0, 18.0),
@@ -290,14 +293,14 @@ def test_float16_sum_equals_the_float32_sum_in_rank_order(dtype_name: str) -> No
 
 
 def subtract_from_twice(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Write 2a - b to `out`: not commutative, and wrong if `out` is the same array as an input."""
+    """Write 2a - b to `out`: a noncommutative op that fails if `out` is one of its inputs."""
     out[:] = a
     out += a
     out -= b
 
 
 @pytest.mark.parametrize("dtype_name", ["int32", "float64", "complex64", "float16", "bfloat16"])
-def test_custom_op_folds_in_rank_order_for_any_output(dtype_name: str) -> None:
+def test_custom_op_folds_in_rank_order_into_a_new_array_or_any_input(dtype_name: str) -> None:
     dtype = by_name(dtype_name)
     if dtype_name == "bfloat16":
         pytest.importorskip("ml_dtypes")

@@ -1,4 +1,4 @@
-"""Reductions of 16-bit floats: every bit pattern compared with float32 arithmetic, at any address."""
+"""Reductions of 16-bit floats, compared with float32 arithmetic for every bit pattern and memory alignment."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ CASES = [(name, operand) for name, operands in OPERANDS.items() for operand in o
 
 
 def expand(name: str, codes: np.ndarray) -> np.ndarray:
-    """Return the float32 values of 16-bit codes."""
+    """Return the float32 values of float16 or bfloat16 bit patterns."""
     if name == "float16":
         return codes.view(np.float16).astype(np.float32)
     return (codes.astype(np.uint32) << 16).view(np.float32)
 
 
 def round_to(name: str, values: np.ndarray) -> np.ndarray:
-    """Return the 16-bit codes of rounded float32 values, by another algorithm than the library's."""
+    """Return float32 values rounded to 16-bit patterns, by an algorithm independent of the library."""
     with np.errstate(all="ignore"):
         if name == "float16":
             return values.astype(np.float16).view(np.uint16)
@@ -57,7 +57,7 @@ def as_stored(name: str, codes: np.ndarray) -> np.ndarray:
 
 
 def check_codes(name: str, got: np.ndarray, want: np.ndarray) -> None:
-    """Compare 16-bit codes with rounded float32 values; all NaNs count as equal."""
+    """Check that 16-bit patterns equal the rounded float32 values; all NaNs count as equal."""
     codes, nan = got.view(np.uint16), np.isnan(want)
     assert np.isnan(expand(name, codes[nan])).all()
     assert np.array_equal(codes[~nan], round_to(name, want)[~nan])
@@ -140,7 +140,8 @@ def test_float16_fold_of_one_input_keeps_every_bit_pattern(name: str) -> None:
 def test_float16_sums_are_computed_in_rank_order(name: str, world_size: int) -> None:
     rng = np.random.default_rng(world_size)
     codes = rng.choice(finite_codes(name), (world_size, 200_001))
-    # Half of the float16 pieces overflow, and half do not.
+    # Clear exponent bits in the first half of the elements, whose sums then do not overflow. In the second half, they
+    # do.
     codes[:, :100_000] &= 0xC7FF
     out = np.empty(codes.shape[1], by_name(name).storage)
     kernel(ReduceOp.SUM, by_name(name), world_size).fold([as_stored(name, row) for row in codes], out)
@@ -150,7 +151,7 @@ def test_float16_sums_are_computed_in_rank_order(name: str, world_size: int) -> 
 @each("divisor", [1, 2, 3, 5, 7, 8, 1000, 4095, 4096, 4097])
 @each("name", BOTH)
 def test_float16_average_is_correct_for_every_bit_pattern(name: str, divisor: int) -> None:
-    """Check that sums are divided in float32 and rounded once, even if the quotient is subnormal."""
+    """Check that the float32 quotient is rounded once to 16 bits, even if it is subnormal."""
     left, right = finite_codes(name), finite_codes(name)[::-1].copy() & 0x83FF
     out = np.empty(len(left), by_name(name).storage)
     made = kernel(ReduceOp.AVG, by_name(name), divisor)
@@ -173,7 +174,7 @@ def test_float16_premul_sum_is_correct_for_every_bit_pattern(name: str, factor: 
 
 
 def no_conversions(_: DType) -> None:
-    """Return None in place of a conversion, so that its use fails."""
+    """Return None as the conversion function, so that any conversion raises an error."""
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -193,7 +194,7 @@ def test_finite_float16_values_are_reduced_without_conversion_to_float32(
 @each("place", [0, 1, 70_000, 99_999])
 @each("name", BOTH)
 def test_float16_infinities_and_nans_among_numbers_are_kept(name: str, place: int, value: float) -> None:
-    """Check values that packed arithmetic would get wrong: infinities would cancel, and NaNs become numbers."""
+    """Check special values that packed arithmetic could lose: infinities could cancel, NaNs could become numbers."""
     codes = np.full((3, 100_001), round_to(name, np.array([1.0], np.float32))[0], np.uint16)
     for row, special in ((1, value), (2, -value)):
         codes[row, place] = round_to(name, np.array([special], np.float32))[0]
@@ -205,7 +206,7 @@ def test_float16_infinities_and_nans_among_numbers_are_kept(name: str, place: in
     assert (np.delete(expand(name, out.view(np.uint16)), place) == 3).all()
 
 
-def test_float16_rounds_to_infinity_from_65520_on() -> None:
+def test_float16_sums_of_at_least_65520_round_to_infinity() -> None:
     def sums(*terms: float) -> set[float]:
         out = np.empty(5000, np.float16)
         kernel(ReduceOp.SUM, by_name("float16"), 2).fold([np.full(5000, term, np.float16) for term in terms], out)
@@ -238,7 +239,7 @@ def test_float16_folds_emit_no_overflow_warning(name: str, count: int) -> None:
 @each("count", [1, 2, 3, 4095, 4096, 4097, 65_535, 65_536, 65_537, 131_073])
 @each("name", BOTH)
 def test_float16_kernels_work_at_any_memory_alignment(name: str, count: int) -> None:
-    """Check inputs and outputs that start at a word, in the middle of a word, or in the middle of a code."""
+    """Check inputs and outputs whose address is aligned to 4 bytes, to 2 bytes, or not at all."""
     dtype = by_name(name)
     memory = np.zeros((4, 2 * count + 8), np.uint8)
     ones, twos = (round_to(name, np.array([value], np.float32))[0] for value in (1.0, 2.0))
@@ -278,7 +279,7 @@ def test_float16_kernels_share_no_scratch_memory_between_threads(name: str) -> N
 
 @contextmanager
 def subnormals_off() -> Iterator[None]:
-    """Make the processor of this thread treat subnormals as zero, as some fast libraries do."""
+    """Enable the processor's flush-to-zero modes in this thread, as some fast libraries do."""
     if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
         pytest.skip("sets x86's control register through glibc's fenv_t")
     libm = ctypes.CDLL(None)

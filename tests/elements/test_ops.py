@@ -1,4 +1,4 @@
-"""`ReduceOp` values, and the dtypes on which each op is defined."""
+"""Reduction ops (`ReduceOp`): constants, custom ops, and the dtypes that each op accepts."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ def test_custom_op_with_the_name_sum_differs_from_reduce_op_sum() -> None:
     assert kernel(op, by_name("float32"), 2).combine is not np.add
 
 
-def test_custom_op_requires_a_function() -> None:
+def test_custom_op_that_is_not_a_function_is_refused() -> None:
     with pytest.raises(TypeError, match=r"f must be a function f\(a, b, out\), not int"):
         ReduceOp.custom(3)
 
 
 @each("name", list(ALLOWED))
 @each("dtype", ["bool", *INTEGERS, *FLOATS, *COMPLEX])
-def test_each_op_is_defined_on_the_documented_dtypes(name: str, dtype: str) -> None:
+def test_each_reduce_op_accepts_exactly_the_documented_dtypes(name: str, dtype: str) -> None:
     if dtype in ALLOWED[name]:
         assert isinstance(kernel(op_named(name), by_name(dtype), 3), Kernel)
     else:
@@ -121,7 +121,7 @@ def test_each_op_is_defined_on_the_documented_dtypes(name: str, dtype: str) -> N
             kernel(op_named(name), by_name(dtype), 3)
 
 
-def test_refused_op_error_lists_the_accepted_dtypes() -> None:
+def test_error_for_an_unsupported_dtype_lists_the_accepted_dtypes_of_the_op() -> None:
     with pytest.raises(
         TypeError, match="op BAND is not defined on float16; it accepts bool, signed integers, unsigned"
     ):
@@ -129,18 +129,18 @@ def test_refused_op_error_lists_the_accepted_dtypes() -> None:
 
 
 @each("dtype", ["float64", "bfloat16"])
-def test_complex_factor_on_a_real_tensor_is_refused(dtype: str) -> None:
+def test_premul_sum_with_a_complex_factor_on_a_real_array_is_refused(dtype: str) -> None:
     with pytest.raises(TypeError, match=rf"op PREMUL_SUM: the factor 2j is complex, but the array is {dtype}"):
         kernel(ReduceOp.PREMUL_SUM(2j), by_name(dtype), 2)
     assert kernel(ReduceOp.PREMUL_SUM(2 + 0j), by_name(dtype), 2).prescale is not None
 
 
-def test_op_of_another_type_is_refused() -> None:
+def test_op_that_is_not_a_reduce_op_is_refused() -> None:
     with pytest.raises(TypeError, match=r"op must be a ReduceOp, such as ReduceOp.SUM, not str"):
         kernel("SUM", by_name("float32"), 2)
 
 
-def test_kernels_are_cached_except_those_of_custom_ops() -> None:
+def test_kernels_of_builtin_ops_are_cached() -> None:
     dtype = by_name("int32")
     assert kernel(ReduceOp.AVG, dtype, 4) is kernel(ReduceOp.AVG, dtype, 4)
     assert kernel(ReduceOp.AVG, dtype, 4) is not kernel(ReduceOp.AVG, dtype, 5)

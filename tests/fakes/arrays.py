@@ -1,4 +1,4 @@
-"""Arrays in the memory of fake CUDA devices."""
+"""Fake device arrays: NumPy-like arrays in the memory of a fake CUDA device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiocoll.elements.dtypes import DType, by_name, from_numpy
 
 from .cuda import FakeCuda
 
-#: The byte value that fills freed memory.
+#: The byte that overwrites freed memory.
 FREED = 0xDD
 
 
@@ -65,16 +65,16 @@ class FakeArray:
         return found if self.stream is None else found | {"stream": self.stream}
 
     def numpy(self, stream: int = 0) -> NDArray[Any]:
-        """Wait for `stream` and return a copy in host memory; dtypes that NumPy lacks are returned as bits."""
+        """Wait for `stream`, then return a host copy; dtypes that NumPy lacks are returned as unsigned integers."""
         self._cuda.stream_synchronize(stream, self.device)
         return self._bytes.view(self.dtype.storage).reshape(self.shape).copy()
 
     def peek(self) -> NDArray[Any]:
-        """Return a copy of the current content, without waiting for a stream."""
+        """Return a host copy of the current values, without waiting for a stream."""
         return self._bytes.view(self.dtype.storage).reshape(self.shape).copy()
 
     def fill(self, value: Any, stream: int = 0) -> None:
-        """Fill the array with `value`, in the order of `stream`."""
+        """Enqueue a kernel on `stream` that fills the array with `value`."""
         memory, ptr, nbytes, storage, device = self._cuda.memory, self.ptr, self.nbytes, self.dtype.storage, self.device
         self._cuda.kernel(stream, lambda: memory.at(ptr, nbytes, device).view(storage).fill(value), device)
 

@@ -1,4 +1,4 @@
-"""Calls of the fake NCCL, and the computation of their results."""
+"""Calls of the fake NCCL: their arguments, memory and computed results."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ FLOAT8_CAPABILITY = (9, 0)
 OPS: Mapping[int, ReduceOp] = MappingProxyType(
     dict(enumerate((ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG)))
 )
-#: The byte value that an aborted call writes to its output.
+#: The byte that an aborted call writes to its whole output.
 SPOILT = 0xA5
 
 
 class FakeCall:
-    """An NCCL call of one rank, with its source and target memory."""
+    """An NCCL call of one rank: its arguments, and its source and target memory."""
 
     def __init__(
         self,
@@ -65,11 +65,12 @@ class FakeCall:
         self.read_bytes = read * dtype.itemsize
         self.written_bytes = written * dtype.itemsize
         self.ended = threading.Event()
-        #: The arguments on which all ranks must agree. The larger of the two counts is equal on every rank.
+        #: The arguments that must be equal on all ranks. The read and written counts may differ, but the larger one is
+        #: equal.
         self.terms = (name, max(read, written), dtype.name, op, root)
 
     def overlaps(self) -> bool:
-        """Return whether source and target overlap, except exactly in place."""
+        """Return whether source and target overlap in a way that NCCL does not support as in place."""
         if not self.read_bytes or not self.written_bytes:
             return False
         place = self.source
@@ -81,15 +82,15 @@ class FakeCall:
         return not disjoint and self.target != place
 
     def source_bytes(self) -> NDArray[Any]:
-        """Return the source memory as bytes."""
+        """Return the source memory as a byte array."""
         return self._at(self.source, self.read_bytes)
 
     def target_bytes(self) -> NDArray[Any]:
-        """Return the target memory as bytes."""
+        """Return the target memory as a byte array."""
         return self._at(self.target, self.written_bytes)
 
     def spoil(self) -> None:
-        """Overwrite the output of an aborted call, whose contents are undefined."""
+        """Overwrite the output of an aborted call, because its contents are undefined."""
         try:
             self.target_bytes().fill(SPOILT)
         except BadAddressError:  # the target memory was freed, which real NCCL does not check either
@@ -103,7 +104,7 @@ class FakeCall:
 
 
 def compute(calls: list[FakeCall]) -> None:
-    """Compute the results of a collective from `calls`, the calls of all ranks in rank order."""
+    """Compute a collective; `calls` has the call of each rank, in rank order."""
     first = calls[0]
     inputs = [call.source_bytes().view(first.dtype.storage) for call in calls]
     outputs = [call.target_bytes().view(first.dtype.storage) for call in calls]

@@ -1,4 +1,4 @@
-"""A simulated CUDA for tests: host memory stands for device memory, and a thread for each stream.
+"""A simulated CUDA for tests: host memory stands in for device memory, and each stream is a thread.
 
 It is strict: it raises an error for everything that real CUDA refuses, and for mistakes that real CUDA does not report.
 Copies need page-locked memory. Addresses must belong to the device. Handles must belong to the right device and must
@@ -28,20 +28,20 @@ from .memory import HOST, BadAddressError, FakeMemory
 from .occupancy import Room
 from .streams import SLEEPING, Blocked, FakeDevice, FakeStream, Gate, Mark
 
-#: Streams that always exist: the default stream of the thread's device, by two names, and the stream of each thread.
+#: Handles of implicit streams: 0 and 1 both mean the default stream of the thread's device; 2 is a stream per thread.
 LEGACY = (0, 1)
 PER_THREAD = 2
-#: Error texts of CUDA, which the fake raises.
+#: CUDA's texts for errors that the fake raises.
 INVALID_HANDLE = "invalid resource handle"
 INVALID_VALUE = "invalid argument"
-#: Seconds after which a stalled query returns anyway, so that a test fails instead of hanging.
+#: The maximum blocking time of a stalled query in seconds, so that a test fails instead of hanging.
 STALLED = 60.0
-#: Seconds that a query takes.
+#: The duration of a normal query in seconds.
 MOMENT = 1e-6
 
 
 class _Thread(threading.local):
-    """The state that CUDA keeps per thread."""
+    """The CUDA state of a thread: its current device and its capture mode."""
 
     device = 0
     relaxed = False
@@ -55,7 +55,7 @@ class _Event:
 
 
 class FakeCuda:
-    """A simulated CUDA runtime with the interface `aiocoll.gpu.api.Cuda`, and methods that control it.
+    """A simulated CUDA runtime with the interface `aiocoll.gpu.api.Cuda`, which tests can control.
 
     Use it in a ``with`` block or call `close`, which ends its threads.
 
@@ -108,7 +108,8 @@ class FakeCuda:
         self._next: dict[str, list[DeviceError]] = {}
         self._scratch: dict[int, NDArray[Any]] = {}
         self.disturbed: list[str] = []
-        #: By captured stream, whether work on the default stream would join the capture.
+        #: The streams in capture. The value is whether the capture is blocking: work on the default stream would join
+        #: it.
         self._captures: dict[FakeStream, bool] = {}
 
     def __enter__(self) -> FakeCuda:
@@ -129,7 +130,7 @@ class FakeCuda:
             stream.join(10.0)
 
     def live(self) -> dict[str, int]:
-        """Return the numbers of live events and streams, and the bytes of page-locked and device memory in use."""
+        """Return counts of existing events and streams, and the allocated bytes of page-locked and device memory."""
         return {
             "events": len(self._events),
             "streams": len(self._streams),
@@ -138,21 +139,21 @@ class FakeCuda:
         }
 
     def fail(self, message: str = "unspecified launch failure", device: int = 0) -> None:
-        """Make `device` fail; all waits for the device end at once with the error."""
+        """Make `device` fail permanently; all pending waits for the device end with the error."""
         self._devices[device].fail(message)
 
     def fail_next(self, call: str, message: str = INVALID_VALUE, *, fatal: bool = False) -> None:
-        """Make the next call of a function fail."""
+        """Make the next call of the named function raise a `DeviceError`."""
         self._next.setdefault(call, []).append(DeviceError(call, message, fatal=fatal))
 
     def allocate(self, nbytes: int, device: int = 0) -> NDArray[Any]:
-        """Return device memory as an array of bytes; it is freed with the array."""
+        """Allocate device memory; return it as a byte array, whose deletion frees the memory."""
         where = self._device(device, "malloc").ordinal
         self.enter("malloc", where)
         return self.memory.new(nbytes, where)
 
     def kernel(self, stream: int, work: Callable[[], None], device: int | None = None, seconds: float = 0.0) -> None:
-        """Enqueue `work` on a stream.
+        """Enqueue a kernel on a stream. The kernel calls `work`.
 
         Args:
             stream: handle of the stream.
@@ -163,13 +164,13 @@ class FakeCuda:
         self._stream(stream, "launch", device).kernel(work, seconds)
 
     def gate(self, stream: int, device: int | None = None) -> Gate:
-        """Enqueue a kernel that runs until the returned gate is opened."""
+        """Enqueue a kernel that runs until the test opens the returned gate."""
         gate = Gate()
         self.kernel(stream, lambda: gate.run(self.blocked), device)
         return gate
 
     def step(self, stream: int, steps: int | None, device: int | None = None) -> None:
-        """Let a stream carry out `steps` more entries and then pause; None lets it continue without a limit."""
+        """Let a stream execute `steps` more entries and then pause; None removes the limit."""
         self._stream(stream, "step", device).step(steps)
 
     def capture(self, stream: int, on: bool, device: int | None = None, *, blocking: bool = False) -> None:
@@ -184,19 +185,19 @@ class FakeCuda:
             self._captures[found] = blocking
 
     def stream_synchronize(self, stream: int, device: int | None = None) -> None:
-        """Block this thread until the work that is on `stream` now is done."""
+        """Block this thread until all work already enqueued on `stream` is done."""
         mark = self._stream(stream, "streamSynchronize", device).mark()
         self.blocked.wait(mark.passed)
         mark.is_done("streamSynchronize")
 
     def enter(self, call: str, device: int) -> None:
-        """Record that `call` creates a CUDA context on a device without a context."""
+        """Record `call` as the creator of the device's CUDA context, if the device has no context yet."""
         self.contexts.setdefault(device, f"{call} in {threading.current_thread().name}")
 
     # -- the runtime
 
     def version(self) -> int:
-        """Return the version of the runtime, such as 12080."""
+        """Return the version of the CUDA runtime, such as 12080."""
         return 12080
 
     def device_count(self) -> int:
@@ -204,7 +205,7 @@ class FakeCuda:
         return len(self._devices)
 
     def bus_id(self, device: int) -> str:
-        """Return the PCI bus id, which is unique among the devices of the host."""
+        """Return the PCI bus id of a device, which is unique on the host."""
         self._count("bus_id")
         return self.bus_ids[self._device(device, "bus_id").ordinal]
 
@@ -214,16 +215,16 @@ class FakeCuda:
         return self.capabilities[self._device(device, "capability").ordinal]
 
     def has_context(self, device: int) -> bool:
-        """Return whether this process has a context on the device; `use` would create one."""
+        """Return whether this process has a CUDA context on the device, without creating one."""
         return self._device(device, "has_context").ordinal in self.contexts
 
     def relax(self) -> None:
-        """Select the capture mode in which CUDA calls of this thread do not invalidate captures of other threads."""
+        """Select the capture mode in which CUDA calls of this thread do not invalidate other threads' captures."""
         self._count("relax")
         self._thread.relaxed = True
 
     def device_of(self, address: int) -> int:
-        """Return the device whose memory lies at `address`."""
+        """Return the device that owns the memory at `address`."""
         self._count("device_of")
         try:
             found = self.memory.where(address)
@@ -234,17 +235,17 @@ class FakeCuda:
         return found
 
     def use(self, device: int) -> None:
-        """Select the device for later calls of this thread."""
+        """Make `device` the current device of this thread."""
         self._count("use")
         self._thread.device = self._device(device, "use").ordinal
         self.enter("use", device)
 
     def current(self) -> int:
-        """Return the device of this thread, to which the default streams 0, 1 and 2 belong."""
+        """Return this thread's current device, to which stream handles 0, 1 and 2 refer."""
         return self._thread.device
 
     def stream_create(self) -> int:
-        """Return a new stream of the thread's device that does not wait for the default stream."""
+        """Create a non-blocking stream on the thread's device, which does not wait for the default stream."""
         device = self._begin("stream_create")
         stream = FakeStream(device, self.blocked, self.full)
         with self._lock:
@@ -253,7 +254,7 @@ class FakeCuda:
         return handle
 
     def stream_destroy(self, stream: int) -> None:
-        """Destroy a stream; the work on it still ends."""
+        """Destroy a stream; work already enqueued on the stream still completes."""
         self._begin("stream_destroy", check=False)
         with self._lock:
             found = self._streams.pop(stream, None)
@@ -263,7 +264,7 @@ class FakeCuda:
         found.close()
 
     def is_capturing(self, stream: int) -> bool:
-        """Return whether work on `stream` is being captured into a graph."""
+        """Return whether `stream` is being captured into a graph."""
         self._begin("is_capturing", check=False)
         found = self._stream(stream, "is_capturing")
         if stream in LEGACY and any(
@@ -274,9 +275,9 @@ class FakeCuda:
         return found.capturing
 
     def event_create(self, sleeps: bool = False) -> int:
-        """Return a new event of the thread's device; `sleeps`: waiting threads sleep instead of spinning.
+        """Create an event on the thread's device; with `sleeps`, waiting threads sleep instead of spinning.
 
-        In this fake, they always sleep.
+        In this fake, waiting threads always sleep.
         """
         device = self._begin("event_create")
         with self._lock:
@@ -292,7 +293,7 @@ class FakeCuda:
                 raise DeviceError("event_destroy", INVALID_HANDLE, fatal=False)
 
     def event_record(self, event: int, stream: int) -> None:
-        """Record `event` behind the work that is on `stream` now."""
+        """Record `event` after all work already enqueued on `stream`."""
         self._begin("event_record", check=False)
         found, on = self._event(event, "event_record"), self._open(stream, "event_record")
         if found.device is not on.device:
@@ -305,7 +306,7 @@ class FakeCuda:
             on.sleeping.append(found.mark)
 
     def event_done(self, event: int) -> bool:
-        """Return whether the work before an event is done; raise its error if the work failed."""
+        """Return whether the work before an event is done; raise a `DeviceError` if the device failed."""
         self._count("event_done")
         self._unsafe("event_done")
         mark = self._event(event, "event_done").mark
@@ -314,14 +315,14 @@ class FakeCuda:
         if not mark.passed.is_set():
             if self.stalls:
                 self.stalled.append(threading.current_thread().name)
-            # Wait, to release the GIL as the real query does: the thread that runs the fake kernel needs the GIL.
+            # Wait briefly, because the real query releases the GIL, and the fake kernel's thread needs the GIL.
             self.blocked.wait(mark.passed, STALLED if self.stalls else MOMENT)
             if self.stalls and not (mark.passed.is_set() or self.blocked.is_closed):
                 self.overdue.append(threading.current_thread().name)
         return mark.is_done("event_done")
 
     def event_synchronize(self, event: int) -> None:
-        """Block this thread, without the GIL, until the event is done; raise the error if its work failed."""
+        """Block this thread until the event is done; raise a `DeviceError` if the device failed."""
         self._begin("event_synchronize", check=False)
         self._unsafe("event_synchronize")
         mark = self._event(event, "event_synchronize").mark
@@ -330,7 +331,7 @@ class FakeCuda:
             mark.is_done("event_synchronize")
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """Make later work on `stream` wait for `event`."""
+        """Make work enqueued later on `stream` wait for `event`."""
         self._begin("stream_wait", check=False)
         mark = self._event(event, "stream_wait").mark
         on = self._open(stream, "stream_wait")
@@ -338,7 +339,7 @@ class FakeCuda:
             on.wait(mark)
 
     def stream_write(self, stream: int, address: int, value: int) -> None:
-        """Write 32 bits to page-locked memory behind the work that is on `stream` now."""
+        """Enqueue a write of 32 bits to page-locked memory on `stream`."""
         self._begin("stream_write", check=False)
         self.check("stream_write", address, 4, HOST)
         written = np.frombuffer(np.uint32(value).tobytes(), np.uint8)
@@ -349,7 +350,7 @@ class FakeCuda:
         self._open(stream, "stream_write").kernel(work, 0.0)
 
     def pinned(self, nbytes: int) -> NDArray[Any]:
-        """Return page-locked host memory as an array of uint8; it is freed with the last reference."""
+        """Allocate page-locked host memory as a uint8 array; deleting the last reference frees the memory."""
         self._begin("pinned")
         self._unsafe("pinned")
         if self.rooms[self._thread.device].wait_until_free(self.blocked):
@@ -359,22 +360,22 @@ class FakeCuda:
         return made
 
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from the device to page-locked memory, in the order of `stream`."""
+        """Enqueue a copy from device memory to page-locked memory on `stream`."""
         device = self._open(stream, "copy_to_host").device.ordinal
         self._copy("copy_to_host", (target, HOST), (source, device), nbytes, stream)
 
     def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from page-locked memory to the device, in the order of `stream`."""
+        """Enqueue a copy from page-locked memory to device memory on `stream`."""
         device = self._open(stream, "copy_to_device").device.ordinal
         self._copy("copy_to_device", (target, device), (source, HOST), nbytes, stream)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy within the device, in the order of `stream`."""
+        """Enqueue a copy within device memory on `stream`."""
         device = self._open(stream, "copy").device.ordinal
         self._copy("copy", (target, device), (source, device), nbytes, stream)
 
     def scratch(self, nbytes: int, stream: int) -> int:
-        """Return the address of new memory on the device of `stream`, for later work on that stream."""
+        """Allocate memory on the device of `stream`, for later work on that stream; return its address."""
         self._begin("scratch", check=False)
         made = self.memory.new(nbytes, self._open(stream, "scratch").device.ordinal)
         address = made.ctypes.data
@@ -382,7 +383,7 @@ class FakeCuda:
         return address
 
     def scratch_free(self, address: int, stream: int) -> None:
-        """Free memory from `scratch`, behind the work that is on `stream` now."""
+        """Enqueue the release of memory from `scratch` on `stream`."""
         self._begin("scratch_free", check=False)
         on = self._open(stream, "scratch_free")
         if address not in self._scratch:
@@ -392,14 +393,14 @@ class FakeCuda:
     # -- checks in every call
 
     def check(self, call: str, address: int, nbytes: int, where: int) -> None:
-        """Raise an error unless the range is in live memory of device `where`, or in page-locked memory for `HOST`."""
+        """Raise a `DeviceError` unless the address range is live memory of `where`, a device or `HOST`."""
         try:
             self.memory.at(address, nbytes, where)
         except BadAddressError as exc:
             raise DeviceError(call, f"{INVALID_VALUE}: {exc}", fatal=False) from None
 
     def stream_of(self, stream: int, call: str, device: int) -> FakeStream:
-        """Return the stream for new work; raise an error unless it belongs to `device`."""
+        """Return the stream with this handle for new work; raise an error unless the stream belongs to `device`."""
         found = self._open(stream, call, device)
         if found.device.ordinal != device:
             raise DeviceError(call, f"{INVALID_HANDLE}: a stream of device {found.device.ordinal}", fatal=False)
@@ -420,13 +421,13 @@ class FakeCuda:
             self.held_up.append(threading.current_thread().name)
 
     def _unsafe(self, call: str) -> None:
-        """Invalidate stream captures of other threads, as CUDA does in calls that are unsafe during a capture."""
+        """Raise an error and record the call if it would invalidate another thread's stream capture."""
         if not self._thread.relaxed and self._captures:
             self.disturbed.append(f"{call} in {threading.current_thread().name}")
             raise DeviceError(call, "operation not permitted when stream is capturing", fatal=False, status=900)
 
     def _begin(self, call: str, *, check: bool = True) -> FakeDevice:
-        """Start a call that creates a context; return the thread's device."""
+        """Begin a call that creates a CUDA context on the thread's device; return this device."""
         self._count(call)
         self.enter(call, self._thread.device)
         device = self._devices[self._thread.device]
@@ -435,7 +436,7 @@ class FakeCuda:
         return device
 
     def _count(self, call: str) -> None:
-        """Count a call; raise the error that `fail_next` has set for this call."""
+        """Run the hooks and count the call; raise the error that `fail_next` has prepared for this function."""
         for hook in self.hooks:
             hook(call)
         self.calls[call] += 1
@@ -451,7 +452,7 @@ class FakeCuda:
         return self._devices[device]
 
     def _wait_for_room(self, pending: deque[Mark]) -> None:
-        """Wait until fewer than `SLEEPING` of the given marks are pending."""
+        """Wait until fewer than `SLEEPING` of the marks in `pending` are unfinished."""
         while pending and (pending[0].passed.is_set() or len(pending) >= SLEEPING):
             if not pending[0].passed.is_set():
                 self.full.append(threading.current_thread().name)
@@ -478,7 +479,7 @@ class FakeCuda:
         return made
 
     def _open(self, stream: int, call: str, device: int | None = None) -> FakeStream:
-        """Return the stream for new work; raise an error if its device has failed or the stream is being captured."""
+        """Return the stream with this handle for new work; raise an error if it is in capture or its device failed."""
         found = self._stream(stream, call, device)
         found.device.check(call)
         if found.capturing:
@@ -487,13 +488,13 @@ class FakeCuda:
 
 
 class FakeKernels:
-    """The kernels of a `FakeCuda`, with the interface `aiocoll.gpu.api.Kernels`."""
+    """A set of simulated kernels for a `FakeCuda`, with the interface `aiocoll.gpu.api.Kernels`."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        """Multiply `count` elements by `factor`, in the order of `stream`.
+        """Enqueue a kernel on `stream` that multiplies `count` elements by `factor`.
 
         `dtype` must be complex or a float of at least 16 bits; others raise a `DeviceError` that is not fatal.
         """

@@ -1,4 +1,4 @@
-"""Memory of a fake CUDA: host memory, each block assigned to a device or to the host."""
+"""The memory of a fake CUDA: blocks of host memory, each owned by a device or by the host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-#: The owner number of page-locked host memory; devices are numbered from 0.
+#: The owner of page-locked host memory. Devices have numbers from 0.
 HOST = -1
 
 
 class BadAddressError(Exception):
-    """An address without usable memory."""
+    """An error for an address that is not in usable memory."""
 
 
 class _Block(NamedTuple):
@@ -26,17 +26,17 @@ class _Block(NamedTuple):
 
 
 class FakeMemory:
-    """The memory blocks of a fake CUDA, by address."""
+    """A table of the memory blocks of a fake CUDA, by address."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bases: list[int] = []
         self._blocks: dict[int, _Block] = {}
-        # Addresses of freed blocks. A finalizer only appends to this queue, since it may run while the lock is held.
+        # Addresses of freed blocks. A finalizer may run while the lock is held, so it only appends to this queue.
         self._gone: deque[int] = deque()
 
     def new(self, nbytes: int, where: int) -> NDArray[Any]:
-        """Return an array of `nbytes` uint8 that belongs to device `where` or to the host until it is freed."""
+        """Allocate `nbytes` of memory for device `where` or `HOST`; deleting the returned array frees the memory."""
         made = np.empty(nbytes, np.uint8)
         if nbytes:
             base = made.ctypes.data
@@ -44,19 +44,20 @@ class FakeMemory:
                 self._sweep()
                 self._blocks[base] = _Block(nbytes, where, weakref.ref(made))
                 insort(self._bases, base)
-            # The finalizer runs while the array still owns its memory, so a new block at this address comes later.
+            # The finalizer runs before NumPy releases the memory, so a new block with this address is registered only
+            # later.
             weakref.finalize(made, self._gone.append, base).atexit = False
         return made
 
     def _sweep(self) -> None:
-        """Remove freed blocks; the caller holds the lock."""
+        """Remove freed blocks from the table; the caller holds the lock."""
         while self._gone:
             base = self._gone.popleft()
             del self._blocks[base]
             self._bases.remove(base)
 
     def _found(self, address: int) -> tuple[int, _Block | None]:
-        """Return the start of the block that may contain `address`, and the block."""
+        """Return the block with the highest start address up to `address`, and this start address."""
         with self._lock:
             self._sweep()
             place = bisect_right(self._bases, address) - 1
@@ -66,7 +67,7 @@ class FakeMemory:
             return base, self._blocks[base]
 
     def at(self, address: int, nbytes: int, where: int) -> NDArray[Any]:
-        """Return the memory at `address` as bytes.
+        """Return a range of memory as a byte array.
 
         Raises:
             BadAddressError: the range is not inside one live block of `where`.
@@ -93,7 +94,7 @@ class FakeMemory:
         return block.where
 
     def live(self, where: int) -> int:
-        """Return the number of bytes in use on a device or on the host."""
+        """Return the number of allocated bytes of a device, or of the host."""
         with self._lock:
             self._sweep()
             return sum(block.nbytes for block in self._blocks.values() if block.where == where)

@@ -1,4 +1,4 @@
-"""A simulated NCCL for tests: ranks are threads of one process, and NumPy computes the collectives on a fake CUDA.
+"""A simulated NCCL for tests: ranks are threads of one process, and NumPy computes the results on a fake CUDA.
 
 As in real NCCL, a call enqueues a kernel on a stream and returns. The kernel occupies the stream and the device until
 the kernels of all ranks run. Kernels of other communicators wait meanwhile. The n-th collective of a rank belongs to
@@ -27,19 +27,19 @@ _ids = itertools.count(1)
 
 
 class _World:
-    """The ranks that form a fake communicator."""
+    """The state that all ranks of a fake communicator share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.lock = threading.Lock()
         self.members: dict[int, FakeCommunicator] = {}
-        # By call name: the ranks that have made the call, and an event for the time when all have.
+        # By NCCL call name: the ranks that have made this call, and an event that is set when all ranks have made it.
         self.connecting: defaultdict[str, set[int]] = defaultdict(set)
         self.connected: defaultdict[str, threading.Event] = defaultdict(threading.Event)
-        # This event is set when all ranks have joined.
+        # An event that is set when all ranks have called `init`.
         self.complete = threading.Event()
         self.refused: str | None = None
-        # True once a rank has left or failed; no kernel ends after that.
+        # True after a rank has aborted or failed. From then on, no kernel ends.
         self.stuck = False
         self.collectives: dict[int, list[FakeCall]] = {}
         self.messages: defaultdict[tuple[int, int], dict[str, list[FakeCall]]] = defaultdict(
@@ -67,7 +67,7 @@ class FakeNccl:
         connects: whether ranks connect in their first calls, unless `NCCL_RUNTIME_CONNECT` is "0" in `init`.
     """
 
-    #: Incomplete communicators, by unique id.
+    #: Communicators for which some ranks have not called `init`, by unique id.
     _worlds: dict[bytes, _World] = {}  # noqa: RUF012
     _lock = threading.Lock()
 
@@ -85,20 +85,20 @@ class FakeNccl:
         self._next: dict[str, list[DeviceError]] = {}
 
     def fail_next(self, call: str, message: str = "internal error", *, fatal: bool = True) -> None:
-        """Make the next call of a function fail, on any communicator."""
+        """Make the next NCCL call of the named function raise a `DeviceError`, on any communicator."""
         self._next.setdefault(call, []).append(DeviceError(call, message, fatal=fatal))
 
     def version(self) -> int:
-        """Return the version number, such as 22809."""
+        """Return the NCCL version number, such as 22809."""
         return self._version
 
     def unique_id(self) -> bytes:
-        """Return the id of a new communicator, 128 bytes; one rank creates it and sends it to the others."""
+        """Return a new communicator id of 128 bytes, which one rank creates and sends to the other ranks."""
         self.begin("unique_id")
         return next(_ids).to_bytes(UNIQUE_ID_BYTES, "little")
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> FakeCommunicator:
-        """Return this rank's communicator on the thread's device; block until all ranks have called it."""
+        """Create this rank's communicator on the thread's device; block until all ranks have called `init`."""
         self.begin("init")
         if len(unique_id) != UNIQUE_ID_BYTES or not 0 <= rank < world_size:
             raise DeviceError("init", f"invalid argument: rank {rank} of {world_size}", fatal=False)
@@ -129,12 +129,12 @@ class FakeNccl:
         world.members[made.rank] = made
 
     def group_start(self) -> None:
-        """Collect the calls of this thread until `group_end`, so that none waits for a later call of the group."""
+        """Begin an NCCL call group: collect this thread's calls until `group_end`, and start them together."""
         self.begin("group_start")
         self._calls.append([])
 
     def group_end(self) -> None:
-        """Start the calls since `group_start`; raise the first error."""
+        """End an NCCL call group: start the calls since `group_start`, and raise the first error."""
         if not self._calls:
             raise DeviceError("group_end", "invalid usage: there was no group_start", fatal=False)
         called = self._calls.pop()
@@ -146,14 +146,14 @@ class FakeNccl:
 
     @property
     def _calls(self) -> list[list[tuple[FakeCommunicator, FakeCall]]]:
-        """The calls in the open groups of this thread, innermost group last."""
+        """The collected calls of this thread's open NCCL call groups, innermost group last."""
         if not hasattr(self._thread, "calls"):
             self._thread.calls = []
         found: list[list[tuple[FakeCommunicator, FakeCall]]] = self._thread.calls
         return found
 
     def begin(self, call: str) -> None:
-        """Start a call: create a context on the thread's device, and raise the error that `fail_next` has set."""
+        """Begin an NCCL call: create a CUDA context, and raise the error that `fail_next` has prepared."""
         for hook in self.hooks:
             hook(call)
         self.cuda.enter(call, self.cuda.current())
@@ -161,14 +161,14 @@ class FakeNccl:
             raise waiting.pop(0)
 
     def call(self, communicator: FakeCommunicator, call: FakeCall) -> None:
-        """Start a call, at once or at the end of the open call group."""
+        """Start an NCCL call at once, or at the end of the open call group."""
         if self._calls:
             self._calls[-1].append((communicator, call))
         else:
             self._start([(communicator, call)])
 
     def _start(self, calls: list[tuple[FakeCommunicator, FakeCall]]) -> None:
-        """Enqueue calls on their streams; the messages of one communicator on one stream form one kernel."""
+        """Enqueue NCCL calls; all messages of one communicator on one stream form one kernel."""
         messages: defaultdict[tuple[FakeCommunicator, int], list[FakeCall]] = defaultdict(list)
         for communicator, call in calls:
             if call.peer is None:
@@ -180,7 +180,7 @@ class FakeNccl:
 
 
 class FakeCommunicator:
-    """The communicator of one rank, with the interface `aiocoll.gpu.api.NcclCommunicator`.
+    """A communicator of one rank, with the interface `aiocoll.gpu.api.NcclCommunicator`.
 
     Only one thread at a time may call it, as in real NCCL.
     """
@@ -190,7 +190,7 @@ class FakeCommunicator:
         self.rank = rank
         self.device = nccl.cuda.current()
         self.bus_id = nccl.cuda.bus_id(self.device)
-        #: Whether the communicator connects to other ranks in the first call of each kind.
+        #: Whether the first call of each kind blocks until the communicator is connected to all other ranks.
         self.connects = nccl.connects and os.environ.get("NCCL_RUNTIME_CONNECT") != "0"
         self.aborted = False
         self.destroyed = False
@@ -202,22 +202,22 @@ class FakeCommunicator:
         self._ended = threading.Event()
 
     def fail(self, message: str = "unhandled system error") -> None:
-        """Make the communicator fail: no kernel ends any more, and `async_error` returns the message."""
+        """Make the communicator fail: its kernels never end, and `async_error` returns the message."""
         with self._world.lock:
             self._error = message
             self._world.stuck = True
 
     @property
     def in_flight(self) -> int:
-        """The number of calls that have started and not ended."""
+        """The number of NCCL calls that have started but not ended."""
         return len(self._in_flight)
 
     def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce over all ranks into every rank's `target`; in place if `source` is `target`."""
+        """Reduce the `source` of all ranks into every rank's `target`, which may equal `source`."""
         self._call("all_reduce", source, count, target, count, dtype, stream, op=op)
 
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
-        """Reduce over all ranks into the root's `target`."""
+        """Reduce the `source` of all ranks into the root's `target`."""
         written = count if self.rank == root else 0
         self._call("reduce", source, count, target, written, dtype, stream, op=op, root=root)
 
@@ -226,30 +226,30 @@ class FakeCommunicator:
         self._call("broadcast", source, count if self.rank == root else 0, target, count, dtype, stream, root=root)
 
     def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        """Concatenate every rank's `count` elements in every rank's `target`."""
+        """Concatenate all ranks' `source`, of `count` elements each, in every rank's `target`."""
         self._call("all_gather", source, count, target, count * self._world.size, dtype, stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce over all ranks, and write part r of `count` elements to rank r's `target`."""
+        """Reduce the `source` of all ranks, and write the r-th `count` elements to rank r's `target`."""
         self._call("reduce_scatter", source, count * self._world.size, target, count, dtype, stream, op=op)
 
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Send to `peer`; the kernel waits for the `recv` of the peer."""
+        """Send `count` elements to `peer`; the kernel ends when the peer receives them."""
         self._call("send", source, count, 0, 0, dtype, stream, peer=peer)
 
     def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Receive from `peer`."""
+        """Receive `count` elements from `peer`."""
         self._call("recv", 0, 0, target, count, dtype, stream, peer=peer)
 
     def async_error(self) -> str | None:
-        """Return the message of an asynchronous error, or None."""
+        """Return the message of an asynchronous NCCL error, or None."""
         with self._exclusive_call("async_error"):
             self._check_alive("async_error")
             self.nccl.begin("async_error")
             return self._error
 
     def abort(self) -> None:
-        """End all calls in flight with undefined results; any thread may call this."""
+        """Abort the communicator from any thread: all its calls in flight end with undefined results."""
         self.nccl.begin("abort")
         self._note_crash("abort")
         if self.nccl.abort_hangs:
@@ -266,7 +266,7 @@ class FakeCommunicator:
         self.nccl.cuda.rooms[self.device].wake_all()
 
     def destroy(self) -> None:
-        """End the communicator; wait until all ranks have ended it. No call may be in flight."""
+        """Destroy the communicator; block until all ranks have destroyed or aborted it."""
         self.nccl.begin("destroy")
         self._note_crash("destroy")
         self._check_alive("destroy")
@@ -295,7 +295,7 @@ class FakeCommunicator:
             self._inside.release()
 
     def _connect(self, name: str) -> None:
-        """Wait in the first call of each kind until all ranks have made it, unless `init` has connected them."""
+        """Block in the first call of each kind until all ranks have made it, unless `init` has connected the ranks."""
         if not self.connects or name in ("send", "recv"):
             return
         with self._world.lock:
@@ -330,7 +330,7 @@ class FakeCommunicator:
         root: int | None = None,
         peer: int | None = None,
     ) -> None:
-        """Check and start a call that reads `read` and writes `written` elements."""
+        """Check and start a call that reads `read` elements and writes `written` elements."""
         with self._exclusive_call(name):
             self.nccl.begin(name)
             self._check_alive(name)
@@ -372,7 +372,7 @@ class FakeCommunicator:
             self.nccl.call(self, call)
 
     def start(self, calls: list[FakeCall], stream: int) -> None:
-        """Enqueue calls on the stream as one kernel."""
+        """Enqueue NCCL calls on a stream as one kernel."""
         number = self._called
         self._called += calls[0].peer is None
         with self._world.lock:
@@ -383,7 +383,7 @@ class FakeCommunicator:
         on.kernel(lambda: self._run(calls, number), cuda.latency)
 
     def _run(self, calls: list[FakeCall], number: int) -> None:
-        """Carry out the kernel in the thread of the stream."""
+        """Execute the kernel of NCCL calls in the stream's thread."""
         room = self.nccl.cuda.rooms[self.device]
         room.enter(self, lambda: self.aborted, self.nccl.cuda.blocked)
         try:

@@ -1,4 +1,4 @@
-"""Space for NCCL kernels on a fake device, which runs kernels of one communicator at a time.
+"""Occupancy of a fake device: it runs NCCL kernels of only one communicator at a time.
 
 A real device may run kernels of several communicators at once, depending on its load and on the blocks that NCCL uses.
 The fake assumes the worst case: a kernel waits until those of other communicators have ended, on all streams. So ranks
@@ -14,7 +14,7 @@ from .streams import Blocked
 
 
 class Room:
-    """The space for NCCL kernels on one fake device.
+    """A lock on one fake device that all NCCL kernels of one communicator can hold together.
 
     Attributes:
         owner: the communicator whose kernels run; None if no kernel runs.
@@ -27,7 +27,7 @@ class Room:
         self._waiting: list[threading.Event] = []
 
     def enter(self, owner: object, has_ended: Callable[[], bool], blocked: Blocked) -> None:
-        """Wait until a kernel of `owner` may run, or until `has_ended` returns True."""
+        """Wait until kernels of communicator `owner` may run, or until `has_ended` returns True."""
         while True:
             with self._lock:
                 if self.owner in (None, owner) or has_ended() or blocked.is_closed:
@@ -39,7 +39,7 @@ class Room:
             blocked.wait(changed)
 
     def wait_until_free(self, blocked: Blocked) -> bool:
-        """Wait until no NCCL kernel runs; return whether this had to wait."""
+        """Wait until no NCCL kernel runs on the device; return whether the caller had to wait."""
         waited = False
         while True:
             with self._lock:
@@ -51,7 +51,7 @@ class Room:
             blocked.wait(changed)
 
     def leave(self) -> None:
-        """Record the end of a kernel, which frees its space."""
+        """Record the end of a kernel; after the last one, other communicators may run kernels."""
         with self._lock:
             self._running -= 1
             if not self._running:
@@ -59,7 +59,7 @@ class Room:
         self.wake_all()
 
     def wake_all(self) -> None:
-        """Wake all waiting threads, so that they check the space again."""
+        """Wake all waiting threads, so that each checks again whether its kernel may run."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for each in waiting:

@@ -1,4 +1,4 @@
-"""Streams and events of a fake CUDA: each stream is a queue with a thread that carries out its entries."""
+"""Streams and events of a fake CUDA: each stream is a queue with a thread that executes its entries."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 from aiocoll.gpu.api import DeviceError
 
-#: The capacity of a stream. A thread that enqueues more waits until an entry is done.
+#: The maximum number of entries in a stream. A thread that enqueues more waits until an entry is done.
 ROOM = 1024
-#: The number of pending events per stream for which threads may sleep. A thread that records one more waits.
+#: The maximum number of pending events with `sleeps` per stream. A thread that records one more waits.
 SLEEPING = 56
 
 
 class Blocked:
-    """The events for which threads wait, and which `end` sets to release the threads."""
+    """The events for which threads of the fake CUDA wait; `end` sets all of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,7 +24,7 @@ class Blocked:
         self.is_closed = False
 
     def wait(self, event: threading.Event, seconds: float | None = None) -> None:
-        """Wait for `event`, or until the fake is closed."""
+        """Wait for `event`, or until `end` has been called."""
         with self._lock:
             if self.is_closed:
                 return
@@ -34,7 +34,7 @@ class Blocked:
             self._events.discard(event)
 
     def end(self) -> None:
-        """Release all waiting threads, now and later."""
+        """Release all waiting threads, and make later waits return at once."""
         with self._lock:
             self.is_closed = True
             for event in self._events:
@@ -42,7 +42,7 @@ class Blocked:
 
 
 class Mark:
-    """A position in a stream. It is done when all earlier work is done or has failed."""
+    """A position in a stream, which is done when all work before it is done or has failed."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -50,35 +50,35 @@ class Mark:
         device.marks.add(self)
 
     def finish(self) -> None:
-        """Mark all earlier work as done."""
+        """Set the mark to done."""
         self._device.marks.discard(self)
         self.passed.set()
 
     def is_done(self, call: str) -> bool:
-        """Return whether the earlier work is done; raise `DeviceError` if the device has failed."""
+        """Return whether the work before the mark is done; raise a `DeviceError` if the device has failed."""
         self._device.check(call)
         return self.passed.is_set()
 
 
 class Gate:
-    """A kernel that runs until `open` is called."""
+    """A kernel that runs until a test calls `open`."""
 
     def __init__(self) -> None:
         self.running = threading.Event()
         self._open = threading.Event()
 
     def open(self) -> None:
-        """Allow the kernel to end."""
+        """Let the kernel end."""
         self._open.set()
 
     def run(self, blocked: Blocked) -> None:
-        """Carry out the kernel in the thread of the stream."""
+        """Execute the kernel in the stream's thread."""
         self.running.set()
         blocked.wait(self._open)
 
 
 class FakeDevice:
-    """A device of a fake CUDA, with its permanent error and its pending marks."""
+    """A device of a fake CUDA, with its permanent error and the pending marks of its streams."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -89,19 +89,19 @@ class FakeDevice:
         self.past.finish()
 
     def fail(self, message: str) -> None:
-        """Make the device fail for good, and end all waits for its marks."""
+        """Make the device fail permanently, and end all waits for its marks."""
         self.error = self.error or message
         for mark in list(self.marks):
             mark.finish()
 
     def check(self, call: str) -> None:
-        """Raise the error of the device if it has failed."""
+        """Raise a `DeviceError` if the device has failed."""
         if self.error is not None:
             raise DeviceError(call, self.error)
 
 
 class FakeStream:
-    """A queue of work with its own thread, which starts with the first entry.
+    """A queue of device work with its own thread, which starts with the first entry.
 
     Args:
         device: the device of the stream.
@@ -120,13 +120,13 @@ class FakeStream:
         self._wake = threading.Condition(self._lock)
         self._steps: int | None = None
         self._is_busy = False
-        #: Marks of events for which threads may sleep; some may be done.
+        #: Marks of recorded events with `sleeps`; some may already be done.
         self.sleeping: deque[Mark] = deque()
-        # Returns whether the fake CUDA is closed and so accepts no more work.
+        # True if the stream accepts no more work. A stream of a closed fake CUDA never accepts any.
         self._is_closed = blocked.is_closed
 
     def put(self, item: Callable[[], None]) -> None:
-        """Enqueue `item`, which is called when all earlier entries are done."""
+        """Enqueue `item`; the stream's thread calls it when all earlier entries are done."""
         with self._lock:
             if len(self._items) >= ROOM and not self._is_closed:
                 self._full.append(threading.current_thread().name)
@@ -141,20 +141,20 @@ class FakeStream:
             self._wake.notify_all()
 
     def step(self, steps: int | None) -> None:
-        """Carry out `steps` more entries and then pause; None continues without a limit."""
+        """Execute `steps` more entries and then pause; None removes the limit."""
         with self._lock:
             self._steps = None if steps is None else (self._steps or 0) + steps
             self._wake.notify_all()
 
     def close(self) -> None:
-        """Accept no more work; the entries in the queue are still carried out."""
+        """Refuse later work; entries already in the queue are still executed."""
         with self._lock:
             self._is_closed = True
             self._steps = None
             self._wake.notify_all()
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread of a closed stream."""
+        """Wait for the end of a closed stream's thread."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -180,14 +180,14 @@ class FakeStream:
             return self._items.popleft()
 
     def _is_idle(self) -> bool:
-        """Return whether all entries are done; if so, entries that take no time need not wake the thread."""
+        """Return whether all entries are done, so that a mark or a wait needs no entry in the queue."""
         with self._lock:
             return not (self._items or self._is_busy or self._is_closed) and self._steps is None
 
     # -- entries
 
     def mark(self) -> Mark:
-        """Return a mark behind all current entries; on an idle stream it is done at once, as on a real device."""
+        """Return a mark after all current entries; on an idle stream it is already done, as on a real device."""
         if self._is_idle():
             return self.device.past
         mark = Mark(self.device)
@@ -197,12 +197,12 @@ class FakeStream:
         return mark
 
     def wait(self, mark: Mark) -> None:
-        """Make later entries wait for a mark in another stream."""
+        """Make entries enqueued later wait for a mark, usually of another stream."""
         if not (self._is_idle() and mark.passed.is_set()):
             self.put(lambda: self._blocked.wait(mark.passed))
 
     def kernel(self, work: Callable[[], None], seconds: float) -> None:
-        """Enqueue `work`, which starts after `seconds` unless the device has failed by then."""
+        """Enqueue a call of `work`, after a delay of `seconds`; skip the call if the device has failed."""
 
         def run() -> None:
             if seconds:

@@ -1,4 +1,4 @@
-"""Fixtures: a fake CUDA, and a device on it."""
+"""Pytest fixtures: a fake CUDA, and one of its devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signatures of the CuPy 14.2 functions that aiocoll calls, from their docstrings, and CuPy's constants."""
+"""Signatures of the CuPy 14.2 functions that aiocoll calls, copied from CuPy's docstrings, and CuPy's constants."""
 
 #: Signatures of CuPy functions and classes written in Cython.
 SIGNATURES = {
@@ -80,7 +80,7 @@ CONSTANTS = {
     "cuda.runtime.memcpyDeviceToDevice": 3,
 }
 
-#: Numbers of NCCL that CuPy passes on unchanged.
+#: NCCL's dtype and op numbers, which CuPy also uses.
 NCCL_NUMBERS = {
     "NCCL_INT8": 0,
     "NCCL_UINT8": 1,

@@ -1,4 +1,4 @@
-"""Helpers for tests of devices: a fake CUDA, calls that wait for a gate, and objects whose release is recorded."""
+"""Helpers for device tests: a fake CUDA, device calls that wait for a gate, and objects with recorded release."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..ranks import wait_until
 
 @contextmanager
 def fake_cuda(devices: int = 2) -> Iterator[FakeCuda]:
-    """Yield a fake CUDA; at the end, release waiting threads and close the devices on it."""
+    """Yield a fake CUDA; at the end, release all waiting threads and close its devices."""
     with FakeCuda(devices) as cuda:
         yield cuda
     assert cuda.full == []
@@ -30,11 +30,11 @@ def fake_cuda(devices: int = 2) -> Iterator[FakeCuda]:
 
 
 def do_nothing() -> None:
-    """Enqueue no work, so that the stream stays empty."""
+    """Do nothing: a device call that leaves its stream empty."""
 
 
 class TrackedObjects:
-    """Objects whose release is recorded.
+    """A factory of objects that records the thread which releases each object.
 
     Attributes:
         freed_in: for each released object, the id of the thread that released it.
@@ -58,14 +58,14 @@ def launch_call(
     keep: object = None,
     before: int | None = 0,
 ) -> tuple[Launched, asyncio.Future[None]]:
-    """Launch a device call on a stream; return the call, and a future that is done when the call ends.
+    """Launch a device call on a stream; return the call and a future that finishes with the call.
 
     Args:
-        device: where to launch.
+        device: the device of the stream.
         stream: handle of the stream.
-        call: enqueues the work.
+        call: a function that enqueues the work.
         keep: object that must live until the call ends.
-        before: a stream whose current work comes first; None for no such stream.
+        before: a stream whose current work runs before the call; None for no such stream.
     """
     mark = None if before is None else device.mark(before)
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -108,7 +108,7 @@ class GatedCall:
 
 
 class Batch(GatedCall):
-    """The first of several device calls, whose ends the completion thread finds only after all have ended."""
+    """A first device call that hides all call ends from the completion thread until the whole batch has ended."""
 
     def __init__(self, cuda: FakeCuda, device: Device, stream: int) -> None:
         super().__init__(cuda, stream)
@@ -117,7 +117,7 @@ class Batch(GatedCall):
         cuda.hooks.append(self._called)
 
     async def wait_until_queued(self, calls: int) -> None:
-        """Wait until `calls` device calls are on the stream and the completion thread waits for the first one."""
+        """Wait until the stream has `calls` device calls and the completion thread waits for the first one."""
         await wait_until(lambda: self._waits.is_set() and len(self._waiter._calls) == calls)
 
     def _called(self, call: str) -> None:

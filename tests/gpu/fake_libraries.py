@@ -1,4 +1,4 @@
-"""Fake libraries for both adapters: C libraries libcuda and libnccl, and a CuPy, which call the fakes.
+"""Fake libcuda, libnccl and CuPy that call the fake CUDA and NCCL, so that tests run through the real adapters.
 
 The libnccl has non-blocking communicators: its calls return unfinished, and the first status query after a call reports
 the same.
@@ -43,7 +43,7 @@ DRIVER_H = {
 }
 SUCCESS, REFUSED, NOT_READY, FAILED = 0, 1, 600, 719
 IN_PROGRESS, NCCL_FAILED, NCCL_REFUSED = 7, 1, 4
-#: The CUDA event flag that lets waiting threads sleep (blocking sync).
+#: The CUDA event flag (blocking sync) with which waiting threads sleep instead of spinning.
 _SLEEPS = 1
 _MAJOR = 75
 _WIDE = ctypes.c_uint64
@@ -53,7 +53,7 @@ _NAME = ctypes.create_string_buffer(b"CUDA_ERROR_OF_A_FAKE")
 def _library(
     headers: dict[str, str], functions: dict[str, Callable[..., int | None]], refused: int, failed: int
 ) -> Any:
-    """Return a C library whose functions call `functions`; an exception becomes an error status."""
+    """Return a C library whose functions call `functions`; a `DeviceError` becomes an error status."""
 
     def function(name: str) -> Any:
         call = functions[name]
@@ -70,7 +70,7 @@ def _library(
 
 
 def libcuda(cuda: FakeCuda) -> Any:
-    """Return a fake libcuda whose functions call a fake CUDA."""
+    """Return a fake libcuda whose functions call a `FakeCuda`."""
     locked: dict[int, Any] = {}
 
     def lock(where: Pointer, nbytes: int, flags: int) -> None:
@@ -121,7 +121,7 @@ def _write(where: Pointer, text: bytes) -> None:
 
 
 class _Communicator:
-    """The NCCL communicator of one rank, which reports calls in progress as NCCL does.
+    """A communicator of the fake libnccl for one rank, which reports calls in progress as NCCL does.
 
     A thread creates and finalizes a nonblocking communicator. Its other calls have finished when they return, but the
     next status is still "in progress". The calls of a blocking communicator have finished when they return.
@@ -160,7 +160,7 @@ class _Communicator:
 
 
 def libnccl(cuda: FakeCuda, nccl: Any) -> Any:
-    """Return a fake libnccl whose functions call a fake NCCL: `FakeNccl` or `FarNccl`."""
+    """Return a fake libnccl whose functions call a `FakeNccl` or a `FarNccl`."""
     communicators: dict[int, _Communicator] = {}
     handles = itertools.count(0x7F00_0000_0000, 0x100)
 
@@ -229,14 +229,14 @@ def libnccl(cuda: FakeCuda, nccl: Any) -> Any:
 
 
 class _Text:
-    """A C function that returns the text of an error status."""
+    """A C function that returns the text of an NCCL error status."""
 
     def __call__(self, status: int) -> bytes:
         return b"status %d of a fake" % status
 
 
 class _Cuda(CtypesCuda):
-    """The ctypes adapter with the kernels of the fake, since its own kernels need torch."""
+    """A ctypes adapter with the kernels of the fake CUDA, since the adapter's own kernels need torch."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__(libcuda(cuda))
@@ -244,7 +244,7 @@ class _Cuda(CtypesCuda):
 
 
 class _FakeLog(stub_cupy.Log):
-    """A log of CuPy calls that carries out the calls on the fakes."""
+    """A log of CuPy calls that passes the calls on to the fake CUDA and NCCL."""
 
     def __init__(self, cuda: FakeCuda, nccl: Any) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class _FakeLog(stub_cupy.Log):
 
 @contextmanager
 def _cupy_errors(kind: Callable[[int], Exception]) -> Iterator[None]:
-    """Raise errors of the fakes as CuPy's errors."""
+    """Raise each `DeviceError` of the fakes as the corresponding CuPy error."""
     try:
         yield
     except DeviceError as error:
@@ -293,7 +293,7 @@ def _cupy_errors(kind: Callable[[int], Exception]) -> Iterator[None]:
 
 
 def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
-    """Return CUDA and NCCL from `aiocoll.gpu.cupy_api`, with a CuPy whose functions call the fakes."""
+    """Return CUDA and NCCL adapters from `aiocoll.gpu.cupy_api` with a CuPy that calls the fakes."""
 
     class Pinned:
         def __init__(self, size: int) -> None:
@@ -344,7 +344,7 @@ def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
 
 
 def select_adapter(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
-    """Return CUDA and NCCL through the adapter that `ADAPTER` names, or the fakes themselves without the variable."""
+    """Return CUDA and NCCL through the adapter in the variable `ADAPTER`, or plain fakes if `ADAPTER` is unset."""
     name = os.environ.get(ADAPTER)
     if name is None:
         return cuda, nccl

@@ -1,4 +1,4 @@
-"""Ranks for tests of the fakes: threads with a device and a stream each."""
+"""Ranks for tests of the fake NCCL: threads, each with a device and a stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..fakes.nccl import FakeCommunicator, FakeNccl
 
 
 class Rank:
-    """A rank of a fake NCCL communicator, for the thread that creates it."""
+    """A rank of a fake NCCL communicator, which belongs to the thread that creates the rank."""
 
     def __init__(self, nccl: FakeNccl, unique_id: bytes, rank: int, world_size: int) -> None:
         self.nccl, self.cuda, self.rank, self.world_size = nccl, nccl.cuda, rank, world_size
@@ -20,12 +20,12 @@ class Rank:
         self.communicator: FakeCommunicator = nccl.init(world_size, unique_id, rank)
 
     def finish(self) -> None:
-        """Wait until the work on the stream is done."""
+        """Wait until the work on this rank's stream is done."""
         self.cuda.stream_synchronize(self.stream)
 
 
 def results_by_rank(cuda: FakeCuda, nccl: FakeNccl, world_size: int, fn: Callable[[Rank], Any]) -> list[Any]:
-    """Run `fn` on every rank, each in a thread; return the results by rank."""
+    """Run `fn` on every rank in a separate thread; return the results in rank order."""
     unique_id = nccl.unique_id()
     with ThreadPoolExecutor(world_size) as threads:
         running = [

@@ -1,4 +1,4 @@
-"""Helpers for tests of groups on fake devices: fake CUDA and NCCL, a torch lookalike, and checked calls."""
+"""Helpers for tests of groups on fake devices: fake CUDA and NCCL, a torch lookalike, and calls with checks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from ..internals import dispatcher_of
 from ..ranks import run_ranks, wait_until
 from .fake_libraries import select_adapter
 
-#: How calls handle CUDA arrays: by NCCL, or staged through the host.
+#: The two ways to reduce or transfer CUDA arrays: by NCCL, or staged through host memory.
 WAYS = ("nccl", "staged")
 
 
 class SupportsClear(Protocol):
-    """A list, a counter or another record that can be cleared."""
+    """A list, a counter or another collection with a `clear` method."""
 
     def clear(self) -> None: ...
 
 
 class Gpus:
-    """Fake devices in this process, one per rank.
+    """A set of fake devices in this process, one per rank.
 
     Attributes:
         cuda: the fake CUDA.
@@ -54,7 +54,7 @@ class Gpus:
         self.torch = Torch(lambda stream, device, work: cuda.kernel(stream, work, device))
 
     def tensor(self, values: Any, device: int, dtype: str | None = None, margin: int = 0) -> Any:
-        """Return a device tensor with `margin` additional ones before and after it.
+        """Return a device tensor, with `margin` additional elements of value 1 before and after it.
 
         Values of dtypes that NumPy lacks have the types of ml_dtypes.
         """
@@ -68,29 +68,29 @@ class Gpus:
         return tensor
 
     def stream(self, device: int) -> int:
-        """Make a new stream current on a device, and return it."""
+        """Create a stream, make it current on a device, and return it."""
         stream = Events(self.cuda, device).on_device(self.cuda.stream_create)
         self.torch.streams[device] = stream
         return stream
 
     def gate(self, device: int) -> Gate:
-        """Return a gate that holds up later work on the current stream of a device until it is opened."""
+        """Block later work on the current stream of a device until the returned gate is opened."""
         return self.cuda.gate(self.torch.streams.get(device, 0), device)
 
     def calls(self) -> list[str]:
-        """Return a list to which the names of all later NCCL calls of all ranks are appended."""
+        """Return a list that records the names of all later NCCL calls of all ranks."""
         names: list[str] = []
         self.nccl.hooks.append(names.append)
         return names
 
     def shared_device(self, device: int) -> Device:
-        """Return the `Device` that all groups on a device share."""
+        """Return the `Device` object that all groups on a device share."""
         return Device.of(runtime()[0], device)
 
 
 @contextmanager
 def gpus(devices: int, way: str = "nccl", library: Callable[[FakeCuda], Any] = FakeNccl) -> Iterator[Gpus]:
-    """Yield fake devices, and make groups use them.
+    """Yield fake devices, and make groups use them in the ``with`` block.
 
     Args:
         devices: the number of devices.
@@ -124,7 +124,7 @@ async def run_with_gpus(world_size: int, body: Callable[..., Awaitable[Any]], *a
 
 
 async def clear_counts(pg: ProcessGroup, counts: SupportsClear) -> None:
-    """Clear counts of all ranks while none of them makes a call."""
+    """Clear call counts between two barriers, while no rank makes a call."""
     await pg.barrier()
     counts.clear()
     await pg.barrier()
@@ -138,19 +138,19 @@ def join_threads() -> None:
 
 
 def host(tensor: Any) -> NDArray[Any]:
-    """Return the current values of a tensor, without waiting for a stream."""
+    """Return a tensor's current values, without waiting for a stream."""
     values: NDArray[Any] = tensor.values
     return values
 
 
 async def wait_for_idle_launcher(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Wait until the launcher thread is idle; until then, calls are launched through that thread."""
+    """Wait until the launcher thread is idle, so that the event loop itself launches the next call."""
     device = gpu.shared_device(pg.rank())
     await wait_until(lambda: not device.is_launching)
 
 
 async def repeat_allreduce(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -> Any:
-    """Repeat an allreduce, so that later calls are launched before they are compared; return the tensor."""
+    """Repeat an allreduce until it is launched ahead of its comparison; return the tensor."""
     tensor = gpu.tensor(np.ones(count), pg.rank())
     for number in range(1, passes + 1):
         assert await pg.allreduce(tensor) is tensor
@@ -185,24 +185,24 @@ def start_allreduce(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
 
 
 def start_list(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
-    """Start a list of allreduces, one of which must be staged."""
+    """Start a list call with four allreduces, one of which must be staged."""
     tensors = [gpu.tensor(np.ones(3, int), pg.rank()) for _ in range(3)]
     return pg.allreduce_coalesced([*tensors, gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
 
 
 def start_unless_revoked(pg: ProcessGroup, gpu: Gpus, call: Any = start_allreduce, **more: Any) -> Any:
-    """Start a call; return None if the group has already failed on another rank."""
+    """Start a call; return None if the group has already been revoked."""
     with contextlib.suppress(GroupRevokedError):
         return call(pg, gpu, **more)
     return None
 
 
 async def check_failure(pg: ProcessGroup, work: Any, match: str, kind: type[GroupError] = GroupError) -> None:
-    """Check that a group fails with the expected error.
+    """Check that the group is revoked with the expected error.
 
     Args:
         pg: the group.
-        work: must fail for the same reason, unless it finished before; None for no work.
+        work: a work that must fail for the same reason, unless it finished earlier; None for no work.
         match: pattern of the message.
         kind: class of the error.
     """
@@ -217,7 +217,7 @@ async def check_failure(pg: ProcessGroup, work: Any, match: str, kind: type[Grou
 
 
 async def end_group(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) -> None:
-    """End the group, and check that all works fail before the gate of the device opens."""
+    """Abort the group or shut it down, and check that all works fail before the gate of the device opens."""
     pg.timeout = 0.01  # the time for which `shutdown` waits for the works
     if end == "abort":
         pg.abort("enough")
@@ -226,7 +226,7 @@ async def end_group(pg: ProcessGroup, works: list[Any], end: str, gate: Gate) ->
     gate.open()
     await ending
     for work in works:
-        # During a shutdown, the notice that the peer has left may arrive before this rank's timeout.
+        # During a shutdown, the peer's goodbye may arrive before this rank's timeout expires.
         with pytest.raises(GroupError, match="enough" if end == "abort" else "closed|has left"):
             await work
 

@@ -1,4 +1,4 @@
-"""The software and devices of this machine, which ``python -m tests.gpu.machine_info FILE`` writes as JSON.
+"""A report of this machine's software and devices: ``python -m tests.gpu.machine_info FILE`` writes it as JSON.
 
 This runs in a separate process, because a broken driver or library may hang or crash it.
 """
@@ -29,21 +29,21 @@ MODULES = {
     "cupy": (14,),
     "torch": (2,),
 }
-#: Modules of pytest plugins, by the entry points of their installed packages.
+#: Modules of pytest plugins, by the names of their packages' entry points.
 PLUGINS = {"asyncio": "pytest_asyncio.plugin", "aiocoll": "aiocoll.testing.plugin"}
-#: Requirements of steps, in the order of the report. Without the requirements in `VITAL`, no step can run.
+#: Requirements of the test steps, in the order of the report. Without those in `VITAL`, no step can run.
 VITAL = ("numpy", "msgpack", "arrays", "device")
 NEEDED = (*VITAL, "nccl", "ctypes", "ml_dtypes", "pytest", "pytest_asyncio", "uvloop")
-#: Requirements that may be missing: steps that need one of these are skipped, which is not a failure.
+#: Optional requirements: a step that needs a missing one is skipped, which is not a failure.
 OPTIONAL = (*REAL, "two devices")
-#: Requirements that the fake device replaces.
+#: Requirements that a run on the fake device does not have.
 ON_REAL = ("arrays", "device", "nccl", "ctypes", *OPTIONAL)
 
 Found = dict[str, Any]
 
 
 def describe_machine(note: Callable[[Found], object] = lambda found: None) -> Found:
-    """Return a description of the machine; a part that cannot be described is replaced by its error message.
+    """Return a description of the machine; a failed query is replaced by its error message.
 
     Args:
         note: called with the parts known so far, before each part, because a part may hang or crash the process.
@@ -71,7 +71,7 @@ def describe_machine(note: Callable[[Found], object] = lambda found: None) -> Fo
 
 
 def missing_parts(found: Mapping[str, Any], fake: bool) -> dict[str, str]:
-    """Return the missing requirements with the reasons, by their names in `NEEDED` and `OPTIONAL`."""
+    """Return the missing requirements of `NEEDED` and `OPTIONAL`, with a reason for each."""
     gone = {}
     for name, oldest in MODULES.items():
         version = found["modules"][name]
@@ -93,13 +93,13 @@ def missing_parts(found: Mapping[str, Any], fake: bool) -> dict[str, str]:
 
 
 def plugin_options(found: Mapping[str, Any]) -> list[str]:
-    """Return pytest options that load the plugins of packages that are importable but not installed."""
+    """Return pytest options for plugins whose packages are importable but not installed."""
     gone = [module for name, module in PLUGINS.items() if name not in found["plugins"]]
     return [word for module in gone for word in ("-p", module)]
 
 
 def format_description(found: Mapping[str, Any]) -> str:
-    """Return the description as lines of text."""
+    """Return the machine description as lines of text."""
     modules = [f"{name} {version}" for name, version in found["modules"].items() if isinstance(version, str)]
     lines = [f"Python {found['python']}, {found['executable']}", ", ".join(modules)]
     for name in ("driver", "cuda", "nccl", "ctypes", "interfaces", "settings"):
@@ -116,12 +116,12 @@ def _result_or_error(query: Callable[[], Any]) -> Any:
 
 
 def _version(name: str) -> str:
-    """Import a module and return its version; for torch, whose import is slow, read the package's metadata."""
+    """Return the version of a module by importing it; for torch, which imports slowly, read the package metadata."""
     return metadata.version(name) if name == "torch" else str(importlib.import_module(name).__version__)
 
 
 def _driver() -> Found:
-    """Return the version and the device count of the driver, without CuPy."""
+    """Return the version of the CUDA driver and its device count, without CuPy."""
     import ctypes
 
     driver = ctypes.CDLL("libcuda.so.1")
@@ -133,7 +133,7 @@ def _driver() -> Found:
 
 
 def _cuda() -> Found:
-    """Return the CUDA runtime and devices as groups find them: by CuPy, or by ctypes without CuPy."""
+    """Return the CUDA runtime and devices that groups would use, through CuPy or ctypes."""
     from aiocoll.gpu.provider import runtime
 
     made, _ = runtime()
@@ -155,7 +155,7 @@ def _nccl() -> Found:
 
 
 def _ctypes() -> Found:
-    """Return the versions of driver and NCCL by ctypes, even if CuPy is installed."""
+    """Return the versions of the CUDA driver and of NCCL by ctypes, even if CuPy is installed."""
     from aiocoll.gpu.provider import by_ctypes
 
     cuda, nccl, why = by_ctypes()
@@ -165,7 +165,7 @@ def _ctypes() -> Found:
 
 
 def _interfaces() -> Found:
-    """Return the states of the network interfaces; raise an error if the loopback does not work."""
+    """Return the state of each network interface; raise an error if the loopback does not work."""
     found = {name: _interface_state(name) for _, name in socket.if_nameindex()}
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()[:2], 5):
         return {**found, "127.0.0.1": "answers"}

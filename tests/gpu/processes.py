@@ -1,4 +1,4 @@
-"""Code that runs in a separate process."""
+"""A helper that runs Python code in a separate process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_code(code: str) -> str:
-    """Run `code` in a process where warnings are errors; return its output."""
+    """Run Python code in a new process where warnings are errors; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

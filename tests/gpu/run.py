@@ -1,4 +1,4 @@
-"""The GPU tests in under 8 minutes: ``make gpu``, or ``python tests/gpu/run.py [--fake] [FOLDER]``.
+"""A runner of the GPU tests in under 8 minutes: ``make gpu``, or ``python tests/gpu/run.py [--fake] [FOLDER]``.
 
 The command first prints missing requirements. Each step is a process with its own time limit. A step that hangs writes
 the stacks of its threads and is killed with its children. The command installs and downloads nothing. It writes to
@@ -28,19 +28,19 @@ from tests.gpu import machine_info  # noqa: E402
 from tests.gpu.on_device.two import TWO_BY, way_for_version  # noqa: E402
 from tests.gpu.steps import Outcome, Step, all_steps, run_step  # noqa: E402
 
-#: Time limits in seconds: for the whole run, and for describing the machine.
+#: Time limits in seconds: for the whole run, and for the description of the machine.
 WHOLE, LOOKING = 470.0, 60.0
-#: Seconds that must be left to start another step.
+#: The time in seconds that must remain to start another step.
 LEAST = 5.0
-#: The number of output lines that are shown, for a failed step and for a passed one.
+#: The maximum number of printed output lines of a failed step, and of a passed step.
 SHOWN = (60, 3)
-#: Environment variables for NCCL, which would otherwise open a port (RAS) and log more.
+#: NCCL environment variables that prevent an open port (RAS) and long logs.
 QUIET = {"NCCL_RAS_ENABLE": "0", "NCCL_DEBUG": "WARN"}
 FAILURES = ("failed", "hung", "not run")
 
 
 class Run:
-    """A run of the steps.
+    """A run of all test steps, with its results.
 
     Args:
         folder: for the results.
@@ -62,7 +62,7 @@ class Run:
         self.log.write_bytes(b"")
 
     def check_machine(self) -> bool:
-        """Print the description of the machine and the missing requirements; return whether any step can run."""
+        """Print the machine description and the missing requirements; return whether any step can run."""
         into = Path(self._scratch.name) / "found.json"
         step = Step("versions and interfaces", LOOKING, ("-m", "tests.gpu.machine_info", str(into)))
         self._record(step.name, run_step(step, step.limit, self.environment, self.log))
@@ -87,7 +87,7 @@ class Run:
         return not any(name in self.missing for name in machine_info.VITAL)
 
     def run_steps(self, chosen: Sequence[Step]) -> None:
-        """Run the steps whose requirements are met, while there is time."""
+        """Run the chosen steps whose requirements are met, until the time is used up."""
         for step in chosen:
             where = self.log.stat().st_size
             outcome = self._reason_not_to_run(step)
@@ -100,7 +100,7 @@ class Run:
             print(f"{step.name}: {outcome.state}, {outcome.seconds:g} s {outcome.why}", flush=True)
 
     def _reason_not_to_run(self, step: Step) -> Outcome | None:
-        """Return an outcome with the reason if a step cannot run, otherwise None."""
+        """Return an outcome with the reason why a step cannot run, or None if the step can run."""
         if lacking := [name for name in step.needs if name in self.missing]:
             state = "left out" if set(lacking) <= {*machine_info.OPTIONAL} else "not run"
             return Outcome(state, why=f"missing: {', '.join(lacking)}")
@@ -119,12 +119,12 @@ class Run:
         return "\n".join(self.log.read_bytes()[where:].decode(errors="replace").splitlines()[-lines:])
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return the figures that the steps have measured."""
+        """Return the measurements that the steps have recorded."""
         lines = self._figures.read_text().splitlines() if self._figures.exists() else []
         return [json.loads(line) for line in lines]
 
     def write(self) -> None:
-        """Write the results so far to `results.json`."""
+        """Write the current results to `results.json`."""
         results = {
             "fake": self.fake,
             "found": self.found,
@@ -135,7 +135,7 @@ class Run:
         (self.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
     def print_summary(self) -> bool:
-        """Print the figures and the outcome; return whether no step failed."""
+        """Print the measurements and the outcomes of all steps; return whether no step failed."""
         print("\n== figures")
         for each in self.figures():
             print(f"{each['world']:5}  {each['name']}: {each['value']}")
@@ -157,7 +157,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--fake", action="store_true", help="run the same steps on the fake device")
     parser.add_argument("--only", metavar="STEPS", help="names of the steps to run, separated by commas")
     args = parser.parse_args(words)
-    # Disable core dumps: SIGABRT would write one of a process with CUDA, which takes minutes.
+    # Disable core dumps. Otherwise, SIGABRT would dump a process that uses CUDA, which takes minutes.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with Run(args.folder.resolve(), args.fake) as run:
         if not run.check_machine():

@@ -1,4 +1,4 @@
-"""The kernels of `on_device/direct.py`, carried out by the fake CUDA."""
+"""The kernels of `on_device/direct.py` in Python, for the fake CUDA."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..fakes.cuda import FakeCuda
 from ..fakes.memory import HOST
 from .stub_driver import Pointer, write_number
 
-#: Seconds between two reads of the flag by a waiting kernel.
+#: The interval in seconds at which a waiting kernel polls its flag.
 LOOK = 0.0005
 _MODULE = 0x7F0D_0000_0000
 
 
 def kernel_functions(cuda: FakeCuda) -> dict[str, Callable[..., None]]:
-    """Return stand-ins for the functions of cuda.h that load and launch kernels."""
+    """Return Python replacements for the cuda.h functions that load and launch kernels."""
 
     def until(flag: int, nanoseconds: int) -> None:
         end, never = monotonic() + nanoseconds / 1e9, threading.Event()

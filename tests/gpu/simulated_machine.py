@@ -1,4 +1,4 @@
-"""A simulated machine with torch and without CuPy.
+"""A simulated machine that has torch but not CuPy.
 
 ``import torch`` imports a lookalike whose tensors are in memory of the fake device. ctypes loads a libcuda and a
 libnccl in front of the fakes. So aiocoll finds the libraries as on a real machine. Only their work is simulated.
@@ -29,7 +29,7 @@ from .groups import join_threads
 
 @contextmanager
 def torch_machine(devices: int = 1, library: Callable[[FakeCuda], Any] = FakeNccl) -> Iterator[FakeCuda]:
-    """Simulate the machine in a ``with`` block, and yield its fake CUDA.
+    """Simulate the machine during a ``with`` block; yield its fake CUDA.
 
     Args:
         devices: the number of devices.
@@ -60,7 +60,7 @@ def torch_machine(devices: int = 1, library: Callable[[FakeCuda], Any] = FakeNcc
 
 
 def _clear_caches() -> None:
-    """Clear the caches of imports and libraries, so that aiocoll searches again."""
+    """Clear the caches of aiocoll's searches for modules and libraries."""
     stub_cupy.unload_cupy_api()
     by_ctypes.cache_clear()
     _gpus.cache_clear()
@@ -72,7 +72,7 @@ class _Stream:
 
 
 class _Torch(Torch):
-    """The torch lookalike, with memory and streams of the fake device."""
+    """A torch lookalike with the memory and streams of the fake device."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__(lambda stream, device, work: cuda.kernel(stream, work, device), cuda.allocate)
@@ -94,14 +94,14 @@ class _Torch(Torch):
         return self.Tensor(self.new(shape, by_name(name).storage, ordinal), name, ordinal)
 
     def as_tensor(self, memory: Any, device: str) -> _Bytes:
-        """Return a tensor over given memory of the thread's device."""
+        """Return a tensor that shares the given memory of the thread's device."""
         assert device == "cuda"
         about = memory.__cuda_array_interface__
         assert about["typestr"] == "|u1"
         return _Bytes(about["data"][0], about["shape"][0])
 
     def mul(self, given: _Bytes, number: complex, out: _Bytes) -> None:
-        """Multiply on the current stream of the thread's device."""
+        """Enqueue a multiplication on the current stream of the thread's device."""
         cuda, stream = self._cuda, self.streams.get(self._cuda.current(), 0)
         count = given.nbytes // np.dtype(by_name(given.dtype).storage).itemsize
         cuda.kernels.scale(out.address, given.address, count, given.dtype, number, stream)
@@ -124,7 +124,7 @@ class _Torch(Torch):
 
 
 class _Bytes:
-    """Memory with a dtype."""
+    """A tensor lookalike: a block of device memory with a dtype."""
 
     def __init__(self, address: int, nbytes: int, dtype: str = "uint8") -> None:
         self.address, self.nbytes, self.dtype = address, nbytes, dtype
@@ -134,7 +134,7 @@ class _Bytes:
 
 
 class _Event:
-    """A torch event on the thread's device."""
+    """A torch event lookalike on the thread's device."""
 
     def __init__(self, cuda: FakeCuda, streams: dict[int, int]) -> None:
         self._cuda, self._streams, self._event = cuda, streams, cuda.event_create()

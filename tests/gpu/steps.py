@@ -1,4 +1,4 @@
-"""The steps of `run.py` and their processes, ordered so that the first steps show most about an unknown machine."""
+"""The steps of `run.py`: their processes, requirements and order."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from typing import NamedTuple
 from tests.gpu.device_kinds import ADAPTER, ADAPTERS, REAL, SIMULATED
 
 ROOT = Path(__file__).parents[2]
-#: Seconds for hung processes to write the stacks of their threads.
+#: The maximum time in seconds for hung processes to write the stacks of their threads.
 STACK_SECONDS = 3.0
-#: Load all kernels at the start: otherwise CUDA loads a kernel at its first launch, and waits for running kernels. Not
-#: with torch, whose kernels take many seconds to load in each process.
+#: Load all CUDA kernels at the start. Otherwise, CUDA loads a kernel at its first launch, which waits for running
+#: kernels. torch is an exception: its kernels take many seconds to load in each process.
 EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
 
-#: The factor for time limits on the fake device, where other processes may load the machine.
+#: The factor for time limits on the fake device, because other processes may slow the machine down.
 SLOW = 2
 
-#: Modes of `on_device/aiocoll_rank.py` that run with each adapter.
+#: The modes of `on_device/aiocoll_rank.py` that run with each adapter.
 PAIRED = ("sum", "killed", "aborted", "mismatched", "crossed", "queued")
-#: Requirements of all tests, and of those that pytest runs.
+#: Requirements of every step with NCCL, and of the steps that pytest runs.
 TESTS = ("nccl", "pytest", "ml_dtypes")
 PYTEST = (*TESTS, "pytest_asyncio")
 
 
 class Step(NamedTuple):
-    """A step of the run, in a process.
+    """A test step, which runs in a separate process.
 
     Attributes:
         name: of the step.
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of a step.
+    """The outcome of a test step: its state, duration and reason.
 
     Attributes:
         state: "passed", "failed", "hung", "left out" or "not run"; all but the first and "left out" are failures.
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
 
 class _Maker(NamedTuple):
-    """A factory for steps.
+    """A factory for test steps.
 
     Attributes:
         fake: whether the steps use the fake device.
@@ -84,23 +84,23 @@ class _Maker(NamedTuple):
 
     @property
     def kinds(self) -> Sequence[str]:
-        """The array libraries of this run, usable or not."""
+        """The device kinds of this run: simulated ones, or all array libraries for real devices."""
         return SIMULATED if self.fake else REAL
 
     @property
     def raw_by(self) -> str:
-        """The name of the library that calls NCCL in the first step with two ranks. Other steps run after it."""
+        """The library of the first step with two ranks, which uses NCCL without aiocoll; later steps depend on it."""
         return "library" if self.libraries[0] == "torch" else self.libraries[0]
 
     def needed(self, kind: str) -> Sequence[str]:
-        """Return the requirements of an array library; the fakes have no requirements."""
+        """Return the requirements of steps with this array library; simulated devices have none."""
         return () if self.fake else (kind,)
 
     def pytest(self, *more: str) -> Sequence[str]:
         return ("-m", "pytest", "-q", *self.plugins, "-W", "default", *more)
 
     def alone(self) -> Iterator[Step]:
-        """Yield the steps with one rank, for each array library."""
+        """Yield the single-rank steps of each array library."""
         for kind in self.kinds:
             needs = (*TESTS, *self.needed(kind))
             yield Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.single_rank", kind), needs)
@@ -108,12 +108,12 @@ class _Maker(NamedTuple):
     def two(
         self, name: str, module: str, how: str, after: str | None = "aiocoll", kind: str = "", **environment: str
     ) -> Step:
-        """Return a step with two ranks on one device."""
+        """Make a step with two ranks on one device."""
         words = ("-m", "tests.gpu.on_device.two", module, how, kind or self.libraries[0], str(self.folder))
         return Step(name, 55, words, TESTS, after, environment)
 
     def raw(self) -> Iterator[Step]:
-        """Yield steps with two ranks that call NCCL without aiocoll: by CuPy, and by libnccl."""
+        """Yield two steps with two ranks that call NCCL without aiocoll: by an array library, and by libnccl."""
         kind = self.kinds[0]
         step = self.two(f"raw by {kind}", "raw", kind, None, kind)
         yield step._replace(needs=(*step.needs, *self.needed(kind)))
@@ -121,7 +121,7 @@ class _Maker(NamedTuple):
         yield step._replace(needs=(*step.needs, *self.needed("ctypes")))
 
     def pairs(self) -> Iterator[Step]:
-        """Yield the steps with two ranks that use aiocoll."""
+        """Yield the steps in which two ranks use aiocoll."""
         yield self.two("aiocoll", "aiocoll_rank", "sum", after=f"raw by {self.raw_by}")
         yield from (self.two(how, "aiocoll_rank", how) for how in PAIRED[1:])
         yield self.two("compared before", "aiocoll_rank", "sum", AIOCOLL_VERIFY="before")
@@ -134,7 +134,7 @@ class _Maker(NamedTuple):
     def tests(
         self, file: str, limit: float, name: str = "", chosen: str = "", after: str | None = None
     ) -> Iterator[Step]:
-        """Yield steps that run a test file, or the tests that match `chosen`, for each array library."""
+        """Yield a step for each array library that runs a test file, or only its tests that match `chosen`."""
         for kind in self.kinds:
             which = f"{kind} and {chosen}" if chosen else kind
             picked = ("-m", "not gpu" if self.fake else "gpu", "-k", which, "--durations=3")
@@ -149,7 +149,7 @@ class _Maker(NamedTuple):
             )
 
     def adapters(self) -> Iterator[Step]:
-        """Yield steps that repeat calls through ctypes after CuPy; on the fake device, through both adapters."""
+        """Yield steps that repeat tests through the ctypes adapter; on the fake device, through both adapters."""
         for adapter in ADAPTERS if self.fake else ADAPTERS[1:]:
             yield from self.adapter(adapter)
 
@@ -177,7 +177,7 @@ class _Maker(NamedTuple):
 
 
 def all_steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Container[str]) -> list[Step]:
-    """Return the steps in order.
+    """Return all test steps of a run, in the order in which they run.
 
     Args:
         fake: whether to use the fake device.
@@ -205,7 +205,7 @@ def all_steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Contain
 
 
 def run_step(step: Step, limit: float, environment: Mapping[str, str], log: Path) -> Outcome:
-    """Run a step and append its output to `log`; a step that hangs first writes the stacks of its threads."""
+    """Run a step in a process and append its output to `log`; end the process at its time limit."""
     start = monotonic()
     with log.open("ab") as output:
         where = output.tell()  # remember the end of the log, since the step's output follows
@@ -238,7 +238,7 @@ def run_step(step: Step, limit: float, environment: Mapping[str, str], log: Path
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its descendants; if it still runs, let each write its stacks first."""
+    """End a process and its descendants; a process that still runs first writes its thread stacks."""
     family = [process.pid, *_descendants(process.pid)]
     if process.poll() is None:
         _abort_in_turn(family)
@@ -249,7 +249,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def _abort_in_turn(family: Sequence[int]) -> None:
-    """Let processes write their stacks one after the other, since simultaneous writes would mix in the log."""
+    """Let processes write their stacks one after the other, so that the stacks do not mix in the log."""
     deadline = monotonic() + STACK_SECONDS
     for pid in family:
         _kill(pid, signal.SIGSTOP)  # stopped, so that no process reacts to the end of another before its turn
@@ -266,7 +266,7 @@ def _kill(pid: int, how: signal.Signals) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the ids of a process's descendants."""
+    """Return the ids of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for each in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):

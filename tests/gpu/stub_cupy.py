@@ -1,4 +1,4 @@
-"""A stub of CuPy: it checks calls against the signatures of the real CuPy, and records them."""
+"""A stub of CuPy that records calls and checks them against the signatures of the real CuPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocoll.gpu.driver import Driver
 from .cupy_signatures import CONSTANTS, SIGNATURES
 from .stub_driver import driver
 
-#: The results of functions that return a value.
+#: The return values of stub functions, by name.
 RETURNS: dict[str, Any] = {
     "runtimeGetVersion": 12090,
     "getDeviceCount": 2,
@@ -39,7 +39,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class NcclError(RuntimeError):
-    """An error of NCCL; like CuPy's, it raises KeyError for a status above 6."""
+    """An NCCL error that, like CuPy's, raises KeyError for a status above 6."""
 
     def __init__(self, status: int) -> None:
         self.status = status
@@ -47,7 +47,7 @@ class NcclError(RuntimeError):
 
 
 class Log:
-    """A record of calls, with results and errors for later calls.
+    """A record of CuPy calls that also provides their results and errors.
 
     Attributes:
         calls: name and arguments of every call.
@@ -70,7 +70,7 @@ class Log:
 
 
 def check_arguments(signature: str, args: tuple[Any, ...]) -> None:
-    """Check the number of arguments against a signature, and the types of C integers and bytes."""
+    """Check arguments against a signature: their number, and the types of C integers and bytes."""
     inside = signature[signature.index("(") + 1 : signature.rindex(")")]
     params = [each for each in inside.split(", ") if each and each not in ("self", "cls")]
     positional = params[: params.index("*")] if "*" in params else [each for each in params if "**" not in each]
@@ -86,7 +86,7 @@ def check_arguments(signature: str, args: tuple[Any, ...]) -> None:
 
 
 def stub(log: Log, *, nccl: bool = True, version: str = "14.2.0") -> dict[str, ModuleType]:
-    """Return the stub modules by name, for `sys.modules`."""
+    """Return the modules of the CuPy stub by name, for `sys.modules`."""
     cupy = ModuleType("cupy")
     cupy.__version__ = version  # type: ignore[attr-defined]
     modules = {"cupy": cupy}
@@ -139,7 +139,7 @@ def _communicator(log: Log, function: Callable[[str], Callable[..., Any]]) -> ty
 
 
 def _add_memory(log: Log, cupy: Any, cuda: Any, function: Callable[[str], Callable[..., Any]]) -> None:
-    """Add the classes for arrays and memory that aiocoll uses."""
+    """Add CuPy's classes for arrays, streams and memory to the stub modules."""
 
     class Stream:
         @staticmethod
@@ -188,7 +188,7 @@ def _add_memory(log: Log, cupy: Any, cuda: Any, function: Callable[[str], Callab
 
 
 def import_cupy_api(log: Log) -> Any:
-    """Import `aiocoll.gpu.cupy_api` again, with the CuPy in `sys.modules` and a stub of the driver."""
+    """Import a fresh `aiocoll.gpu.cupy_api`, with the CuPy stub in `sys.modules` and a driver stub."""
     unload_cupy_api()
     from aiocoll.gpu import cupy_api
 
@@ -197,7 +197,7 @@ def import_cupy_api(log: Log) -> Any:
 
 
 def unload_cupy_api() -> None:
-    """Unload `aiocoll.gpu.cupy_api`, so that the next import executes it."""
+    """Remove `aiocoll.gpu.cupy_api` from the loaded modules, so that the next import executes it again."""
     import aiocoll.gpu
 
     sys.modules.pop("aiocoll.gpu.cupy_api", None)

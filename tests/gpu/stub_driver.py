@@ -1,4 +1,4 @@
-"""A stub of libcuda with C functions, which records its calls."""
+"""A stub of libcuda with C functions that record their calls."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-#: Results of calls: the device of an address, the flags of a context, and whether the context is active.
+#: Values that the stub returns: the device of any address, the flags of any CUDA context, and its state.
 DEVICE, FLAGS, ACTIVE = 1, 0, 1
-#: The handle of device 0's primary context; the next devices have the next numbers.
+#: The handle of device 0's primary context; device n has this number plus n.
 CONTEXT = 0x5500_0000_0000
-#: The capture modes that threads have requested.
+#: The stream capture modes that threads have requested.
 MODES: list[int] = []
 NAME = ctypes.create_string_buffer(b"CUDA_ERROR_OF_A_STUB")
 
@@ -40,7 +40,7 @@ class Log:
 
 
 def driver(call: Callable[[str, tuple[Any, ...]], Any]) -> Any:
-    """Return the stub library.
+    """Return a stub of libcuda.
 
     Args:
         call: called with the name and the arguments of each function; returns its status.
@@ -95,15 +95,15 @@ def driver(call: Callable[[str, tuple[Any, ...]], Any]) -> Any:
 
 
 class Pointer(ctypes.c_void_p):
-    """A pointer through which a function returns a result."""
+    """A pointer parameter through which a C function returns a result."""
 
 
 def write_nothing(*args: Any) -> None:
-    """Write nothing."""
+    """Write no result, for functions that only return a status."""
 
 
 def exchange_mode(where: Any) -> None:
-    """Record the requested capture mode of a thread, and write the previous mode."""
+    """Record the requested stream capture mode, and return 0 as the previous mode through the pointer."""
     MODES.append(ctypes.c_int.from_address(where.value).value)
     write_number(where, 0)
 

@@ -1,4 +1,4 @@
-"""Stubs of libcuda and libnccl with C functions, which record their calls.
+"""Stubs of libcuda and libnccl with C functions that record their calls.
 
 The functions have the parameters that the headers declare: cuda.h of CUDA 12.8, nccl.h of NCCL 2.28.
 """
@@ -104,14 +104,14 @@ _KINDS = {
     "ncclRedOp_t": ctypes.c_int,
     "ncclUniqueId": UniqueId,
 }
-#: Pointer parameters that are plain addresses; functions write results through all other pointers.
+#: Names of pointer parameters that pass an address. Functions write results through all other pointers.
 _ADDRESSES = ("sendbuff", "recvbuff", "srcHost", "dstHost", "p")
 
 Call = Callable[[str, tuple[Any, ...]], int]
 
 
 def ctypes_of(declaration: str) -> list[Any]:
-    """Return the C types of the parameters that a C header declares."""
+    """Return the ctypes types of the parameters in a C declaration."""
     found = []
     for parameter in filter(None, declaration.split(", ")):
         words = parameter.replace("*", " * ").split()
@@ -123,7 +123,7 @@ def ctypes_of(declaration: str) -> list[Any]:
 
 
 def cuda(call: Call, **gives: int) -> Any:
-    """Return a stub of libcuda; `gives` has the results of functions, by name."""
+    """Return a stub of libcuda whose functions return the values in `gives`."""
     library = driver_stub(call)
     wide = ("cuStreamCreate", "cuEventCreate", "cuMemHostAlloc", "cuMemAllocAsync")
     known = {
@@ -136,7 +136,7 @@ def cuda(call: Call, **gives: int) -> Any:
 
 
 def nccl(call: Call, version: int = 22809, asked: Callable[[], int] = lambda: 0) -> Any:
-    """Return a stub of libnccl; `asked` returns the asynchronous status."""
+    """Return a stub of libnccl; `asked` gives the status of asynchronous error queries."""
 
     def error(status: int) -> bytes:
         return b"" if status == 99 else b"error %d" % status
@@ -152,7 +152,7 @@ def nccl(call: Call, version: int = 22809, asked: Callable[[], int] = lambda: 0)
 
 
 class _Text:
-    """A C function that returns text."""
+    """A C function that returns the text of an NCCL error status."""
 
     def __init__(self, error: Callable[[int], bytes]) -> None:
         self._error = error

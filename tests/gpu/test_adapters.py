@@ -35,7 +35,9 @@ async def test_every_kind_of_call_gives_correct_results_through_each_adapter(
 
 
 @adapters
-async def test_failed_group_fails_its_calls_in_flight(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abort_through_each_adapter_fails_device_calls_in_flight(
+    adapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ADAPTER, adapter)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -56,7 +58,9 @@ async def test_failed_group_fails_its_calls_in_flight(adapter: str, monkeypatch:
 
 
 @adapters
-async def test_call_that_nccl_refuses_raises_an_error(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_nccl_call_raises_an_error_through_each_adapter(
+    adapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ADAPTER, adapter)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

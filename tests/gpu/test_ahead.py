@@ -1,4 +1,4 @@
-"""Calls on CUDA arrays that are launched before they are compared: their launch, and reports of mismatches."""
+"""CUDA calls that are launched before the ranks compare them: launch, order and mismatch errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def program_of(pg: ProcessGroup) -> program_order.ProgramOrder:
 
 
 @worlds
-async def test_repeated_call_is_launched_before_the_comparison_and_a_first_call_after(world_size: int) -> None:
+async def test_repeated_device_call_is_launched_before_its_comparison_but_a_first_call_is_not(world_size: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
         tensor = gpu.tensor(np.ones(3), pg.rank())
         calls.clear()
@@ -59,7 +59,7 @@ async def test_repeated_call_is_launched_before_the_comparison_and_a_first_call_
         await clear_counts(pg, calls)
         await wait_for_idle_launcher(pg, gpu)
         works = [pg.allreduce(tensor) for _ in range(5)]
-        # All calls are on the device before any rank has received a message from another one.
+        # All five calls are on the device, although no rank has received a message for their comparison.
         assert calls.count("all_reduce") >= 5
         await asyncio.gather(*(work.join() for work in works))
         assert host(tensor).tolist() == [float(pg.size() ** 7)] * 3
@@ -68,7 +68,7 @@ async def test_repeated_call_is_launched_before_the_comparison_and_a_first_call_
         await run_ranks(world_size, body, gpu, gpu.calls())
 
 
-async def test_repeated_call_is_launched_without_a_loop_iteration() -> None:
+async def test_repeated_device_call_is_launched_without_a_loop_iteration() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, launched: set[int]) -> None:
         tensor = await repeat_allreduce(pg, gpu, 3)
         for _ in range(20):
@@ -87,7 +87,7 @@ async def test_repeated_call_is_launched_without_a_loop_iteration() -> None:
         await run_ranks(2, body, gpu, launched)
 
 
-async def test_deferred_call_uses_its_device_even_if_another_device_is_current(
+async def test_deferred_device_call_uses_its_device_even_if_another_device_is_current(
     limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits(device_check_interval=1000)  # so that the launcher stays idle
@@ -124,7 +124,7 @@ async def test_deferred_call_uses_its_device_even_if_another_device_is_current(
         await run_ranks(2, body, gpu)
 
 
-async def test_on_stream_does_not_wait_for_other_ranks() -> None:
+async def test_on_stream_of_a_repeated_device_call_does_not_wait_for_other_ranks() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         if pg.rank():
@@ -140,7 +140,7 @@ async def test_on_stream_does_not_wait_for_other_ranks() -> None:
     await run_with_gpus(2, body)
 
 
-async def test_await_ends_when_the_device_is_done_and_all_ranks_have_confirmed_the_call() -> None:
+async def test_await_of_a_launched_call_ends_when_the_device_is_done_and_rank_0_has_confirmed_the_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = pg.rank()
         tensor = await repeat_allreduce(pg, gpu)
@@ -164,8 +164,8 @@ async def test_await_ends_when_the_device_is_done_and_all_ranks_have_confirmed_t
 
 @pytest.mark.parametrize("key", [False, True])
 @pytest.mark.parametrize("behind", ["the group's", "the caller's"])
-async def test_launch_never_waits_for_space_in_a_full_stream(behind: str, key: bool) -> None:
-    """Check that neither the loop nor the launcher blocks on a full stream, and that all calls complete."""
+async def test_device_launch_never_waits_for_space_in_a_full_stream(behind: str, key: bool) -> None:
+    """Check that a full stream blocks neither the event loop nor the launcher thread, and that all calls complete."""
     count = 1200 if behind == "the group's" else ROOM - 24  # as many calls as fit into the caller's stream
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -182,8 +182,8 @@ async def test_launch_never_waits_for_space_in_a_full_stream(behind: str, key: b
     await run_with_gpus(1, body)
 
 
-async def test_staged_and_host_calls_keep_their_order_among_launched_calls() -> None:
-    """Mix staged calls, host calls and `coalescing` blocks with launched calls that need several reports."""
+async def test_staged_calls_host_calls_and_blocks_can_follow_many_launched_calls() -> None:
+    """Make 40 launched calls, which need several reports for their comparison."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
@@ -222,7 +222,7 @@ async def test_number_of_recorded_pairs_of_consecutive_calls_is_limited(monkeypa
     await run_with_gpus(2, body)
 
 
-async def test_verify_before_on_one_rank_makes_all_ranks_compare_calls_before_launch(
+async def test_verify_option_of_one_rank_makes_all_ranks_compare_calls_before_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -281,7 +281,7 @@ async def test_error_names_the_first_mismatch_among_calls_that_are_reported_toge
         tensor = await repeat_allreduce(pg, gpu, 3)
         await pg.barrier()
         works = [pg.allreduce(tensor) for _ in range(3)]
-        # A call that is not launched ahead reports the earlier calls at once.
+        # The broadcast is not launched ahead, so its rank reports all its earlier calls at once.
         works.append(pg.broadcast(tensor, 1) if rank else pg.allreduce(tensor))
         for work in works:
             work.add_done_callback(lambda work: work.exception())
@@ -293,7 +293,7 @@ async def test_error_names_the_first_mismatch_among_calls_that_are_reported_toge
             assert "rank 0 called ALLREDUCE(shape=[3]" in text
 
 
-async def test_different_shapes_are_reported_as_a_mismatch() -> None:
+async def test_launched_calls_of_different_shapes_are_reported_as_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await repeat_allreduce(pg, gpu)
         work = pg.allreduce(gpu.tensor(np.ones((2, 3) if pg.rank() else (3, 2)), pg.rank()))
@@ -303,7 +303,7 @@ async def test_different_shapes_are_reported_as_a_mismatch() -> None:
     await run_with_gpus(2, body)
 
 
-async def test_different_blocks_are_reported_as_a_mismatch() -> None:
+async def test_list_calls_that_differ_in_one_array_are_reported_as_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await repeat_allreduce(pg, gpu)
@@ -315,7 +315,7 @@ async def test_different_blocks_are_reported_as_a_mismatch() -> None:
 
 
 async def test_host_call_instead_of_a_device_call_is_reported_as_a_mismatch() -> None:
-    """Check a host call on rank 0 whose sequence number a device call on rank 1 has."""
+    """Make a host call on rank 0 and a device call on rank 1 with the same sequence number."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await repeat_allreduce(pg, gpu)
@@ -333,7 +333,7 @@ async def test_host_call_instead_of_a_device_call_is_reported_as_a_mismatch() ->
     await run_with_gpus(2, body)
 
 
-async def test_repeated_or_early_order_message_fails_the_group() -> None:
+async def test_repeated_or_premature_message_about_the_call_order_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, sender: int, note: dict[str, Any]) -> None:
         rank, comm = pg.rank(), comm_of(pg)
         await repeat_allreduce(pg, gpu)
@@ -353,7 +353,9 @@ async def test_repeated_or_early_order_message_fails_the_group() -> None:
             await run_ranks(2, body, gpu, sender, note)
 
 
-async def test_order_message_without_a_recorded_call_order_fails_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_message_about_the_call_order_fails_a_group_that_compares_before_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -370,7 +372,7 @@ async def test_order_message_without_a_recorded_call_order_fails_the_group(monke
 # -- keyed calls and messages
 
 
-async def test_keyed_calls_and_messages_get_a_common_position_among_ordered_calls(
+async def test_keyed_calls_and_messages_get_the_same_position_among_ordered_calls_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pacing, "CALM", 4)
@@ -400,8 +402,8 @@ async def test_keyed_calls_and_messages_get_a_common_position_among_ordered_call
 
 
 @pytest.mark.parametrize("what", ["key", "message"])
-async def test_call_with_a_key_or_message_is_staged_while_an_earlier_call_occupies_the_device(what: str) -> None:
-    """Check that rank 0, whose device is occupied by a launched call, stages an operation that rank 1 does first."""
+async def test_keyed_call_or_message_is_staged_while_an_earlier_call_occupies_the_device(what: str) -> None:
+    """Let rank 1 do the keyed call or message first, while a launched call occupies rank 0's device."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -432,8 +434,10 @@ async def test_call_with_a_key_or_message_is_staged_while_an_earlier_call_occupi
     await run_with_gpus(2, body)
 
 
-async def test_nccl_only_group_waits_for_an_agreed_position_instead_of_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a keyed call waits if rank 1 makes the launched call only after rank 0's maximum wait."""
+async def test_nccl_only_group_waits_for_an_agreed_call_order_instead_of_staging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Let rank 1 make the launched call only after rank 0's maximum wait for a position."""
     monkeypatch.setattr(pacing, "MAX_WAIT", 0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -456,7 +460,7 @@ async def test_nccl_only_group_waits_for_an_agreed_position_instead_of_staging(m
     await run_with_gpus(2, body)
 
 
-async def test_operation_with_an_agreed_position_waits_for_earlier_calls() -> None:
+async def test_keyed_operation_with_an_agreed_position_waits_for_earlier_ordered_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         state = dispatcher_of(pg).device_calls.state
@@ -476,7 +480,7 @@ async def test_operation_with_an_agreed_position_waits_for_earlier_calls() -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 1])
-async def test_error_names_a_rank_that_leaves_before_its_call(leaver: int) -> None:
+async def test_error_of_a_device_call_names_a_rank_that_left_before_making_the_call(leaver: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
@@ -488,7 +492,7 @@ async def test_error_names_a_rank_that_leaves_before_its_call(leaver: int) -> No
     await run_with_gpus(3, body)
 
 
-async def test_call_completes_although_a_rank_leaves_after_its_call() -> None:
+async def test_device_call_completes_although_a_rank_leaves_after_making_the_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         await pg.allreduce(tensor)
@@ -499,7 +503,7 @@ async def test_call_completes_although_a_rank_leaves_after_its_call() -> None:
             await run_ranks(3, body, gpu)
 
 
-async def test_error_names_a_rank_that_never_makes_the_call() -> None:
+async def test_timeout_error_of_a_launched_call_names_the_rank_that_never_makes_the_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         await pg.barrier()
@@ -513,11 +517,11 @@ async def test_error_names_a_rank_that_never_makes_the_call() -> None:
     await run_with_gpus(3, body)
 
 
-# -- the comparison and pacing on rank 0
+# -- the comparison of calls and the agreement on their order on rank 0
 
 
 class Rank0:
-    """The order, comparison and pacing objects of rank 0, and the messages that they send."""
+    """A rank 0 without a group: its call order, comparison and pacing objects, and the messages that they send."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.sent: list[Any] = []
@@ -549,7 +553,7 @@ class Rank0:
 
 
 async def test_operations_queued_during_a_halt_of_launches_start_when_all_ranks_have_halted() -> None:
-    """Confirm all calls during the halt, so that nothing else delays the operations."""
+    """Confirm all calls before the last rank halts, so that nothing else delays the operations."""
     rank = Rank0()
     begun: list[bool] = []
     rank.pacing.place(begun.append)
@@ -564,7 +568,7 @@ async def test_operations_queued_during_a_halt_of_launches_start_when_all_ranks_
     assert len(rank.sent) == 3
 
 
-async def test_mismatch_is_reported_once_and_later_calls_are_not_confirmed() -> None:
+async def test_rank_0_reports_a_mismatch_once_and_confirms_no_later_calls() -> None:
     rank = Rank0()
     rank.comparison.reported(1, 1, rank.call())
     first, second = rank.call(), rank.call()
@@ -576,7 +580,7 @@ async def test_mismatch_is_reported_once_and_later_calls_are_not_confirmed() -> 
     rank.comparison.end()
 
 
-async def test_operations_are_staged_after_a_rank_has_left() -> None:
+async def test_rank_0_stages_keyed_operations_after_a_rank_has_left() -> None:
     rank = Rank0()
     begun: list[bool] = []
     rank.pacing.place(begun.append)

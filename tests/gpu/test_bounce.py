@@ -1,4 +1,4 @@
-"""Staged calls while NCCL kernels run: no thread locks or frees memory, which would wait for the kernels."""
+"""Staged calls during NCCL kernels: no thread locks or frees page-locked memory, which would wait for the kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNTS = (1, 1000, 300_000)
 
 
 async def occupy_device(pg: ProcessGroup, gpu: Gpus) -> Any:
-    """Start a call that occupies rank 0's device until rank 1 makes the call; return its work, or None on rank 1."""
+    """Occupy rank 0's device by a call that waits for rank 1; return its work, or None on rank 1."""
     tensor = gpu.tensor(np.ones(3), pg.rank())
     for _ in range(3):
         await pg.allreduce(tensor)
@@ -37,7 +37,7 @@ async def occupy_device(pg: ProcessGroup, gpu: Gpus) -> Any:
 
 
 async def release_device(pg: ProcessGroup, gpu: Gpus, work: Any) -> None:
-    """Finish the call that `occupy_device` has started."""
+    """Complete the call that `occupy_device` has started, so that the device becomes free."""
     await (pg.allreduce(gpu.tensor(np.ones(3), 1)) if work is None else work)
 
 
@@ -66,7 +66,7 @@ async def test_staged_calls_use_pageable_memory_while_nccl_kernels_run(
         assert gpu.cuda.live()["pinned"] >= bounce.NBYTES
 
 
-async def test_copying_threads_do_not_invalidate_stream_captures() -> None:
+async def test_staging_copies_in_threads_do_not_invalidate_stream_captures() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         work = await occupy_device(pg, gpu)
@@ -86,7 +86,7 @@ async def test_copying_threads_do_not_invalidate_stream_captures() -> None:
 
 
 async def test_missing_page_locked_memory_is_allocated_when_the_device_is_idle(limits: Limits) -> None:
-    """Check that page-locked memory is allocated and freed only while the device is idle."""
+    """Check also that page-locked memory is freed only while the device is idle."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -175,7 +175,7 @@ async def test_device_is_not_idle_while_calls_run_on_an_abandoned_stream() -> No
         assert await device.run(lambda: device.page_locked(100)) is not None
 
 
-async def test_large_array_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_array_larger_than_the_bounce_buffer_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounce, "NBYTES", 100)
     with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)

@@ -1,4 +1,4 @@
-"""The NCCL communicator of a group: error queries, and its end if ranks do not end it together."""
+"""The NCCL communicator of a group: creation, queries for asynchronous errors, destruction and abort."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .groups import Gpus, check_allreduce, check_failure, gpus, host, ones, run_
 
 
 def communicator_of(pg: ProcessGroup) -> DeviceCommunicator:
-    """Return the communicator of a group that has made a call."""
+    """Return the `DeviceCommunicator` of a group that has made a device call."""
     assert dispatcher_of(pg).device_calls is not None
     assert dispatcher_of(pg).device_calls.state.communicator is not None
     return dispatcher_of(pg).device_calls.state.communicator
 
 
 def record_queries(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
-    """Make error queries of communicators frequent; return a list to which each query appends an entry."""
+    """Make communicators query for NCCL errors frequently; return a list with one entry per query."""
     queries: list[int] = []
     limits(device_check_interval=0.001)
     observe_calls(monkeypatch, check_device_error=lambda _: queries.append(1))
     return queries
 
 
-async def test_async_error_is_queried_by_one_query_at_a_time_and_a_late_result_is_ignored(
+async def test_async_error_query_never_overlaps_another_one_and_its_late_result_is_ignored(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     queries = record_queries(monkeypatch, limits)
@@ -69,7 +69,7 @@ async def test_async_error_is_queried_by_one_query_at_a_time_and_a_late_result_i
 async def test_event_loop_yields_the_gil_until_the_launcher_thread_has_enqueued_a_call(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    """Check that the loop yields the GIL less and less often, and never while calls only wait for a stream.
+    """Check that the event loop yields less and less often, and not at all while calls only wait for a stream.
 
     The launcher may be in a call that waits for another rank, so the loop must not yield too often.
     """
@@ -92,13 +92,13 @@ async def test_event_loop_yields_the_gil_until_the_launcher_thread_has_enqueued_
         waits = [waited for waited, _ in checks[launched]]
         assert waits == [min(0.001 * 2**number, 0.016) for number in range(len(waits))]
         found = [enqueued for each in checks.values() for _, enqueued in each]
-        # The launcher may enqueue the call right after a check, so a yield may follow it.
+        # The launcher may enqueue the call between a check and the following yield.
         assert len(yields) <= found.count(False)
         gate = gpu.gate(0)
         works = [start_unless_revoked(pg, gpu) for _ in range(2 * AT_MOST)]
         await wait_until(lambda: not device.is_launching)
         checks.clear()
-        # A check may already count a call that was launched after the previous check.
+        # Skip the first check, which may count a call that was launched after the previous check.
         await wait_until(lambda: any(not enqueued for each in checks.values() for _, enqueued in each))
         yields.clear()
         checks.clear()
@@ -134,7 +134,7 @@ async def test_async_error_is_not_queried_before_the_communicator_exists(
         await run_ranks(1, body, gpu)
 
 
-async def test_communicator_that_is_created_after_the_end_of_its_group_is_aborted(limits: Limits) -> None:
+async def test_communicator_that_is_ready_only_after_its_group_has_ended_is_aborted(limits: Limits) -> None:
     limits(device_release_timeout=0.05)
     make = threading.Event()
 
@@ -150,7 +150,7 @@ async def test_communicator_that_is_created_after_the_end_of_its_group_is_aborte
         await run_ranks(1, body, gpu)
 
 
-async def test_failed_communicator_ends_a_group_without_waiting_calls() -> None:
+async def test_failed_creation_of_a_communicator_fails_a_group_without_pending_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.nccl.fail_next("init", "unhandled cuda error")
         await pg.allreduce(gpu.tensor(np.ones(0), 0))
@@ -159,7 +159,7 @@ async def test_failed_communicator_ends_a_group_without_waiting_calls() -> None:
     await run_with_gpus(1, body)
 
 
-async def test_communicator_is_destroyed_although_another_rank_has_left_the_group(limits: Limits) -> None:
+async def test_remaining_ranks_destroy_the_communicator_although_a_rank_has_left_the_group(limits: Limits) -> None:
     limits(device_departure_timeout=60)
     ends: dict[int, Any] = {}
 
@@ -187,7 +187,7 @@ async def test_communicator_is_destroyed_although_another_rank_has_left_the_grou
     ]
 
 
-async def test_error_in_the_first_of_several_agreed_calls_fails_the_other_calls() -> None:
+async def test_error_in_the_first_device_call_of_a_group_fails_the_other_pending_calls() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         works = [start_unless_revoked(pg, gpu), start_unless_revoked(pg, gpu)]
         gpu.cuda.fail_next("stream_create", "out of memory")
@@ -197,7 +197,7 @@ async def test_error_in_the_first_of_several_agreed_calls_fails_the_other_calls(
     await run_with_gpus(1, body)
 
 
-async def test_cancelled_on_stream_does_not_affect_the_on_stream_of_another_call() -> None:
+async def test_cancelled_await_of_on_stream_does_not_affect_on_stream_of_another_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             tensor = ones(pg, gpu)
@@ -217,7 +217,7 @@ async def test_cancelled_on_stream_does_not_affect_the_on_stream_of_another_call
 async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Check two groups that the two ranks end in opposite orders."""
+    """Let two ranks end two groups in opposite orders."""
 
     async def late(parted: Any, end: DeviceCommunicator) -> bool:
         is_first = group_of(end).rank == int(group_of(end).name.endswith("other"))
@@ -235,8 +235,10 @@ async def test_groups_that_end_concurrently_do_not_wait_for_each_other(
     assert "has not ended" not in caplog.text
 
 
-async def test_communicator_is_not_aborted_during_a_call(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
-    """Check that an abort waits for a call that does not return, and blocks neither the loop nor other groups."""
+async def test_communicator_is_not_aborted_during_an_nccl_call(
+    limits: Limits, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Check that an abort waits until the current NCCL call returns, without blocking the event loop."""
     limits(device_abort_timeout=0.02)
     calling, go_on = threading.Event(), threading.Event()
 
@@ -263,7 +265,7 @@ async def test_communicator_is_not_aborted_during_a_call(limits: Limits, caplog:
 
 
 async def test_group_is_closed_only_after_its_communicator_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that `shutdown` waits for an abort: the end of the process would unload NCCL during it."""
+    """Check that `shutdown` waits for the abort, since the end of the process would unload NCCL during the abort."""
     go_on = threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -284,8 +286,8 @@ async def test_group_is_closed_only_after_its_communicator_is_aborted(monkeypatc
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_communicator_ends_after_its_running_error_query(end: str, limits: Limits) -> None:
-    """Check the end of a communicator while its error query runs in the launcher."""
+async def test_communicator_ends_only_after_its_running_error_query(end: str, limits: Limits) -> None:
+    """End the communicator while the launcher thread queries it for errors."""
     limits(device_check_interval=0.001)
     querying, go_on = threading.Event(), threading.Event()
 
@@ -323,7 +325,7 @@ async def test_communicator_ends_after_its_running_error_query(end: str, limits:
 async def test_blocking_first_nccl_calls_do_not_block_the_event_loop(
     connect: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that by default ranks connect when the communicator is created, so that no call blocks."""
+    """Check also that by default, ranks connect when they create the communicator, so that no call blocks."""
     if connect is None:
         monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
     else:

@@ -1,4 +1,4 @@
-"""CUDA contexts, which all threads of a rank create only on the device of its arrays."""
+"""CUDA contexts: all threads of a rank create them only on the device of the rank's arrays."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .devices import fake_cuda, launch_call
 from .groups import WAYS, Gpus, gpus
 
 CONNECT = "NCCL_RUNTIME_CONNECT"
-#: The devices of the arrays. Device 0, the default of new threads, has no array.
+#: The devices that hold arrays. Device 0, the default device of new threads, holds none.
 USED = (1, 2)
 
 
 async def make_all_calls(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Make calls of all kinds."""
+    """Make device calls of all kinds: launched, staged and messages."""
     device = USED[pg.rank()]
     tensor = gpu.tensor(np.ones(3), device)
     await pg.allreduce(tensor)
@@ -38,7 +38,7 @@ async def make_all_calls(pg: ProcessGroup, gpu: Gpus) -> None:
     sent = pg.send(large, 1 - pg.rank())
     await pg.recv(into, 1 - pg.rank())
     await sent
-    # Only CUDA knows the device of this array.
+    # An array without a known device, which aiocoll must find from the address.
     array = FakeArray(gpu.cuda, np.ones(3), device)
     await pg.allreduce(array)
     assert array.numpy().tolist() == [2] * 3
@@ -60,7 +60,7 @@ async def test_calls_create_cuda_contexts_only_on_the_devices_of_their_arrays(wa
 
 
 async def test_late_communicator_is_created_on_the_correct_device_and_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a rank whose group failed while the other ranks started to create the communicator."""
+    """Use ranks whose group has failed while other ranks started to create the communicator."""
     settings: list[str | None] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -81,7 +81,7 @@ async def test_late_communicator_is_created_on_the_correct_device_and_aborted(mo
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_worker_threads_use_the_device_of_the_group() -> None:
+async def test_device_functions_in_other_threads_run_with_their_device_selected() -> None:
     with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         nccl = FakeNccl(cuda)
@@ -98,7 +98,7 @@ async def test_worker_threads_use_the_device_of_the_group() -> None:
     assert sorted(cuda.contexts) == [1]
 
 
-async def test_function_in_a_thread_runs_although_the_device_selection_fails() -> None:
+async def test_device_function_in_a_thread_runs_although_the_device_selection_fails() -> None:
     with fake_cuda(1) as cuda:
         device = Device.of(cuda, 0)
         cuda.fail_next("use", "invalid device ordinal 7")
@@ -114,7 +114,7 @@ def result_in_thread(cuda: FakeCuda, call: Any) -> Any:
     return found[0]
 
 
-def test_thread_selects_a_previously_used_device_again() -> None:
+def test_device_functions_restore_the_device_that_their_thread_has_selected() -> None:
     with FakeCuda(3) as cuda:
         events = Events(cuda, 2)
 
@@ -132,8 +132,8 @@ def test_thread_selects_a_previously_used_device_again() -> None:
         assert sorted(cuda.contexts) == [1, 2]
 
 
-async def test_communicator_is_ended_on_its_device(limits: Limits) -> None:
-    """Check the device also for ranks that do not end the communicator together."""
+async def test_communicator_is_ended_by_a_thread_with_its_device(limits: Limits) -> None:
+    """Include a rank that closes the communicator before the other rank."""
     limits(device_departure_timeout=0.01)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -148,7 +148,7 @@ async def test_communicator_is_ended_on_its_device(limits: Limits) -> None:
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_calls_use_the_device_of_their_arrays_instead_of_the_current_device() -> None:
+async def test_device_call_uses_the_device_of_its_arrays_instead_of_the_current_device() -> None:
     with fake_cuda(2) as cuda:
         device = Device.of(cuda, 1)
         stream = device.stream()

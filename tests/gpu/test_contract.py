@@ -1,4 +1,4 @@
-"""The device contract of aiocoll on the fake CUDA device, with NCCL and staged."""
+"""The public device contract tests of aiocoll on the fake CUDA device, with NCCL and staged."""
 
 from __future__ import annotations
 

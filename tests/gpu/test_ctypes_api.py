@@ -1,4 +1,4 @@
-"""The ctypes adapter for CUDA and NCCL: calls of the libraries, their errors, and the search for the libraries."""
+"""The ctypes adapter for CUDA and NCCL: library calls, errors, and the search for the libraries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nccl_of(log: Log, **more: Any) -> CtypesNccl:
 # -- signatures
 
 
-def test_ctypes_signatures_equal_those_of_the_c_headers() -> None:
+def test_ctypes_signatures_equal_the_signatures_in_the_c_headers() -> None:
     wide = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t)
     tables = (
         (ctypes_cuda.SIGNATURES, stub.CUDA_H),
@@ -83,7 +83,7 @@ def test_installed_cuda_and_nccl_libraries_have_all_needed_functions(
     assert [name for name in table if not hasattr(library, name)] == []
 
 
-def test_nccl_config_layout_equals_that_of_the_c_header() -> None:
+def test_nccl_config_layout_equals_the_layout_in_the_c_header() -> None:
     config = ctypes_nccl.Config
     assert ctypes.sizeof(config) == 40
     offsets = {name: getattr(config, name).offset for name, _ in config._fields_}  # type: ignore[misc]
@@ -130,7 +130,7 @@ def test_ctypes_adapters_have_all_methods_of_the_protocols() -> None:
         (lambda c: c.has_context(1), ("cuDevicePrimaryCtxGetState", (1,)), True),
     ],
 )
-def test_adapter_method_calls_its_cuda_function(
+def test_each_cuda_adapter_method_calls_its_libcuda_function(
     log: Log, call: Callable[[CtypesCuda], Any], logged: Any, returned: Any
 ) -> None:
     cuda = cuda_of(log)
@@ -148,7 +148,7 @@ def test_current_device_of_a_thread_without_a_device_is_minus_one(log: Log) -> N
     assert cuda_of(log).current() == -1
 
 
-def test_pinned_memory_is_freed_with_its_last_view(log: Log) -> None:
+def test_page_locked_memory_is_freed_with_its_last_view(log: Log) -> None:
     memory = np.zeros(64, np.uint8)
     cuda = cuda_of(log, cuMemHostAlloc=memory.ctypes.data)
     block = cuda.pinned(64)
@@ -163,7 +163,7 @@ def test_pinned_memory_is_freed_with_its_last_view(log: Log) -> None:
 
 
 class Torch(ModuleType):
-    """A torch lookalike that multiplies in host memory."""
+    """A torch lookalike that multiplies arrays in host memory."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -188,7 +188,7 @@ class Torch(ModuleType):
         return np.asarray(SimpleNamespace(__array_interface__=shown))
 
 
-def test_scale_kernel_uses_torch(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scale_kernel_of_the_ctypes_adapter_uses_torch(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = cuda_of(log)
     torch = Torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -211,7 +211,7 @@ def test_scale_kernel_uses_torch(log: Log, monkeypatch: pytest.MonkeyPatch) -> N
 # -- NCCL
 
 
-def test_nccl_unique_id_and_version_are_returned_and_old_nccl_is_refused(log: Log) -> None:
+def test_nccl_adapter_returns_id_and_version_and_refuses_an_old_nccl(log: Log) -> None:
     nccl = nccl_of(log)
     assert (nccl.version(), nccl.unique_id()) == (22809, stub.ID)
     with pytest.raises(DeviceError, match="NCCL 21702 is too old"):
@@ -230,7 +230,9 @@ def test_nccl_unique_id_and_version_are_returned_and_old_nccl_is_refused(log: Lo
         (lambda c: c.recv(MEMORY, 3, 7, 1, STREAM), ("ncclRecv", (MEMORY, 3, 7, 1))),
     ],
 )
-def test_adapter_method_calls_its_nccl_function(log: Log, call: Callable[[Any], None], logged: Any) -> None:
+def test_each_nccl_adapter_method_calls_its_libnccl_function_and_waits_for_its_status(
+    log: Log, call: Callable[[Any], None], logged: Any
+) -> None:
     statuses = iter([7, 0, 7, 7, 0, 7, 0])
     nccl = nccl_of(log, asked=lambda: next(statuses))
     log.status["ncclCommInitRankConfig"] = 7
@@ -254,7 +256,7 @@ def test_adapter_method_calls_its_nccl_function(log: Log, call: Callable[[Any], 
     assert not caught.value.fatal
 
 
-def test_nccl_errors_are_raised(log: Log) -> None:
+def test_nccl_error_statuses_are_raised_as_device_errors(log: Log) -> None:
     status = [5]
     nccl = nccl_of(log, asked=lambda: status[0])
     made = nccl.init(1, stub.ID, 0)
@@ -275,7 +277,7 @@ def test_nccl_errors_are_raised(log: Log) -> None:
         assert caught.value.fatal
 
 
-def test_communicator_is_ended_only_once(log: Log) -> None:
+def test_nccl_communicator_is_ended_only_once(log: Log) -> None:
     nccl = nccl_of(log)
     made = nccl.init(1, stub.ID, 0)
     log.calls.clear()
@@ -286,7 +288,7 @@ def test_communicator_is_ended_only_once(log: Log) -> None:
         made.send(1, 1, 1, 0, 0)
 
 
-def test_communicator_is_destroyed_after_finalize_has_finished(log: Log) -> None:
+def test_nccl_communicator_is_destroyed_only_after_its_finalize_has_finished(log: Log) -> None:
     statuses = iter([7, 7, 0])
     made = nccl_of(log, asked=lambda: next(statuses)).init(1, stub.ID, 0)
     log.calls.clear()
@@ -295,8 +297,8 @@ def test_communicator_is_destroyed_after_finalize_has_finished(log: Log) -> None
     assert log.names() == ["ncclCommFinalize", *["ncclCommGetAsyncError"] * 3, "ncclCommDestroy"]
 
 
-def test_waiting_call_is_aborted_between_two_status_queries(log: Log) -> None:
-    """Check a call that never finishes: the abort comes between two status queries, never during an NCCL call."""
+def test_abort_of_a_waiting_nccl_call_happens_between_two_status_queries(log: Log) -> None:
+    """Abort a call that never finishes; no other NCCL call of the communicator may run meanwhile."""
     inside: list[str] = []
     nccl = nccl_of(log, asked=lambda: 7)
     made = nccl.init(1, stub.ID, 0)
@@ -363,7 +365,7 @@ def fail_to_load(name: str) -> Any:
     raise OSError(name)
 
 
-def test_cuda_libraries_are_used_directly_without_cupy(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_and_nccl_are_used_through_ctypes_if_cupy_is_missing(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiocoll.gpu.cupy_api", None)  # type: ignore[arg-type]
     libraries: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""The CuPy adapter for CUDA and NCCL: calls of a stub, their errors, and the signatures of the real CuPy."""
+"""The CuPy adapter for CUDA and NCCL: calls of a CuPy stub, errors, and the signatures of the real CuPy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def log() -> Log:
 
 @pytest.fixture
 def api(log: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield the module `cupy_api`, imported with a stub of CuPy."""
+    """Yield the module `aiocoll.gpu.cupy_api`, imported with a stub of CuPy."""
     for name, module in stub(log).items():
         monkeypatch.setitem(sys.modules, name, module)
     yield import_cupy_api(log)
@@ -84,7 +84,7 @@ def communicator(api: Any, log: Log) -> NcclCommunicator:
         (lambda c: c.copy(1, 2, 3, 4), ("memcpyAsync", (1, 2, 3, 3, 4)), None),
     ],
 )
-def test_adapter_method_calls_its_cuda_function(
+def test_each_cuda_adapter_method_calls_its_cupy_function(
     cuda: Cuda, log: Log, call: Callable[[Cuda], Any], logged: Any, returned: Any
 ) -> None:
     assert call(cuda) == returned
@@ -93,7 +93,7 @@ def test_adapter_method_calls_its_cuda_function(
     assert inspect.isfunction(getattr(Cuda, call.__code__.co_names[0]))
 
 
-def test_compute_capability_of_a_device_is_returned(cuda: Cuda, log: Log) -> None:
+def test_cupy_adapter_returns_the_compute_capability_of_a_device(cuda: Cuda, log: Log) -> None:
     assert cuda.capability(1) == (9, 9)
     assert log.calls == [("deviceGetAttribute", (75, 1)), ("deviceGetAttribute", (76, 1))]
     log.errors["deviceGetAttribute"] = lambda: CUDARuntimeError(101)
@@ -101,7 +101,7 @@ def test_compute_capability_of_a_device_is_returned(cuda: Cuda, log: Log) -> Non
         cuda.capability(7)
 
 
-def test_event_of_unfinished_work_is_not_done(cuda: Cuda, log: Log) -> None:
+def test_cuda_event_of_unfinished_work_is_not_done(cuda: Cuda, log: Log) -> None:
     log.returns["cuEventQuery"] = 600
     assert cuda.event_done(0xE0) is False
     log.returns["cuEventQuery"] = 700
@@ -111,7 +111,7 @@ def test_event_of_unfinished_work_is_not_done(cuda: Cuda, log: Log) -> None:
 
 
 @pytest.mark.parametrize(("status", "fatal"), [(1, False), (2, False), (400, False), (906, False), (700, True)])
-def test_cuda_errors_are_raised(cuda: Cuda, log: Log, status: int, fatal: bool) -> None:
+def test_cuda_errors_of_cupy_are_raised_as_device_errors(cuda: Cuda, log: Log, status: int, fatal: bool) -> None:
     log.errors["eventSynchronize"] = lambda: CUDARuntimeError(status)
     with pytest.raises(DeviceError, match=f"cudaEventSynchronize: cudaError{status}") as error:
         cuda.event_synchronize(0xE0)
@@ -121,7 +121,7 @@ def test_cuda_errors_are_raised(cuda: Cuda, log: Log, status: int, fatal: bool) 
         cuda.event_synchronize(0xE0)
 
 
-def test_pinned_memory_is_freed_with_its_last_view(cuda: Cuda, log: Log) -> None:
+def test_page_locked_memory_of_cupy_is_freed_with_its_last_view(cuda: Cuda, log: Log) -> None:
     memory = cuda.pinned(100)
     assert (memory.dtype, memory.shape) == (np.uint8, (100,))
     part = memory[10:20].view("uint16")
@@ -146,7 +146,7 @@ def test_pinned_memory_is_freed_with_its_last_view(cuda: Cuda, log: Log) -> None
         ("bfloat16", 2.5, "uint16"),
     ],
 )
-def test_scale_uses_a_custom_kernel_or_cupy_multiply(
+def test_scale_kernel_of_the_cupy_adapter_uses_a_custom_kernel_or_cupy_multiply(
     cuda: Cuda, log: Log, dtype: str, factor: complex, shown: str
 ) -> None:
     cuda.kernels.scale(0x200, 0x100, 5, dtype, factor, 0x70)
@@ -160,7 +160,7 @@ def test_scale_uses_a_custom_kernel_or_cupy_multiply(
         assert (shape, kind, ptr, nbytes, device, offset) == ((5,), shown, address, 5 * kind.itemsize, 1, 0)
 
 
-def test_unsupported_scale_raises_an_error(cuda: Cuda, log: Log) -> None:
+def test_scale_kernel_refuses_unsupported_dtypes(cuda: Cuda, log: Log) -> None:
     for dtype in ("float8_e4m3fn", "int32"):
         with pytest.raises(DeviceError, match=f"scale: {dtype} cannot be multiplied on a device") as error:
             cuda.kernels.scale(1, 2, 3, dtype, 2.0, 0)
@@ -171,7 +171,7 @@ def test_unsupported_scale_raises_an_error(cuda: Cuda, log: Log) -> None:
     assert not error.value.fatal
 
 
-def test_machine_without_devices_is_reported(api: Any, log: Log) -> None:
+def test_error_reports_a_machine_with_cupy_and_without_devices(api: Any, log: Log) -> None:
     cuda = api.cuda()
     log.errors["getDeviceCount"] = lambda: CUDARuntimeError(35)
     assert cuda.device_count() == 0
@@ -210,14 +210,14 @@ def test_old_cupy_is_refused(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda c: c.destroy(), ("destroy", ())),
     ],
 )
-def test_adapter_communicator_method_calls_its_nccl_function(
+def test_each_communicator_method_calls_its_cupy_function(
     communicator: NcclCommunicator, log: Log, call: Callable[[NcclCommunicator], Any], logged: Any
 ) -> None:
     assert call(communicator) is None
     assert log.calls == [logged]
 
 
-def test_adapter_method_calls_its_nccl_function(api: Any, log: Log) -> None:
+def test_each_nccl_adapter_method_calls_its_cupy_function(api: Any, log: Log) -> None:
     nccl, why = api.nccl()
     assert why is None
     assert api.nccl()[0] is nccl
@@ -241,7 +241,7 @@ def test_adapter_method_calls_its_nccl_function(api: Any, log: Log) -> None:
         (9, True, "ncclAllReduce: status 9"),
     ],
 )
-def test_nccl_errors_are_raised(
+def test_nccl_errors_of_cupy_are_raised_as_device_errors(
     communicator: NcclCommunicator, log: Log, status: int, fatal: bool, message: str
 ) -> None:
     log.errors["allReduce"] = log.errors["check_async_error"] = lambda: NcclError(status)
@@ -251,7 +251,7 @@ def test_nccl_errors_are_raised(
     assert communicator.async_error() == (None if status == 7 else message.removeprefix("ncclAllReduce: "))
 
 
-def test_failed_nccl_group_end_raises_a_fatal_error(api: Any, log: Log) -> None:
+def test_failed_nccl_group_end_or_init_raises_a_fatal_error(api: Any, log: Log) -> None:
     nccl = api.nccl()[0]
     log.errors["groupEnd"] = log.errors["NcclCommunicator"] = lambda: NcclError(4)
     with pytest.raises(DeviceError, match="ncclGroupEnd: NCCL_ERROR_4") as error:
@@ -263,14 +263,14 @@ def test_failed_nccl_group_end_raises_a_fatal_error(api: Any, log: Log) -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "destroy"])
-def test_communicator_is_ended_only_once(communicator: NcclCommunicator, log: Log, end: str) -> None:
+def test_cupy_communicator_is_ended_only_once(communicator: NcclCommunicator, log: Log, end: str) -> None:
     for name in (end, "abort", "destroy"):
         getattr(communicator, name)()
     assert log.calls == [(end, ())]
     del communicator
 
 
-def test_nccl_communicator_is_not_freed_before_it_has_ended(api: Any, log: Log) -> None:
+def test_cupy_communicator_is_not_freed_before_it_has_ended(api: Any, log: Log) -> None:
     nccl = api.nccl()[0]
     nccl.init(2, bytes(128), 0)
     gc.collect()
@@ -280,8 +280,8 @@ def test_nccl_communicator_is_not_freed_before_it_has_ended(api: Any, log: Log) 
     assert [name for name, _ in log.calls][-2:] == ["abort", "freed"]
 
 
-def test_failed_nccl_communicator_is_not_freed(api: Any, log: Log) -> None:
-    """Check that a failed communicator stays referenced: CuPy would destroy it in its finalizer, which may hang."""
+def test_cupy_communicator_that_could_not_be_created_is_not_freed(api: Any, log: Log) -> None:
+    """Check that the failed communicator stays referenced, because CuPy's finalizer would destroy it and may hang."""
     log.errors["NcclCommunicator"] = lambda: NcclError(2)
     freed: list[str] = []
     finished, stop = threading.Event(), threading.Event()
@@ -306,13 +306,13 @@ def test_failed_nccl_communicator_is_not_freed(api: Any, log: Log) -> None:
     assert freed == []
 
 
-def test_nonblocking_communicator_is_refused(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_adapter_refuses_nonblocking_nccl_communicators(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     with pytest.raises(DeviceError, match="NCCL_COMM_BLOCKING=0 is set, which CuPy does not support: unset it"):
         api.nccl()[0].init(1, bytes(128), 0)
 
 
-def test_cupy_without_nccl_is_reported(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_adapter_without_nccl_returns_the_reason(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = stub(log, nccl=False)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -322,7 +322,7 @@ def test_cupy_without_nccl_is_reported(log: Log, monkeypatch: pytest.MonkeyPatch
     def missing(name: str) -> Any:
         if name != "nccl":
             raise AttributeError(name)
-        # The real CuPy emits such a warning during its import.
+        # The real CuPy warns like this during its import.
         warnings.warn("\nnccl library could not be loaded.\n  pip install it", stacklevel=1)
         return modules["cupy.cuda.nccl"]
 
@@ -356,13 +356,13 @@ def resolve(path: str) -> Any:
 @real
 @pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
 @pytest.mark.parametrize("path", SIGNATURES)
-def test_recorded_signature_equals_that_of_cupy(path: str) -> None:
+def test_recorded_signature_equals_the_signature_of_the_real_cupy(path: str) -> None:
     assert (resolve(path).__doc__ or "").strip().split("\n")[0] == SIGNATURES[path]
 
 
 @real
 @pytest.mark.filterwarnings("ignore:\nnccl library could not be loaded")
-def test_recorded_constants_equal_those_of_cupy() -> None:
+def test_recorded_constants_equal_the_constants_of_the_real_cupy() -> None:
     assert {path: resolve(path) for path in CONSTANTS} == CONSTANTS
     assert {path: list(inspect.signature(resolve(path)).parameters) for path in INSPECTED} == INSPECTED
     nccl = resolve("cuda.nccl")
@@ -378,9 +378,9 @@ def test_real_cupy_behaves_as_the_adapter_assumes() -> None:
         with pytest.raises(KeyError):
             nccl.NcclError(status)
     assert issubclass(runtime.CUDARuntimeError, RuntimeError)
-    # In a separate process: the error text loads CUDA, which never closes what it opens.
+    # Use a separate process: creating this error text loads CUDA, which never closes its files.
     assert run_code("from cupy.cuda import runtime; print(runtime.CUDARuntimeError(600).status)") == "600"
-    # `init` assumes that `__new__` alone makes an empty communicator.
+    # The adapter's `init` relies on `__new__` alone to make an empty communicator.
     made = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
     assert made.comm == 0
 
@@ -388,14 +388,14 @@ def test_real_cupy_behaves_as_the_adapter_assumes() -> None:
 @real
 def test_real_cupy_calls_nccl() -> None:
     resolve("cuda.nccl")
-    # In a separate process, since NCCL never closes the socket of an id.
+    # Use a separate process, because NCCL never closes the socket that it opens for an id.
     code = "from aiocoll.gpu.cupy_api import nccl; print(nccl()[0].version(), len(nccl()[0].unique_id()))"
     version, length = run_code(code).split()
     assert int(version) >= 21800
     assert length == "128"
 
 
-#: Code that uses a device if available.
+#: Code that uses a device, or prints an error if there is none.
 USE = """
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.gpu import cupy_api
@@ -417,5 +417,5 @@ else:
 
 @real
 def test_real_cupy_uses_a_device_or_reports_that_no_device_exists() -> None:
-    # In a separate process, since CUDA never closes what it opens.
+    # Use a separate process, because CUDA never closes its files.
     assert re.search("^used$|finds no CUDA device", run_code(USE))

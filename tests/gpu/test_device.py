@@ -1,4 +1,4 @@
-"""Calls launched on a device: their order, waits between streams and threads, and the lifetime of references."""
+"""Device calls: launch order, waits between streams and threads, detection of their ends, and references."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from ..ranks import wait_until
 from .devices import Batch, GatedCall, TrackedObjects, block_until_launched, do_nothing, launch_call
 
 
-async def test_device_calls_are_launched_executed_and_reported_in_order(cuda: FakeCuda, device: Device) -> None:
+async def test_device_calls_are_launched_executed_and_reported_in_the_order_of_the_calls(
+    cuda: FakeCuda, device: Device
+) -> None:
     launched: list[int] = []
     ran: list[int] = []
     reported: list[int] = []
@@ -48,7 +50,7 @@ async def test_device_calls_are_launched_executed_and_reported_in_order(cuda: Fa
     assert threading.get_ident() not in threads
 
 
-async def test_on_stream_ends_at_the_launch_and_the_await_when_the_device_is_done(
+async def test_on_stream_returns_after_the_launch_and_an_await_returns_after_the_device_work(
     cuda: FakeCuda, device: Device
 ) -> None:
     comm, user = device.stream(), cuda.stream_create()
@@ -93,8 +95,8 @@ async def test_device_call_without_a_stream_mark_waits_for_no_stream(cuda: FakeC
     user.open()
 
 
-async def test_current_device_of_the_callers_thread_does_not_change(cuda: FakeCuda) -> None:
-    """Check a call on another device, which uses that device's default stream and events."""
+async def test_device_call_does_not_change_the_current_device_of_the_callers_thread(cuda: FakeCuda) -> None:
+    """Make a call on another device than the current one; the call uses the default stream and events of its device."""
     cuda.use(0)
     ordinal, other = 1, Device.of(cuda, 1)
     stream = other.stream()
@@ -114,7 +116,7 @@ async def test_current_device_of_the_callers_thread_does_not_change(cuda: FakeCu
     assert cuda.current() == 0
 
 
-async def test_deferred_device_call_runs_after_the_marked_work(cuda: FakeCuda, device: Device) -> None:
+async def test_deferred_device_call_runs_after_the_work_before_its_stream_mark(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     ran: list[str] = []
     first = cuda.gate(0)
@@ -171,7 +173,9 @@ def test_launch_without_a_running_event_loop_is_refused(cuda: FakeCuda, device: 
 # -- on_stream
 
 
-async def test_on_stream_waits_for_a_busy_launcher(cuda: FakeCuda, device: Device) -> None:
+async def test_on_stream_waits_until_a_busy_launcher_thread_has_launched_the_call(
+    cuda: FakeCuda, device: Device
+) -> None:
     stream = device.stream()
     busy = threading.Event()
     launch_call(device, stream, lambda: busy.wait(10) and None)
@@ -194,7 +198,7 @@ async def test_on_stream_detects_a_launch_that_finishes_concurrently(cuda: FakeC
     launched, ended = launch_call(device, stream)
 
     class LateList(list[Any]):
-        """A list whose `append` first lets the launcher finish."""
+        """A list whose `append` first lets the launcher finish the launch."""
 
         def append(self, waiting: Any) -> None:
             busy.set()
@@ -210,7 +214,9 @@ async def test_on_stream_detects_a_launch_that_finishes_concurrently(cuda: FakeC
 # -- detection of ends
 
 
-async def test_end_of_a_short_call_is_detected_without_the_completion_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_end_of_a_short_device_call_is_detected_without_the_completion_thread(
+    cuda: FakeCuda, device: Device
+) -> None:
     stream = device.stream()
     for _ in range(10):
         await launch_call(device, stream)[1]
@@ -218,7 +224,9 @@ async def test_end_of_a_short_call_is_detected_without_the_completion_thread(cud
     assert cuda.calls["event_synchronize"] == 0
 
 
-async def test_launcher_stops_polling_when_a_new_call_is_queued(cuda: FakeCuda, device: Device, limits: Limits) -> None:
+async def test_launcher_thread_stops_polling_for_call_ends_when_a_new_call_is_queued(
+    cuda: FakeCuda, device: Device, limits: Limits
+) -> None:
     looks = 1 << 14  # so many polls take a second or more
     limits(device_poll_count=looks)
     stream = device.stream()
@@ -235,9 +243,7 @@ async def test_launcher_stops_polling_when_a_new_call_is_queued(cuda: FakeCuda, 
     await ended
 
 
-async def test_completion_thread_that_already_waits_detects_the_ends_of_later_calls(
-    cuda: FakeCuda, device: Device
-) -> None:
+async def test_waiting_completion_thread_also_detects_the_ends_of_later_calls(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     held = GatedCall(cuda, stream)
     first, second = launch_call(device, stream, held)[1], launch_call(device, stream)[1]
@@ -258,7 +264,7 @@ async def test_completion_thread_that_already_waits_detects_the_ends_of_later_ca
 
 
 async def launch_at_once(device: Device, stream: int, calls: list[int], count: int) -> list[asyncio.Future[None]]:
-    """Launch calls in this thread, which append the thread's id to `calls`; return the futures of their ends."""
+    """Launch calls in this thread, each of which appends the thread's id to `calls`; return futures for their ends."""
     ended = [asyncio.get_running_loop().create_future() for _ in range(count)]
     for each in ended:
         call = lambda: calls.append(threading.get_ident())  # noqa: E731
@@ -266,13 +272,13 @@ async def launch_at_once(device: Device, stream: int, calls: list[int], count: i
     return ended
 
 
-async def test_call_launched_by_the_loop_does_not_overtake_a_call_of_the_launcher_thread(
+async def test_call_launched_by_the_event_loop_does_not_overtake_a_queued_call_of_the_launcher(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, go_on = threading.Lock(), threading.Event()
 
     class SlowLock:
-        """A lock that the launcher acquires late."""
+        """A lock that the launcher thread acquires only after `go_on` is set."""
 
         acquire, release = lock.acquire, lock.release
 
@@ -296,7 +302,7 @@ async def test_call_launched_by_the_loop_does_not_overtake_a_call_of_the_launche
 async def test_completion_thread_is_woken_once_at_the_end_of_a_loop_iteration(
     cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the completion thread is not woken earlier, when it would compete with launches for the GIL."""
+    """Check that calls do not wake the completion thread earlier: it would compete with launches for the GIL."""
     stream, wakes = device.stream(), list[int]()
     waiter = waiter_of(device, stream)
     waken = waiter._wake_thread
@@ -310,7 +316,7 @@ async def test_completion_thread_is_woken_once_at_the_end_of_a_loop_iteration(
         assert wakes[0] == several
 
 
-def test_blocked_event_loop_does_not_delay_ends_of_calls_of_another_loop(cuda: FakeCuda, device: Device) -> None:
+def test_blocked_event_loop_does_not_delay_the_call_ends_of_another_event_loop(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     go_on = threading.Event()
     reported: list[str] = []
@@ -362,7 +368,9 @@ async def test_references_of_an_unawaited_call_live_until_the_device_is_done(cud
     await launch_call(device, stream)[1]
 
 
-async def test_last_reference_of_a_call_is_released_in_the_loop_thread(cuda: FakeCuda, device: Device) -> None:
+async def test_last_reference_of_a_device_call_is_released_in_the_event_loop_thread(
+    cuda: FakeCuda, device: Device
+) -> None:
     kept = TrackedObjects()
     stream = device.stream()
     for _ in range(50):
@@ -374,8 +382,8 @@ async def test_last_reference_of_a_call_is_released_in_the_loop_thread(cuda: Fak
     assert len(kept.freed_in) == 50
 
 
-async def test_array_memory_lives_until_the_device_is_done(cuda: FakeCuda, device: Device) -> None:
-    """Check the memory by the fake device, which fails on work with freed memory."""
+async def test_array_memory_of_a_device_call_lives_until_the_device_is_done(cuda: FakeCuda, device: Device) -> None:
+    """Rely on the fake device, which fails if a call uses freed memory."""
     stream = device.stream()
     array, target = FakeArray(cuda, np.arange(4)), FakeArray(cuda, np.zeros(4, int))
     gate = cuda.gate(0)
@@ -392,7 +400,7 @@ async def test_array_memory_lives_until_the_device_is_done(cuda: FakeCuda, devic
 
 
 class Counting:
-    """A wrapper of an event loop that counts scheduled callbacks."""
+    """An event loop wrapper that counts scheduled callbacks, separately for each scheduling method."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -433,13 +441,13 @@ async def test_batch_of_ended_calls_is_reported_before_calls_that_end_later(
     more: list[asyncio.Future[None]] = []
 
     def first(error: object) -> None:
-        """Launch more calls before the rest of the batch is reported."""
+        """Launch more calls, before the rest of the batch is reported."""
         reported.append(0)
         while waiter._is_awake:
             time.sleep(0)
         device.launch(stream, do_nothing, None, lambda error: reported.append(AT_MOST))
         more.append(launch_call(device, stream)[1])
-        # The report of these calls enters the loop's queue before the rest of the batch.
+        # Make sure that the report of these calls is in the event loop's queue before the rest of the batch.
         if by == "launcher":
             block_until_launched(device)
         else:
@@ -493,7 +501,7 @@ async def test_event_loop_is_not_blocked_while_a_kernel_runs(cuda: FakeCuda, dev
     try:
         _, ended = launch_call(device, stream, lambda: cuda.kernel(stream, do_nothing, seconds=0.2))
         while not ended.done():
-            # The CPU time of this thread, which other processes do not affect.
+            # Use the CPU time of this thread, because other processes do not affect it.
             began = time.thread_time()
             await asyncio.sleep(0)
             held.append(time.thread_time() - began)
@@ -539,8 +547,8 @@ def test_event_loops_in_several_threads_can_share_a_device(cuda: FakeCuda, devic
     assert reported == [list(range(100))] * 4
 
 
-async def test_stuck_stream_does_not_delay_ends_of_calls_on_other_streams(cuda: FakeCuda, device: Device) -> None:
-    """Check ends of calls on one stream while another is stuck; otherwise ranks could deadlock."""
+async def test_stuck_stream_does_not_delay_the_call_ends_of_other_streams(cuda: FakeCuda, device: Device) -> None:
+    """Check that a call on one stream ends while another stream is stuck. Otherwise, ranks could deadlock."""
     first, second = device.stream(), device.stream()
     held = GatedCall(cuda, first)
     _, later = launch_call(device, first, held)

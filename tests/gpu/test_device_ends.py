@@ -1,4 +1,4 @@
-"""Failures of calls on a device, and the end of devices: closed loops, stuck streams, forks, interpreter exit."""
+"""Failed device calls, and the end of devices: closed event loops, stuck streams, forks and interpreter exit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ async def test_failed_device_call_keeps_references_until_its_enqueued_work_ends(
 
 
 @pytest.mark.parametrize("call", ["stream_wait", "event_record"])
-async def test_launch_that_cuda_refuses_raises_an_error(cuda: FakeCuda, device: Device, call: str) -> None:
+async def test_device_call_whose_cuda_call_is_refused_raises_an_error(
+    cuda: FakeCuda, device: Device, call: str
+) -> None:
     stream = device.stream()
     ran: list[int] = []
     before = 0 if call == "stream_wait" else None
@@ -104,7 +106,9 @@ async def test_first_of_two_errors_of_a_device_call_is_reported(cuda: FakeCuda, 
 
 
 @pytest.mark.parametrize("call", ["event_record", "event_done", "event_synchronize"])
-async def test_errors_do_not_end_the_device_threads(cuda: FakeCuda, device: Device, call: str) -> None:
+async def test_unexpected_error_in_a_cuda_call_does_not_end_the_device_threads(
+    cuda: FakeCuda, device: Device, call: str
+) -> None:
     stream = device.stream()
     held = GatedCall(cuda, stream)
 
@@ -121,7 +125,9 @@ async def test_errors_do_not_end_the_device_threads(cuda: FakeCuda, device: Devi
     await launch_call(device, stream)[1]
 
 
-async def test_failed_event_record_on_the_callers_stream_raises_at_the_call(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_event_record_on_the_callers_stream_raises_an_error_at_the_launch(
+    cuda: FakeCuda, device: Device
+) -> None:
     stream = device.stream()
     for _ in range(3):
         cuda.fail_next("event_record", "busy")
@@ -131,7 +137,7 @@ async def test_failed_event_record_on_the_callers_stream_raises_at_the_call(cuda
     await launch_call(device, stream)[1]
 
 
-async def test_failed_device_fails_all_pending_calls(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_device_fails_all_its_pending_calls(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     held = GatedCall(cuda, stream)
     calls = [launch_call(device, stream, held)] + [launch_call(device, stream) for _ in range(9)]
@@ -150,7 +156,7 @@ async def test_failed_device_fails_all_pending_calls(cuda: FakeCuda, device: Dev
     assert await device.close_stream(stream, 10)
 
 
-async def test_error_of_an_event_query_fails_only_one_call(cuda: FakeCuda, device: Device) -> None:
+async def test_error_of_an_event_query_fails_only_the_queried_call(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     batch = Batch(cuda, device, stream)
     calls = [launch_call(device, stream, call) for call in (batch, do_nothing, do_nothing)]
@@ -161,7 +167,7 @@ async def test_error_of_an_event_query_fails_only_one_call(cuda: FakeCuda, devic
     assert [type(error) for error in errors] == [type(None), DeviceError, type(None)]
 
 
-async def test_failed_callback_does_not_stop_other_callbacks(cuda: FakeCuda, device: Device) -> None:
+async def test_failed_callback_of_a_device_call_does_not_stop_other_callbacks(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     seen: list[Any] = []
     loop = asyncio.get_running_loop()
@@ -256,7 +262,9 @@ def test_event_loop_closed_while_a_batch_is_reported_keeps_no_objects(cuda: Fake
 # -- calls of the launcher
 
 
-async def test_run_waits_for_the_launcher_thread_and_run_in_thread_does_not(cuda: FakeCuda, device: Device) -> None:
+async def test_device_run_waits_for_the_launcher_thread_but_run_in_thread_does_not(
+    cuda: FakeCuda, device: Device
+) -> None:
     busy = threading.Event()
     first = device.run(lambda: busy.wait(10))
     second = device.run(cuda.current)
@@ -284,7 +292,7 @@ async def test_exception_of_a_function_in_the_launcher_thread_is_raised_to_the_c
 
 
 async def test_process_exit_waits_for_device_functions_in_threads(device: Device, limits: Limits) -> None:
-    """Check that the wait for a function that does not return has a limit."""
+    """Check also that this wait is limited by `device_exit_timeout`."""
     go_on = threading.Event()
     call = device.run_in_thread(lambda: go_on.wait(10))
     limits(device_exit_timeout=0.01)
@@ -311,7 +319,9 @@ async def test_process_exit_does_not_wait_for_a_thread_that_could_not_start(
     assert set(module._threads) == before
 
 
-async def test_result_that_no_task_awaits_is_released(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+async def test_result_of_a_cancelled_launcher_function_is_released(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
     busy = threading.Event()
     undone: list[tuple[int, bool]] = []
     loop = threading.get_ident()
@@ -329,7 +339,7 @@ async def test_result_that_no_task_awaits_is_released(device: Device, caplog: py
     assert "releasing its result failed: DeviceError('abort: no')" in caplog.text
 
 
-def test_result_for_a_closed_event_loop_is_released(device: Device) -> None:
+def test_result_of_a_launcher_function_for_a_closed_event_loop_is_released(device: Device) -> None:
     busy = threading.Event()
     undone: list[int] = []
 
@@ -345,7 +355,7 @@ def test_result_for_a_closed_event_loop_is_released(device: Device) -> None:
 # -- the end of streams
 
 
-async def test_device_stream_is_closed_after_its_pending_work(cuda: FakeCuda, device: Device) -> None:
+async def test_device_stream_is_closed_only_after_its_pending_work(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     assert cuda.live()["streams"] == 1
     held = GatedCall(cuda, stream)
@@ -418,7 +428,9 @@ async def test_abort_ends_a_waiting_device_call(cuda: FakeCuda) -> None:
     assert await devices[0].close_stream(stream, 10)
 
 
-async def test_hanging_abort_blocks_no_other_work(cuda: FakeCuda, device: Device) -> None:
+async def test_hanging_communicator_abort_does_not_block_the_closing_of_a_stream(
+    cuda: FakeCuda, device: Device
+) -> None:
     nccl = FakeNccl(cuda)
     end = await device.run(lambda: nccl.init(1, nccl.unique_id(), 0))
     end.fail("network is gone")
@@ -433,7 +445,7 @@ async def test_hanging_abort_blocks_no_other_work(cuda: FakeCuda, device: Device
     assert not ended.done()
 
 
-async def test_stuck_launcher_does_not_block_the_loop(cuda: FakeCuda, device: Device) -> None:
+async def test_stuck_launcher_thread_does_not_block_the_event_loop(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     stuck = threading.Event()
     _, ended = launch_call(device, stream, lambda: stuck.wait(10) and None)
@@ -442,7 +454,7 @@ async def test_stuck_launcher_does_not_block_the_loop(cuda: FakeCuda, device: De
     await ended
 
 
-async def test_closing_a_device_takes_bounded_time(cuda: FakeCuda, device: Device) -> None:
+async def test_closing_a_device_with_a_stuck_stream_takes_bounded_time(cuda: FakeCuda, device: Device) -> None:
     streams = [device.stream(), device.stream()]
     held = GatedCall(cuda, streams[0])
     _, ended = launch_call(device, streams[0], held)
@@ -455,7 +467,7 @@ async def test_closing_a_device_takes_bounded_time(cuda: FakeCuda, device: Devic
     assert device.close(10)
 
 
-async def test_closing_a_device_does_not_need_the_loop(cuda: FakeCuda, device: Device) -> None:
+async def test_closing_a_device_does_not_need_the_event_loop_of_its_calls(cuda: FakeCuda, device: Device) -> None:
     _, ended = launch_call(device, device.stream())
     block_until_launched(device)
     assert device.close(10)
@@ -463,7 +475,7 @@ async def test_closing_a_device_does_not_need_the_loop(cuda: FakeCuda, device: D
     await ended
 
 
-async def test_closing_a_device_with_a_stuck_launcher_takes_bounded_time(cuda: FakeCuda, device: Device) -> None:
+async def test_closing_a_device_with_a_stuck_launcher_thread_takes_bounded_time(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     stuck = threading.Event()
     _, ended = launch_call(device, stream, lambda: stuck.wait(10) and None)
@@ -472,7 +484,7 @@ async def test_closing_a_device_with_a_stuck_launcher_takes_bounded_time(cuda: F
     await ended
 
 
-async def test_closing_devices_releases_everything(cuda: FakeCuda) -> None:
+async def test_closing_devices_releases_all_cuda_objects_and_memory(cuda: FakeCuda) -> None:
     devices = [Device.of(cuda, ordinal) for ordinal in range(2)]
     for device in devices:
         stream = device.stream()
@@ -487,7 +499,7 @@ async def test_closing_devices_releases_everything(cuda: FakeCuda) -> None:
 # -- forks and exits
 
 
-def test_forked_child_gets_an_error(cuda: FakeCuda, device: Device) -> None:
+def test_device_calls_in_a_forked_child_raise_an_error(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     out, into = os.pipe()
     with warnings.catch_warnings():
@@ -545,7 +557,7 @@ print("end", flush=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["waiting", "stuck"])
-def test_interpreter_exits_quietly_with_pending_work(how: str) -> None:
+def test_interpreter_exits_without_errors_while_device_calls_are_pending(how: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", EXIT, how],
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""The examples of docs/cuda-tensors.md on a fake device."""
+"""The code examples of docs/cuda-tensors.md on a fake device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = "docs/cuda-tensors.md"
 
 @pytest.fixture
 def examples() -> dict[str, Any]:
-    """Return the functions on the page by name; each code block has its own imports."""
+    """Return the example functions on the page by name; run each code block in a new namespace."""
     blocks = [
         code(PAGE, "CUDA tensors"),
         code(PAGE, "Streams: what comes before, and when the data may be used"),
@@ -61,7 +61,7 @@ async def test_examples_of_the_cuda_tensors_page_run(way: str, examples: dict[st
         await run_ranks(2, body, gpu)
 
 
-async def test_log_shows_whether_calls_use_nccl_or_staging(
+async def test_log_lines_of_the_page_show_whether_calls_use_nccl_or_staging(
     examples: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("aiocoll")
@@ -81,7 +81,7 @@ async def test_log_shows_whether_calls_use_nccl_or_staging(
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_group_that_requires_nccl_works_or_raises(way: str, examples: dict[str, Any]) -> None:
+async def test_example_group_that_requires_nccl_works_or_raises_an_error(way: str, examples: dict[str, Any]) -> None:
     with gpus(1, way) as gpu:
         pg = await examples["insisting"](store=HashStore(), rank=0, world_size=1)
         tensor = gpu.tensor(np.ones(2), 0)

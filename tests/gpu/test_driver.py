@@ -1,4 +1,4 @@
-"""The CUDA driver adapter: its calls, its errors, and queries that block no other thread."""
+"""The CUDA driver adapter: its libcuda calls, its errors, and queries that do not block other threads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .processes import run_code
 from .stub_driver import CONTEXT, MODES, Log
 from .stub_driver import driver as stub
 
-#: A handle as wide as an address.
+#: An event handle that needs as many bits as an address.
 EVENT = 0x7F00_1234_5678_9AB0
 
 
-def test_relax_sets_the_stream_capture_mode_of_the_thread() -> None:
+def test_driver_relax_sets_the_stream_capture_mode_of_the_thread() -> None:
     log = Log()
     MODES.clear()
     Driver(stub(log)).relax()
@@ -57,7 +57,7 @@ def log() -> Log:
         (lambda d: d.device_of(EVENT), 1, [("cuPointerGetAttribute", (9, EVENT))]),
     ],
 )
-def test_driver_method_calls_its_libcuda_function(
+def test_each_driver_method_calls_its_libcuda_function(
     log: Log, call: Callable[[Driver], Any], returned: Any, logged: Any
 ) -> None:
     made = Driver(stub(log))
@@ -68,7 +68,7 @@ def test_driver_method_calls_its_libcuda_function(
 
 
 @pytest.mark.parametrize(("status", "fatal"), [(1, False), (2, False), (400, False), (906, False), (700, True)])
-def test_driver_errors_are_raised(log: Log, status: int, fatal: bool) -> None:
+def test_libcuda_error_statuses_are_raised_as_device_errors(log: Log, status: int, fatal: bool) -> None:
     made = Driver(stub(log))
     for name, call in (("cuEventQuery", made.event_done), ("cuPointerGetAttribute", made.device_of)):
         log.status[name] = status
@@ -80,12 +80,12 @@ def test_driver_errors_are_raised(log: Log, status: int, fatal: bool) -> None:
         made.event_done(EVENT)
 
 
-def test_event_of_unfinished_work_is_not_done(log: Log) -> None:
+def test_driver_event_of_unfinished_work_is_not_done(log: Log) -> None:
     log.status["cuEventQuery"] = 600
     assert Driver(stub(log)).event_done(EVENT) is False
 
 
-def test_load_opens_the_libcuda_library(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_load_opens_libcuda(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     monkeypatch.setattr(module.ctypes, "CDLL", lambda name: (loaded.append(name), stub(log))[1])
     assert load().event_done(EVENT)
@@ -95,8 +95,8 @@ def test_load_opens_the_libcuda_library(log: Log, monkeypatch: pytest.MonkeyPatc
         load()
 
 
-#: Code that queries an event in a thread, with a C semaphore in place of the driver. Another thread ends the query.
-#: The upper half of the semaphore's first word counts the waiting threads (glibc, 64 bits).
+#: Code in which a thread's event query blocks on a C semaphore in place of the driver, until another thread posts the
+#: semaphore. The upper half of the semaphore's first word counts the waiting threads (glibc, 64 bits).
 STALL = """
 import ctypes, threading, time
 from tests.gpu.stub_driver import driver
@@ -121,5 +121,5 @@ print(results)
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or ctypes.sizeof(ctypes.c_void_p) != 8, reason="reads a semaphore of 64-bit glibc"
 )
-def test_stalled_event_query_blocks_no_other_thread() -> None:
+def test_stalled_driver_event_query_blocks_no_other_thread() -> None:
     assert run_code(STALL) == "[True]"

@@ -1,4 +1,4 @@
-"""The fake CUDA: it follows the rules of real CUDA, and refuses mistakes that real CUDA does not report."""
+"""The fake CUDA: it follows the rules of real CUDA, and reports errors that real CUDA would not detect."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_current_fake_device_is_separate_for_each_thread(cuda: FakeCuda) -> None
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2, None])
-def test_fake_stream_carries_out_work_in_order(cuda: FakeCuda, stream: int | None) -> None:
+def test_fake_stream_executes_its_kernels_in_order(cuda: FakeCuda, stream: int | None) -> None:
     stream = cuda.stream_create() if stream is None else stream
     gate = cuda.gate(stream)
     done: list[int] = []
@@ -101,7 +101,7 @@ def test_unrecorded_fake_event_counts_as_done(cuda: FakeCuda) -> None:
     cuda.stream_synchronize(stream)
 
 
-def test_stream_wait_refers_to_the_latest_event_record_at_the_time_of_the_call(cuda: FakeCuda) -> None:
+def test_fake_stream_waits_for_the_event_record_that_precedes_the_wait_call(cuda: FakeCuda) -> None:
     stream, other, event = cuda.stream_create(), cuda.stream_create(), cuda.event_create()
     cuda.event_record(event, stream)
     cuda.stream_wait(other, event)
@@ -113,7 +113,7 @@ def test_stream_wait_refers_to_the_latest_event_record_at_the_time_of_the_call(c
 
 
 def test_fake_events_on_an_idle_stream_are_done_at_once(cuda: FakeCuda) -> None:
-    """Check that such events start no thread, whose start would delay other threads."""
+    """Check also that these events start no stream thread, whose start would delay other threads."""
     stream, other, event = cuda.stream_create(), cuda.stream_create(), cuda.event_create()
     before = threading.active_count()
     cuda.event_record(event, stream)
@@ -144,7 +144,7 @@ def test_fake_stream_executes_the_requested_number_of_entries(cuda: FakeCuda) ->
     cuda.event_synchronize(events[2])
 
 
-def test_fake_cuda_refuses_destroyed_handles(cuda: FakeCuda) -> None:
+def test_fake_cuda_refuses_handles_of_destroyed_events_and_streams(cuda: FakeCuda) -> None:
     event, stream, good = cuda.event_create(), cuda.stream_create(), cuda.stream_create()
     gate = cuda.gate(stream)
     done: list[int] = []
@@ -180,7 +180,7 @@ def test_fake_event_cannot_be_recorded_on_a_stream_of_another_device(cuda: FakeC
     cuda.stream_wait(0, event)  # waiting across devices is allowed
 
 
-def test_fake_cuda_counts_live_objects(cuda: FakeCuda) -> None:
+def test_fake_cuda_counts_existing_events_streams_and_memory(cuda: FakeCuda) -> None:
     assert set(cuda.live().values()) == {0}
     event, stream, block = cuda.event_create(), cuda.stream_create(), cuda.pinned(100)
     array = FakeArray(cuda, np.zeros(3), 1)
@@ -244,7 +244,7 @@ def test_fake_copies_refuse_wrong_addresses(cuda: FakeCuda) -> None:
     assert len(cuda.pinned(0)) == 0
 
 
-def test_use_of_freed_memory_fails_the_fake_device(cuda: FakeCuda) -> None:
+def test_kernel_that_uses_freed_memory_fails_the_fake_device(cuda: FakeCuda) -> None:
     array, block = FakeArray(cuda, np.zeros(4)), cuda.pinned(32)
     gate = cuda.gate(0)
     cuda.copy_to_host(block.ctypes.data, array.ptr, 32, 0)
@@ -260,7 +260,7 @@ def test_use_of_freed_memory_fails_the_fake_device(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128", "float16", "bfloat16"])
-def test_fake_scale_multiplies_in_stream_order(cuda: FakeCuda, name: str) -> None:
+def test_fake_scale_kernel_multiplies_elements_in_stream_order(cuda: FakeCuda, name: str) -> None:
     dtype = by_name(name)
     one = 0x3F80 if name == "bfloat16" else 1
     source, target = FakeArray(cuda, np.full(3, one, dtype.storage), 0, dtype), FakeArray(
@@ -274,14 +274,14 @@ def test_fake_scale_multiplies_in_stream_order(cuda: FakeCuda, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["int32", "bool", "float8_e5m2"])
-def test_fake_scale_refuses_other_dtypes(cuda: FakeCuda, name: str) -> None:
+def test_fake_scale_kernel_refuses_unsupported_dtypes(cuda: FakeCuda, name: str) -> None:
     array = FakeArray(cuda, np.zeros(1, by_name(name).storage), 0, name)
     with pytest.raises(DeviceError, match=f"dtype {name}") as caught:
         cuda.kernels.scale(array.ptr, array.ptr, 1, name, 2.0, 0)
     assert not caught.value.fatal
 
 
-def test_fake_scale_refuses_memory_of_another_device_than_the_threads(cuda: FakeCuda) -> None:
+def test_fake_scale_kernel_refuses_streams_of_another_device_and_wrong_addresses(cuda: FakeCuda) -> None:
     array, stream = FakeArray(cuda, np.ones(1, np.float32)), cuda.stream_create()
     cuda.use(1)
     with pytest.raises(DeviceError, match="not of the thread's device"):
@@ -334,7 +334,7 @@ def test_failed_fake_device_stays_failed_and_wakes_waiting_threads(cuda: FakeCud
     assert ran == []
 
 
-def test_fail_next_fails_one_fake_cuda_call(cuda: FakeCuda) -> None:
+def test_fail_next_makes_one_call_of_a_fake_cuda_function_fail(cuda: FakeCuda) -> None:
     cuda.fail_next("event_create", "no memory")
     with pytest.raises(DeviceError, match="event_create: no memory") as caught:
         cuda.event_create()
@@ -369,7 +369,7 @@ def test_close_of_the_fake_cuda_wakes_waiting_threads_and_leaves_no_threads() ->
     cuda.gate(2)
 
 
-def test_fake_latency_delays_copies(cuda: FakeCuda) -> None:
+def test_latency_of_the_fake_cuda_delays_copies(cuda: FakeCuda) -> None:
     array = FakeArray(cuda, np.zeros(1))
     cuda.latency = 0.02
     event = cuda.event_create()
@@ -382,7 +382,7 @@ def test_fake_latency_delays_copies(cuda: FakeCuda) -> None:
 # -- arrays
 
 
-def test_fake_array_has_an_array_interface(cuda: FakeCuda) -> None:
+def test_fake_array_has_a_cuda_array_interface(cuda: FakeCuda) -> None:
     array = FakeArray(cuda, np.arange(6, dtype=np.int16).reshape(2, 3), 1, stream=7)
     assert array.__cuda_array_interface__ == {
         "shape": (2, 3), "typestr": "<i2", "data": (array.ptr, False), "strides": None, "version": 3, "stream": 7,
@@ -410,7 +410,7 @@ def test_freed_memory_of_a_fake_array_is_overwritten(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("look", ["at", "where"])
 def test_fake_memory_can_be_freed_during_an_address_lookup(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a lookup during which the garbage collector frees another array."""
+    """Let the garbage collector free another array during the lookup."""
     memory = fake_memory.FakeMemory()
     arrays = sorted((memory.new(8, device) for device in (0, 1, 2)), key=lambda each: each.ctypes.data)
     wheres = [memory.where(each.ctypes.data) for each in arrays]
@@ -433,7 +433,7 @@ def test_fake_memory_can_be_freed_during_an_address_lookup(look: str, monkeypatc
     assert sum(memory.live(device) for device in (0, 1, 2)) == 16
 
 
-def test_event_query_invalidates_a_capture_unless_the_thread_is_relaxed(cuda: FakeCuda) -> None:
+def test_fake_event_query_fails_during_a_capture_unless_the_thread_is_relaxed(cuda: FakeCuda) -> None:
     stream, event = cuda.stream_create(), cuda.event_create()
     cuda.capture(stream, True, blocking=True)
     with pytest.raises(DeviceError, match="not permitted when stream is capturing") as caught:

@@ -1,4 +1,4 @@
-"""The fake NCCL: it computes the results of real NCCL, and hangs in the same cases."""
+"""The fake NCCL: it computes the same results as real NCCL, and hangs in the same cases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nccl(cuda: FakeCuda) -> FakeNccl:
 
 
 def to_storage(values: Any, dtype: DType) -> Any:
-    """Return integers as `dtype` stores them: rounded once, or wrapped."""
+    """Return integers as stored bits of `dtype`: rounded once, or wrapped around."""
     if dtype.kind != "half":
         return np.asarray(values).astype(dtype.storage)
     out = np.empty(np.shape(values), dtype.storage)
@@ -53,7 +53,7 @@ def from_storage(array: Any, dtype: DType) -> list[float]:
 
 
 def expected_result(op: int, world_size: int) -> float:
-    """Return the exact result of 1 on rank 0 and 2 on all others."""
+    """Return the exact reduction result if rank 0 contributes 1 and all other ranks contribute 2."""
     total = 2 * world_size - 1
     return [total, 2 ** (world_size - 1), min(world_size, 2), 1, total // world_size][op]
 
@@ -95,7 +95,7 @@ def test_fake_nccl_averages_of_floats_are_correct(cuda: FakeCuda, nccl: FakeNccl
     def rank(me: Rank) -> None:
         for code, dtype in DTYPES.items():
             if dtype.kind in ("half", "float"):
-                # The average of 0, 2, 4, ... is half of the last value.
+                # The average of 0, 2, 4, ..., 2(p - 1) over p ranks is p - 1.
                 array = FakeArray(cuda, to_storage([2 * me.rank], dtype), me.rank, dtype)
                 me.communicator.all_reduce(array.ptr, array.ptr, 1, code, AVG, me.stream)
                 assert from_storage(array.numpy(me.stream), dtype) == [world_size - 1]  # exact in all float dtypes
@@ -184,7 +184,7 @@ HANGING = ["order", "count", "dtype", "op", "root", "bytes", "missing", "sends",
 
 
 def start_hanging_call(me: Rank, what: str, array: FakeArray) -> None:
-    """Start a call that never ends."""
+    """Start an NCCL call of one of the kinds in `HANGING`, which never ends."""
     first, com = me.rank == 0, me.communicator
     ptr, stream = array.ptr, me.stream
     if what == "order":
@@ -221,7 +221,7 @@ def test_mismatched_fake_nccl_calls_hang_until_abort(cuda: FakeCuda, nccl: FakeN
         start_hanging_call(me, what, array)
         event = cuda.event_create()
         cuda.event_record(event, me.stream)
-        # Wait until the mismatched calls have met and the fake has recorded a complaint.
+        # Wait until both calls are in the fake NCCL, which then records a complaint.
         while what not in ("missing", "sends", "broken") and not nccl.complaints:
             time.sleep(0)
         started.wait(10)
@@ -313,7 +313,7 @@ def test_fake_nccl_init_refuses_different_versions(cuda: FakeCuda) -> None:
     other.join()
 
 
-def test_fake_nccl_refuses_wrong_ranks(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_init_refuses_invalid_ranks_and_ids(cuda: FakeCuda, nccl: FakeNccl) -> None:
     with pytest.raises(DeviceError, match="rank 2 of 2"):
         nccl.init(2, nccl.unique_id(), 2)
     with pytest.raises(DeviceError, match="rank 0 of 1"):
@@ -361,7 +361,7 @@ def test_fake_nccl_destroy_waits_for_all_ranks(cuda: FakeCuda, nccl: FakeNccl) -
     assert order[0] == 2
 
 
-def test_fake_nccl_destroy_refuses_and_abort_ends_calls_in_flight(cuda: FakeCuda, nccl: FakeNccl) -> None:
+def test_fake_nccl_destroy_refuses_calls_in_flight_and_abort_ends_them(cuda: FakeCuda, nccl: FakeNccl) -> None:
     def rank(me: Rank) -> None:
         if me.rank == 0:
             array = FakeArray(cuda, np.ones(1, np.float32), 0)
@@ -479,7 +479,7 @@ def test_fake_nccl_supports_float8_only_in_recent_versions(cuda: FakeCuda) -> No
 
 
 @pytest.mark.parametrize("call", ["unique_id", "init", "all_reduce", "group_start", "group_end", "abort", "destroy"])
-def test_fail_next_fails_any_chosen_fake_nccl_call(cuda: FakeCuda, nccl: FakeNccl, call: str) -> None:
+def test_fail_next_makes_the_chosen_fake_nccl_function_fail(cuda: FakeCuda, nccl: FakeNccl, call: str) -> None:
     unique_id = nccl.unique_id()
     if call != "init":
         made = nccl.init(1, unique_id, 0)

@@ -1,4 +1,4 @@
-"""Reductions of float8: by NCCL if its version and all devices support float8, otherwise staged on all ranks."""
+"""Reductions of float8 arrays: by NCCL if its version and all devices support float8, otherwise staged."""
 
 from __future__ import annotations
 

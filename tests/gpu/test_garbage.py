@@ -1,4 +1,4 @@
-"""Memory of device calls: it is freed with the last reference when the call ends, without the garbage collector."""
+"""Garbage of device calls: all objects are freed with their last reference, without the garbage collector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..ranks import run_ranks
 from .groups import WAYS, Gpus, gpus, wait_for_idle_launcher
 
 SIZE = 2
-#: A call; its second argument makes a tensor on this rank.
+#: A function that makes a call. Its second argument makes a tensor on this rank's device.
 Call = Callable[[ProcessGroup, Callable[[], Any]], Awaitable[Any]]
 
 
@@ -56,7 +56,7 @@ async def test_device_call_leaves_no_objects_to_the_garbage_collector(name: str,
         if pg.rank() == 0:
             with all_garbage() as garbage:
                 await call()
-            # Ignore garbage of the fake CUDA itself.
+            # Ignore garbage of the fake CUDA, which is not part of aiocoll.
             own_garbage = [type(each).__name__ for each in garbage if type(each).__module__.startswith("aiocoll.")]
             assert not own_garbage, Counter(own_garbage)
         else:

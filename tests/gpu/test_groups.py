@@ -1,4 +1,4 @@
-"""Calls on CUDA arrays: the choice between NCCL and staging, agreement, streams, memory, and blocks."""
+"""Calls on CUDA arrays: NCCL or staging, matching of calls, streams, memory lifetime, and blocks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def first_decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None)
     return dispatcher_of(pg).device_calls.state.decision
 
 
-async def test_ranks_with_their_own_devices_use_nccl(caplog: pytest.LogCaptureFixture) -> None:
+async def test_group_uses_nccl_if_each_rank_has_a_separate_device(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "aiocoll")
     with gpus(2) as gpu:
         first, second = await run_ranks(2, first_decision, gpu)
@@ -93,7 +93,7 @@ async def test_ranks_with_their_own_devices_use_nccl(caplog: pytest.LogCaptureFi
     assert "rank 1: CUDA arrays go by NCCL: all ranks have NCCL 2.28.9 and a device each" in caplog.text
 
 
-async def test_device_arrays_are_staged_without_nccl(caplog: pytest.LogCaptureFixture) -> None:
+async def test_device_arrays_are_staged_if_nccl_is_unavailable(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "aiocoll")
     with gpus(2, "staged") as gpu:
         found = await run_ranks(2, first_decision, gpu)
@@ -119,7 +119,7 @@ def test_choice_between_nccl_and_staging_depends_on_versions_and_hosts() -> None
     assert cards.decide([one(), one(bus="b"), one()], [0, 0, 0]).native is False
 
 
-async def test_required_nccl_raises_an_error_if_nccl_is_unavailable() -> None:
+async def test_group_that_requires_nccl_raises_an_error_if_nccl_is_unavailable() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
         with pytest.raises(BackendUnavailableError, match=r"group .* must use NCCL, but rank 0: NCCL was not provided"):
@@ -193,7 +193,7 @@ async def test_device_call_mismatch_is_raised_on_all_ranks_and_the_group_continu
 
 
 @both
-async def test_host_array_against_a_device_array_is_reported_as_a_mismatch(way: str) -> None:
+async def test_host_array_on_one_rank_and_device_array_on_another_are_reported_as_a_mismatch(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         work = pg.allreduce(gpu.tensor(np.ones(3), 1)) if pg.rank() else pg.broadcast(np.ones(300_000), 0)
         error = await pg.wait_revoked()
@@ -208,7 +208,7 @@ async def test_host_array_against_a_device_array_is_reported_as_a_mismatch(way: 
 
 
 @both
-async def test_subgroups_can_share_a_device(way: str) -> None:
+async def test_several_groups_can_share_a_device(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         other = await pg.split_group([0, 1, 2])
         half = await pg.split_group([pg.rank()] if pg.rank() == 2 else [0, 1])
@@ -225,7 +225,7 @@ async def test_subgroups_can_share_a_device(way: str) -> None:
 
 
 @both
-async def test_groups_over_sockets_reduce_device_arrays(way: str) -> None:
+async def test_groups_over_unix_sockets_reduce_device_arrays(way: str) -> None:
     with gpus(3, way) as gpu:
         await run_ranks(3, check_allreduce, gpu, transport="unix")
 
@@ -252,7 +252,7 @@ async def test_call_runs_after_earlier_work_on_the_callers_stream(way: str) -> N
 
 
 @both
-async def test_on_stream_waits_only_for_the_launch(way: str) -> None:
+async def test_work_on_a_stream_after_on_stream_sees_the_result_of_the_call(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         stream = gpu.stream(rank)
@@ -272,7 +272,7 @@ async def test_on_stream_waits_only_for_the_launch(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_on_stream_of_an_nccl_call_does_not_wait_for_the_data() -> None:
+async def test_on_stream_of_an_nccl_call_returns_before_the_data_is_reduced() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         stream = gpu.stream(rank)
@@ -397,7 +397,7 @@ async def test_many_device_calls_leave_no_objects(way: str) -> None:
             await pg.barrier()
             gc.collect()
             live = gpu.cuda.live()
-            # The device threads may keep a reference to the last call of each rank.
+            # Each device thread may still reference the last call of each rank.
             assert sum(isinstance(each, Agreed) for each in gc.get_objects()) <= 2 * pg.size()
             assert live["events"] < 50
             assert live["memory"] < 500
@@ -454,7 +454,7 @@ async def test_allgather_accepts_an_input_inside_its_output(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-# -- blocks, lists, comparing groups, estimates
+# -- blocks, lists, call comparison, estimates
 
 
 @both
@@ -500,7 +500,7 @@ async def test_blocks_that_differ_only_in_the_device_are_reported_as_a_mismatch(
 
 
 @both
-async def test_group_that_compares_calls_reports_mismatches_and_continues(way: str) -> None:
+async def test_group_with_debug_detail_reports_mismatches_of_device_calls_and_continues(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         for tensor in (gpu.tensor(np.ones(2 + pg.rank()), pg.rank()), gpu.tensor(np.ones(2), 1) if pg.rank() else 1.0):
@@ -611,7 +611,7 @@ async def test_allgather_accepts_an_input_that_overlaps_two_adjacent_outputs() -
             starts = [0, counts[0], counts[0] + counts[1]]
             parts = [memory.values[start : start + count] for start, count in zip(starts, counts, strict=True)]
             views = [gpu.torch.Tensor(part, "float64", rank) for part in parts]
-            # On the last rank, the input starts inside the rank's own output and ends after the output.
+            # On the last rank, the input starts inside this rank's output and ends after it.
             start = starts[2] + 1 if rank == 2 else 7
             elements = memory.values[start : start + counts[rank]]
             own = gpu.torch.Tensor(elements, "float64", rank)
@@ -625,7 +625,7 @@ async def test_allgather_accepts_an_input_that_overlaps_two_adjacent_outputs() -
 
 
 @both
-async def test_calls_do_not_invalidate_a_stream_capture_of_another_thread(way: str) -> None:
+async def test_device_calls_do_not_invalidate_a_stream_capture_on_another_stream(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         own, captured = gpu.stream(0), gpu.stream(0)
@@ -635,7 +635,7 @@ async def test_calls_do_not_invalidate_a_stream_capture_of_another_thread(way: s
         gpu.cuda.capture(captured, True, blocking=True)
         gate.open()
         await work
-        # Make the default stream current: its work would join the capture, so the call is refused.
+        # Make the default stream current. Work on it would join the capture, so that the call is refused.
         gpu.torch.streams[0] = 0
         with pytest.raises(RuntimeError, match="being captured into a graph"):
             pg.allreduce(gpu.tensor(np.ones(3), 0))
@@ -670,7 +670,7 @@ async def test_completion_thread_does_not_invalidate_stream_captures(way: str) -
         await run_ranks(1, body, gpu)
 
 
-async def test_hook_receives_nccl_or_the_host_transport_as_transport_name() -> None:
+async def test_hook_receives_nccl_or_the_host_transport_as_the_transport_of_a_device_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         carried = []
 
@@ -686,7 +686,7 @@ async def test_hook_receives_nccl_or_the_host_transport_as_transport_name() -> N
     await run_with_gpus(2, body)
 
 
-async def test_scan_is_refused_by_the_nccl_implementation() -> None:
+async def test_direct_nccl_launch_of_a_scan_is_refused() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
         plan = next(plan for plan in plans_of(pg) if plan.signature.op == "SCAN")
@@ -697,7 +697,7 @@ async def test_scan_is_refused_by_the_nccl_implementation() -> None:
 
 
 async def test_wrong_control_messages_about_devices_are_refused() -> None:
-    """Check wrong messages that only the device layer refuses; other messages are refused when they are decoded."""
+    """Check messages that can be decoded, so that only the device layer detects the error."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
@@ -711,7 +711,7 @@ async def test_wrong_control_messages_about_devices_are_refused() -> None:
     await run_with_gpus(1, body)
 
 
-async def test_error_in_a_staged_call_fails_the_call() -> None:
+async def test_internal_error_in_a_staged_call_fails_only_this_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gate = gpu.gate(0)
@@ -727,7 +727,7 @@ async def test_error_in_a_staged_call_fails_the_call() -> None:
     await run_with_gpus(1, body)
 
 
-async def test_device_calls_work_with_more_shapes_than_kept_plans() -> None:
+async def test_device_calls_work_with_more_shapes_than_the_call_cache_keeps() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         shapes = [(1,), (2,), (2, 1), (1, 2)]
         for shape in (*shapes, *((length,) for length in range(3, PLANS + 3)), *shapes):
@@ -754,7 +754,7 @@ async def test_on_stream_accepts_the_cuda_stream_protocol() -> None:
     await run_with_gpus(1, body)
 
 
-async def test_device_of_an_array_is_found_by_its_address() -> None:
+async def test_device_of_an_array_without_device_information_is_found_by_its_address() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         parts = [FakeArray(gpu.cuda, np.ones(2), device) for device in (0, 1)]
         with pytest.raises(TypeError, match=r"must be on one CUDA device, not on devices \[0, 1\]"):

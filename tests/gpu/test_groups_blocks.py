@@ -1,4 +1,4 @@
-"""Blocks and lists of calls on CUDA arrays: one agreement, one NCCL call group, one launch."""
+"""Coalescing blocks and list calls on CUDA arrays: one comparison, one NCCL call group, one launch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
 class Counts:
-    """Counts of NCCL calls, launches and agreements since `clear`, over all ranks."""
+    """Counts of NCCL calls, launches and call comparisons since `clear`, over all ranks."""
 
     def __init__(self, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nccl: Counter[str] = Counter()
@@ -73,7 +73,9 @@ async def test_block_of_every_kind_of_call_gives_correct_results(way: str, world
 
 
 @sizes
-async def test_block_is_launched_once_as_one_nccl_call_group(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_coalescing_block_is_launched_once_as_one_nccl_call_group(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         await check_allreduce(pg, gpu)
         await clear_counts(pg, counts)
@@ -111,7 +113,9 @@ async def test_each_list_call_is_one_nccl_call_group(monkeypatch: pytest.MonkeyP
 
 
 @sizes
-async def test_unsupported_calls_of_a_block_are_staged(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_of_a_block_that_nccl_does_not_support_are_staged(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)
@@ -159,8 +163,8 @@ async def test_list_call_on_empty_arrays_completes(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_keyed_lists_and_calls_of_several_tasks_complete() -> None:
-    """Check keyed lists and calls that the ranks start in different orders."""
+async def test_keyed_list_calls_and_keyed_calls_of_several_tasks_complete() -> None:
+    """Start keyed list calls and keyed calls in different orders on different ranks."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         async def one(name: int) -> None:
@@ -180,7 +184,7 @@ async def test_keyed_lists_and_calls_of_several_tasks_complete() -> None:
 
 
 @both
-async def test_block_of_calls_that_share_memory_is_refused(way: str) -> None:
+async def test_block_whose_calls_share_memory_is_refused(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         whole = gpu.tensor(np.ones(6), rank)
@@ -198,7 +202,7 @@ async def test_block_of_calls_that_share_memory_is_refused(way: str) -> None:
             await block()
         with pytest.raises(ValueError, match=r"members 0 .* and 1 .* share memory"):
             pg.allreduce_coalesced([whole, whole])
-        # Allowed: two calls of a block read the same memory, and outputs are adjacent without overlap.
+        # Allowed: two calls of a block read the same memory, or write to adjacent memory.
         out = [gpu.tensor(np.zeros(12), rank) for _ in range(2)]
         await pg.allgather_into_tensor_coalesced(out, [whole, whole])
         await pg.allreduce_coalesced([part(0, 3), part(3, 6)])
@@ -211,7 +215,7 @@ async def test_block_of_calls_that_share_memory_is_refused(way: str) -> None:
 
 @both
 @pytest.mark.parametrize("what", ["count", "op", "length", "order"])
-async def test_different_blocks_are_reported_as_a_mismatch(way: str, what: str) -> None:
+async def test_different_coalescing_blocks_of_device_calls_are_reported_as_a_mismatch(way: str, what: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         last = pg.rank() == 2
         tensors = [gpu.tensor(np.ones(3 + each), pg.rank()) for each in range(3)]
@@ -255,7 +259,7 @@ async def test_blocks_with_different_exchange_counts_are_reported_as_a_mismatch(
         with pytest.raises(CollectiveMismatchError, match=r"member 1 is ALLTOALL"):
             await block()
         assert host(one).tolist() == [1] * 3
-        # The ranks compared the blocks before any transfer, so the group continues.
+        # The ranks compared their blocks before they transferred data, so the group continues.
         await check_allreduce(pg, gpu)
 
     with gpus(2, way) as gpu:
@@ -272,7 +276,7 @@ async def test_list_call_in_an_nccl_only_group_raises_an_error_without_nccl() ->
         await run_ranks(2, body, gpu)
 
 
-# -- cancelled and aborted blocks; `test_groups_failing` has failures
+# -- cancelled and aborted blocks; for failures, see `test_groups_failing`
 
 
 async def test_cancelled_await_leaves_the_block_in_flight() -> None:
@@ -316,7 +320,7 @@ async def test_exception_inside_a_block_starts_no_calls(way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_group_that_compares_calls_reports_mismatches_and_continues() -> None:
+async def test_group_with_debug_detail_reports_mismatches_of_list_calls_and_continues() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_block_of_every_kind(pg, gpu)
         with pytest.raises(CollectiveMismatchError, match="member 1"):
@@ -329,7 +333,7 @@ async def test_group_that_compares_calls_reports_mismatches_and_continues() -> N
         await testing.run_ranks(2, body, gpu, options=GroupOptions(debug="detail"))
 
 
-async def test_abort_waits_for_the_launcher() -> None:
+async def test_abort_of_the_communicator_waits_until_the_launcher_has_ended_its_nccl_call_group() -> None:
     calling, go_on = threading.Event(), threading.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -353,7 +357,9 @@ async def test_abort_waits_for_the_launcher() -> None:
     await run_with_gpus(1, body)
 
 
-async def test_separate_output_arrays_on_one_rank_use_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_allgather_into_separate_output_arrays_on_one_rank_uses_scratch_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus, counts: Counts) -> None:
         rank, size = pg.rank(), pg.size()
         await check_allreduce(pg, gpu)

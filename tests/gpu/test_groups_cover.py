@@ -1,4 +1,4 @@
-"""Every collective on CUDA arrays, with NCCL and staged: a pairwise cover, or all combinations in `make matrix`."""
+"""Collectives of every kind, op and dtype on CUDA arrays, by NCCL and staged; `make matrix` runs all combinations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPACE = {"dtype": WIDE, "count": COUNTS, "root": range(max(SIZES)), "world_size"
 
 
 class DeviceCall(Call):
-    """A test case of collectives on one rank, with arrays on the rank's device."""
+    """A collective call of one rank in a test case, with arrays on the rank's device."""
 
     def __init__(self, case: Case, rank: int, gpu: Gpus) -> None:
         super().__init__(case, rank)
@@ -49,7 +49,7 @@ def pairs() -> Iterator[Case]:
 
 
 async def check(pg: ProcessGroup, cases: list[Case], gpu: Gpus) -> list[bytes]:
-    """Run cases and check their results; return the bytes of the allreduced tensors."""
+    """Run cases and check their results; return the result bytes of allreduce cases."""
     seen = []
     for case in cases:
         call = DeviceCall(case, pg.rank(), gpu)
@@ -94,7 +94,7 @@ def is_native(kind: str, op: str, dtype: str) -> bool:
 async def test_only_reductions_that_nccl_does_not_support_are_staged(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check all reductions in one group, comparing each result with NumPy."""
+    """Check every kind, op and dtype in one group."""
     staged = [0] * world_size
 
     def count_staged(operation: Any) -> None:

@@ -1,4 +1,4 @@
-"""The agreement of a group's ranks on NCCL or staging for CUDA arrays."""
+"""The agreement of all ranks of a group whether NCCL or staging handles CUDA arrays."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LARGE = EAGER_WINDOW + 1
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-async def test_group_agrees_on_nccl_after_only_messages_were_exchanged(late: int) -> None:
-    """Check the agreement after each rank has sent or received a message, for each choice of the last rank."""
+async def test_group_agrees_on_nccl_after_each_rank_has_sent_or_received_a_message(late: int) -> None:
+    """Check each choice of the rank that uses a CUDA array last."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -55,8 +55,8 @@ async def test_group_agrees_on_nccl_after_only_messages_were_exchanged(late: int
         assert (calls.count("send"), calls.count("recv")) == (1, 1)
 
 
-async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check three ranks in three groups of two, where each rank calls a different group first."""
+async def test_overlapping_groups_agree_on_nccl_without_waiting_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use three ranks in three groups of two, where each rank calls a different group first."""
     firsts = []
 
     def decide_late(decided: Any, side: DeviceState, number: int, decision: Decision) -> None:
@@ -82,11 +82,11 @@ async def test_overlapping_groups_do_not_wait_for_each_other(monkeypatch: pytest
     await run_with_gpus(3, body)
 
 
-async def test_groups_with_devices_in_opposite_orders_do_not_wait_for_each_other(
+async def test_groups_whose_ranks_have_devices_in_opposite_orders_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def take_delayed(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
-        """Delay each turn, so that all ranks take their first turn before any takes a second one."""
+        """Delay the start of each device turn, so that all ranks take their first turn before any second turn."""
 
         def later() -> None:
             asyncio.get_running_loop().call_later(0.02, call)
@@ -106,7 +106,7 @@ async def test_groups_with_devices_in_opposite_orders_do_not_wait_for_each_other
 
 
 async def test_failed_group_passes_its_device_turn_to_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a group whose rank 0 is never notified of the start of its turn."""
+    """Let a group time out because the start of rank 0's device turn is suppressed."""
     suppressed = []
 
     def take_and_suppress(take: Any, turns: Turns, call: Callable[[], None]) -> Turn:
@@ -135,7 +135,7 @@ async def test_failed_group_passes_its_device_turn_to_the_next_group(monkeypatch
 
 
 @pytest.mark.parametrize("late", [0, 1])
-async def test_rank_can_create_its_group_after_the_calls_of_other_ranks(late: int) -> None:
+async def test_rank_can_create_its_group_after_other_ranks_have_made_device_calls(late: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         if rank == late:
@@ -153,7 +153,7 @@ async def test_rank_can_create_its_group_after_the_calls_of_other_ranks(late: in
     await run_with_gpus(3, body)
 
 
-async def test_device_messages_for_closed_groups_or_groups_of_other_ranks_are_dropped() -> None:
+async def test_device_control_messages_for_closed_or_foreign_groups_are_dropped() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         endpoint = comm_of(pg).endpoint
         part = await pg.split_group([[0, 1]])
@@ -170,10 +170,10 @@ async def test_device_messages_for_closed_groups_or_groups_of_other_ranks_are_dr
 
 
 class SuppressedTurn:
-    """A patch that suppresses the start of the first turn on one device.
+    """A patch that suppresses the start callback of the first turn on one device.
 
     Attributes:
-        calls: the suppressed callback; a test may call it later.
+        calls: the suppressed callback, which a test may call later.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ class SuppressedTurn:
 
 
 async def send_around(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Send short device messages around a ring, so that all ranks have used CUDA arrays."""
+    """Send short CUDA arrays around a ring, so that every rank has used a CUDA array."""
     rank, size = pg.rank(), pg.size()
     device = comm_of(pg).endpoint.rank
     sent = pg.send(gpu.tensor(np.full(2, rank), device), (rank + 1) % size)
@@ -205,10 +205,10 @@ async def send_around(pg: ProcessGroup, gpu: Gpus) -> None:
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 @pytest.mark.parametrize("stuck", [1, 2])
-async def test_leaving_rank_does_not_block_other_groups(
+async def test_rank_that_leaves_during_the_nccl_agreement_does_not_block_other_groups(
     monkeypatch: pytest.MonkeyPatch, limits: Limits, stuck: int, leaver: int
 ) -> None:
-    """Check a rank that leaves while a turn is pending: the devices stay usable for other groups."""
+    """Let a rank leave while a device turn is pending; other groups can still use the devices."""
     turns = SuppressedTurn(monkeypatch)
     limits(backend_decision_timeout=0.05)
 
@@ -238,7 +238,7 @@ async def test_leaving_rank_does_not_block_other_groups(
         await run_ranks(3, body, gpu)
 
 
-async def test_leaving_rank_still_creates_the_communicator_that_other_ranks_wait_for(
+async def test_rank_that_leaves_still_creates_the_communicator_that_other_ranks_wait_for(
     monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     turns = SuppressedTurn(monkeypatch)
@@ -296,8 +296,8 @@ async def test_group_stages_arrays_if_a_rank_left_before_the_agreement_on_nccl()
     await run_with_gpus(3, body)
 
 
-async def test_turn_messages_after_the_nccl_decision_are_ignored() -> None:
-    """Check turn messages that arrive after the decision."""
+async def test_messages_about_device_turns_after_the_nccl_decision_are_ignored() -> None:
+    """Send the messages about a device turn again after the decision."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, member = pg.rank(), comm_of(pg)
@@ -354,8 +354,8 @@ CARD = {"library": 22809, "why": "", "bus": "", "unfinished": False, "float8": F
     ],
     ids=str,
 )
-async def test_invalid_device_message_fails_the_group(sender: int, note: dict[str, Any], when: str) -> None:
-    """Check invalid messages before and after the group has a device on the receiving rank."""
+async def test_invalid_control_message_about_nccl_fails_the_group(sender: int, note: dict[str, Any], when: str) -> None:
+    """Send invalid messages before and after the receiving rank has used a CUDA array."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, member = pg.rank(), comm_of(pg)
@@ -376,7 +376,7 @@ async def test_invalid_device_message_fails_the_group(sender: int, note: dict[st
 
 
 async def test_rank_that_fails_during_the_nccl_agreement_blocks_no_other_rank() -> None:
-    """Check a rank whose group fails after it has reported its turn and before it receives the decision."""
+    """Let a rank's group fail between its report for the agreement and the decision."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -390,7 +390,8 @@ async def test_rank_that_fails_during_the_nccl_agreement_blocks_no_other_rank() 
             await wait_until(lambda: deciding._settled is not None)
             assert not deciding._is_settled
             first.abort("enough")
-            # A late decision for staging creates no communicator, so the rank ignores the decision.
+            # A decision for staging that arrives late creates no communicator, so that the rank can ignore this
+            # decision.
             deciding.handle_late({"number": 1, "decision": Decision(False, "")})
         with pytest.raises(GroupError, match="enough"):
             await work
@@ -405,7 +406,7 @@ async def test_rank_that_fails_during_the_nccl_agreement_blocks_no_other_rank() 
         assert calls.count("init") == 6
 
 
-async def test_device_message_of_a_nonmember_is_kept_for_another_group_with_the_same_id() -> None:
+async def test_early_device_message_of_a_nonmember_is_kept_for_another_group_with_the_same_id() -> None:
     made: list[int] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

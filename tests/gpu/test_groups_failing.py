@@ -1,4 +1,4 @@
-"""Failures of groups with CUDA arrays: every rank gets an error with the cause, and no rank hangs."""
+"""Failures of groups with CUDA arrays: every rank raises an error with the cause, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ both = pytest.mark.parametrize("way", WAYS)
 
 
 def start_list_of_one(pg: ProcessGroup, gpu: Gpus, **more: Any) -> Any:
-    """Start a list call with one allreduce, which is not a block of device calls."""
+    """Start a list call with one allreduce, which is launched like a single call and not as a block."""
     return pg.allreduce_coalesced([gpu.tensor(np.ones(2, np.int16), pg.rank())], **more)
 
 
@@ -49,7 +49,7 @@ calls = pytest.mark.parametrize("call", [start_allreduce, start_list])
 
 @both
 @calls
-async def test_timeout_error_names_a_rank_that_does_not_call(way: str, call: Any) -> None:
+async def test_timeout_error_of_a_device_call_names_a_rank_that_does_not_call(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         work = start_unless_revoked(pg, gpu, call, timeout=0.1) if pg.rank() != 2 else None
@@ -62,7 +62,7 @@ async def test_timeout_error_names_a_rank_that_does_not_call(way: str, call: Any
 
 @both
 @pytest.mark.parametrize("call", [start_allreduce, start_list_of_one, start_list])
-async def test_timeout_error_names_a_stuck_device(way: str, call: Any) -> None:
+async def test_timeout_error_of_a_device_call_names_a_stuck_device(way: str, call: Any) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gate = gpu.gate(pg.rank()) if pg.rank() == 1 else None
@@ -121,7 +121,7 @@ async def test_end_of_a_group_fails_its_pending_device_calls(way: str, call: Any
 
 
 @pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "pinned"])
-async def test_error_of_a_failed_copy_names_rank_and_device(call: str) -> None:
+async def test_error_of_a_failed_staging_copy_names_rank_and_device(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             gpu.cuda.fail_next(call)
@@ -135,7 +135,7 @@ async def test_error_of_a_failed_copy_names_rank_and_device(call: str) -> None:
 
 @both
 @pytest.mark.parametrize("how", ["call", "batch", "block"])
-async def test_device_error_in_a_message_fails_the_group(how: str, way: str) -> None:
+async def test_cuda_error_in_a_device_message_fails_the_group(how: str, way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         await pg.barrier()
@@ -161,8 +161,8 @@ async def test_device_error_in_a_message_fails_the_group(how: str, way: str) -> 
 
 
 @pytest.mark.parametrize("call", ["collective", "message"])
-async def test_staging_memory_is_reused_only_when_the_device_is_done(call: str) -> None:
-    """Check memory of a failed group, to which a pending copy still writes."""
+async def test_staging_memory_of_a_failed_group_is_reused_only_when_the_device_is_done(call: str) -> None:
+    """Check the memory of a failed group to which a pending copy still writes."""
 
     def start_call(pg: ProcessGroup, gpu: Gpus) -> Any:
         tensor = gpu.tensor(np.ones(1000), pg.rank())
@@ -235,7 +235,7 @@ async def test_collective_on_a_stream_captured_within_its_block_fails_the_group(
 
 
 @both
-async def test_error_names_a_failed_device(way: str) -> None:
+async def test_error_of_a_device_call_names_the_failed_device(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         if pg.rank() == 1:
@@ -277,7 +277,7 @@ async def test_refused_nccl_call_fails_the_group(failing: str, call: Any, limits
     await run_with_gpus(2, body)
 
 
-async def test_failed_call_in_an_nccl_group_fails_the_group() -> None:
+async def test_failed_call_in_an_nccl_call_group_fails_the_group() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:
             gpu.nccl.fail_next("send", "invalid usage")
@@ -320,7 +320,7 @@ async def test_asynchronous_nccl_error_fails_the_group() -> None:
         ),
     ],
 )
-async def test_communicator_that_is_never_created_is_reported(
+async def test_timeout_error_reports_a_communicator_that_nccl_never_creates(
     hosts: tuple[int, ...], chosen: str | None, match: str, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     limits(device_release_timeout=0.05)
@@ -339,7 +339,7 @@ async def test_communicator_that_is_never_created_is_reported(
     await run_with_gpus(3, body)
 
 
-async def test_hanging_abort_is_logged(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+async def test_hanging_communicator_abort_is_logged(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     limits(device_release_timeout=0.1, device_abort_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -359,7 +359,7 @@ async def test_hanging_abort_is_logged(limits: Limits, caplog: pytest.LogCapture
     assert "NCCL did not abort the communicator within 0.05 s" in caplog.text
 
 
-async def test_failed_abort_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_communicator_abort_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         await pg.barrier()
@@ -418,7 +418,7 @@ async def test_bitwise_ops_are_staged_in_groups_with_nccl() -> None:
         assert gpu.cuda.calls["copy_to_host"] == 2
 
 
-async def test_late_rank_detects_at_shutdown_that_the_other_ranks_have_left(limits: Limits) -> None:
+async def test_last_rank_detects_at_shutdown_that_the_other_ranks_have_left(limits: Limits) -> None:
     limits(device_departure_timeout=60)
     ends: list[Any] = []
 
@@ -439,7 +439,7 @@ async def test_late_rank_detects_at_shutdown_that_the_other_ranks_have_left(limi
 
 
 @both
-async def test_on_stream_of_a_call_that_never_starts_raises_an_error(way: str) -> None:
+async def test_on_stream_of_a_device_call_that_never_starts_raises_an_error(way: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 1:
             await pg.recv_object(0)
@@ -454,7 +454,7 @@ async def test_on_stream_of_a_call_that_never_starts_raises_an_error(way: str) -
         await run_ranks(2, body, gpu)
 
 
-async def test_on_stream_raises_the_failure_of_its_call() -> None:
+async def test_on_stream_raises_the_failure_of_its_device_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.nccl.fail_next("all_reduce", "no memory")
         with pytest.raises(GroupError, match=r"ALLREDUCE .* failed on rank 0, device 0: all_reduce: no memory"):
@@ -488,7 +488,9 @@ async def test_failed_stream_creation_fails_the_group() -> None:
     await run_with_gpus(1, body)
 
 
-async def test_too_long_call_description_fails_the_group(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_description_above_the_size_limit_fails_the_group(
+    limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits(max_object_bytes=8)
     monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
@@ -501,7 +503,7 @@ async def test_too_long_call_description_fails_the_group(limits: Limits, monkeyp
 
 
 @pytest.mark.parametrize("call", ["bus_id", "capability", "stream_create"])
-async def test_refused_first_call_leaves_no_objects(call: str) -> None:
+async def test_refused_first_device_call_leaves_no_objects(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         gpu.cuda.fail_next(call, "busy")
         with pytest.raises(DeviceError, match=f"{call}: busy"):

@@ -1,4 +1,4 @@
-"""CUDA arrays of ranks in separate processes, each with its own fake device: all calls are staged."""
+"""CUDA arrays of ranks in separate processes, each with its own fake device; all calls are staged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The setting for nonblocking NCCL communicators: all ranks refuse CUDA arrays, and the group continues."""
+"""Nonblocking NCCL communicators (`NCCL_COMM_BLOCKING=0`): all ranks refuse CUDA arrays, and the group continues."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SETTING = "NCCL_COMM_BLOCKING"
 
 
 async def refusal_of(work: Work[Any]) -> str:
-    """Await a work that must be refused; return the text of the error."""
+    """Await a work that must be refused; return the error text."""
     with pytest.raises(BackendUnavailableError) as caught:
         await work
     return str(caught.value)
 
 
 async def first_call(pg: ProcessGroup, tensor: Any, setting: tuple[int, ...]) -> str:
-    """Make the first call of a group, with the setting on some ranks; return the text of the error."""
+    """Make the first call of a group, with `NCCL_COMM_BLOCKING=0` on the given ranks; return the error text."""
     with pytest.MonkeyPatch.context() as patch:  # each rank reads the variable when it makes the call
         if pg.rank() in setting:
             patch.setenv(SETTING, "0")
@@ -49,7 +49,7 @@ async def test_all_ranks_refuse_nonblocking_nccl_communicators(
         rank = pg.rank()
         tensors = [gpu.tensor(np.full(3, rank), rank) for _ in range(2)]
         text = await first_call(pg, tensors[0], setting)
-        # The refusal holds until the group is replaced, also for staged calls and blocks.
+        # The group also refuses staged calls and blocks; only a new group can use CUDA arrays.
         assert await refusal_of(pg.allreduce(tensors[0], ReduceOp.BXOR, key="key")) == text
         assert await refusal_of(pg.allreduce_coalesced(tensors)) == text
         assert [host(each).tolist() for each in tensors] == [[rank] * 3] * 2
@@ -95,7 +95,7 @@ async def test_empty_call_with_nonblocking_nccl_communicators_is_refused() -> No
     await run_with_gpus(2, body)
 
 
-async def test_messages_work_with_nonblocking_nccl_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_device_messages_work_with_nonblocking_nccl_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, "0")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -123,7 +123,7 @@ def test_setting_for_nonblocking_nccl_communicators_is_recognized(
         assert cards.card(gpu.cuda, gpu.nccl, 0, "", True)["unfinished"] is unfinished
 
 
-def test_error_names_only_the_first_of_many_ranks_with_the_setting() -> None:
+def test_error_names_only_the_first_of_many_ranks_with_nonblocking_communicators() -> None:
     card = {"library": 22809, "why": "", "bus": "a", "unfinished": True}
     found = cards.decide([card] * 100, [0] * 100)
     assert found.refused

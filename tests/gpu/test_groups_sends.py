@@ -1,4 +1,4 @@
-"""Messages of CUDA arrays in NCCL groups; NCCL carries messages longer than the eager window."""
+"""Messages of CUDA arrays in groups with NCCL, which transfers messages longer than the eager window."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ..ranks import LINKS, run_ranks, wait_until
 from ..reductions import WIDE
 from .groups import Gpus, check_allreduce, clear_counts, gpus, host, run_with_gpus, uses_nccl
 
-#: Counts of 8-byte elements: the smallest message that NCCL sends, and the largest that it does not send.
+#: Element counts for 8-byte elements: the shortest message that NCCL transfers, and the longest that NCCL does not.
 LARGE, SMALL = EAGER_WINDOW // 8 + 1, EAGER_WINDOW // 8
 
 
 def count_nccl_calls(gpu: Gpus) -> Counter[str]:
-    """Return a counter of later NCCL calls and memory locks, over all ranks."""
+    """Return a counter of later NCCL calls and allocations of page-locked memory, over all ranks."""
     counted: Counter[str] = Counter()
     gpu.nccl.hooks.append(lambda call: counted.update([call]))
     gpu.cuda.hooks.append(lambda call: counted.update([call] * (call == "pinned")))
@@ -43,7 +43,7 @@ def count_nccl_calls(gpu: Gpus) -> Counter[str]:
 
 
 async def create_communicator(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Make a first call, which creates the communicator."""
+    """Create the NCCL communicator by a first allreduce."""
     await check_allreduce(pg, gpu)
 
 
@@ -56,7 +56,7 @@ def has_value(tensor: Any, value: float) -> bool:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_long_messages_use_nccl_and_short_messages_are_sent_without_waiting(transport: str) -> None:
+async def test_long_messages_use_nccl_and_short_messages_are_sent_eagerly(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -81,7 +81,7 @@ async def test_long_messages_use_nccl_and_short_messages_are_sent_without_waitin
         await run_ranks(2, body, gpu, transport=transport)
 
 
-async def test_nccl_messages_of_every_dtype_are_sent_without_a_copy() -> None:
+async def test_nccl_messages_of_every_dtype_are_sent_without_a_staging_copy() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -147,7 +147,7 @@ async def test_messages_of_a_block_are_one_nccl_call_group() -> None:
         assert counted["group_start"] == counted["group_end"] == 3
 
 
-async def test_all_ranks_can_send_long_messages_before_they_receive() -> None:
+async def test_all_ranks_can_start_nccl_sends_before_their_receives() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -161,7 +161,7 @@ async def test_all_ranks_can_send_long_messages_before_they_receive() -> None:
     await run_with_gpus(3, body)
 
 
-async def test_order_of_messages_and_collectives_can_differ_between_ranks() -> None:
+async def test_order_of_nccl_messages_and_keyed_collectives_can_differ_between_ranks() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -177,8 +177,8 @@ async def test_order_of_messages_and_collectives_can_differ_between_ranks() -> N
     await run_with_gpus(3, body)
 
 
-async def test_batch_starts_in_parts_if_other_ranks_wait_for_its_messages() -> None:
-    """Check a batch of rank 0 whose second receiver first waits for the first receiver."""
+async def test_messages_of_a_batch_start_separately_if_other_ranks_wait_for_one_of_them() -> None:
+    """Let rank 0 send a batch to ranks 1 and 2, where rank 2 first waits for a message of rank 1."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -206,7 +206,7 @@ async def test_device_array_can_be_received_into_a_host_array_and_vice_versa(sen
             on_device = (rank == 0) == (sender == "device")
             array = np.full(LARGE, 3.0 if rank == 0 else 0.0)
             tensor = gpu.tensor(array, rank) if on_device else array
-            # The batch also has a message that uses NCCL, which must not be delayed.
+            # The staged message must not delay the second message of the batch, which uses NCCL.
             other = filled(gpu, rank, 4 if rank == 0 else 0)
             if rank == 0:
                 await pg.batch([Send(tensor, 1), Send(other, 1, tag=1)])
@@ -235,7 +235,7 @@ async def test_incoming_iterator_takes_an_unexpected_device_message() -> None:
 
 
 async def test_message_requested_by_an_incoming_iterator_is_staged() -> None:
-    """Check a message that a cancelled iterator has requested and a receive then takes."""
+    """Cancel the iterator after its request; a receive then takes the message."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await create_communicator(pg, gpu)
@@ -257,7 +257,7 @@ async def test_message_requested_by_an_incoming_iterator_is_staged() -> None:
         await run_ranks(2, body, gpu)
 
 
-async def test_messages_of_any_rank_arrive_in_send_order() -> None:
+async def test_device_messages_of_each_sender_arrive_in_send_order() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -301,7 +301,7 @@ async def test_noncontiguous_device_array_receives_a_message_in_place() -> None:
     await run_with_gpus(2, body)
 
 
-async def test_withdrawn_receive_does_not_delay_its_batch() -> None:
+async def test_withdrawn_device_receive_does_not_delay_its_batch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -358,7 +358,9 @@ async def test_timeout_error_of_a_short_message_names_the_busy_device() -> None:
     await run_with_gpus(2, body)
 
 
-async def test_timeout_error_names_rank_0_if_rank_0_does_not_start_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_timeout_error_of_an_nccl_message_names_rank_0_if_it_does_not_start_the_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(BatchMatching, "matched", lambda *_: None)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -382,7 +384,7 @@ async def test_timeout_error_names_rank_0_if_rank_0_does_not_start_a_message(mon
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
-async def test_timeout_error_of_a_message_names_a_slow_device(stuck: int) -> None:
+async def test_timeout_error_of_an_nccl_message_names_a_slow_device(stuck: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -434,7 +436,7 @@ async def test_on_stream_orders_later_work_after_a_received_message(count: int) 
         tensor, copy = filled(gpu, rank, 1 - rank, count), filled(gpu, rank, -1, count)
         work = pg.recv(tensor, 0) if rank else pg.send(tensor, 1)
         if rank and count == SMALL:
-            # Open the gate at once, since a staged message must arrive before `on_stream` returns.
+            # Open the gate now: a staged message must arrive before `on_stream` returns.
             gate.open()
         assert await work.on_stream(other) is tensor
         assert not count or (rank and count == SMALL) or not work.done()
@@ -449,7 +451,7 @@ async def test_on_stream_orders_later_work_after_a_received_message(count: int) 
 
 
 @pytest.mark.parametrize("when", ["before", "matched"])
-async def test_messages_continue_after_rank_0_has_left(when: str, limits: Limits) -> None:
+async def test_other_ranks_can_exchange_device_messages_after_rank_0_has_left(when: str, limits: Limits) -> None:
     limits(device_batch_wait=1e6, device_departure_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -463,7 +465,7 @@ async def test_messages_continue_after_rank_0_has_left(when: str, limits: Limits
         if when == "before":
             await wait_until(lambda: 0 in comm_of(pg).left)
         other = 3 - rank
-        # Keep the batch of rank 1 incomplete until rank 0 has left.
+        # The batch of rank 1 stays incomplete until rank 0 has left.
         tensors = [filled(gpu, rank, 2 * rank + index) for index in range(2)]
         into = [filled(gpu, rank, -1) for _ in range(2)]
         if rank == 1:
@@ -505,7 +507,7 @@ async def test_rank_that_leaves_during_an_nccl_message_fails_the_group() -> None
 
 
 async def test_device_messages_are_staged_after_a_rank_has_left(limits: Limits) -> None:
-    """Check that matched but unstarted messages are also staged, since NCCL needs all ranks."""
+    """Include messages that are matched but not started. They cannot use NCCL, which needs all ranks."""
     limits(device_batch_wait=1e6, device_departure_timeout=0.05)
     held = asyncio.Event()
 
@@ -545,7 +547,7 @@ async def test_device_messages_are_staged_after_a_rank_has_left(limits: Limits) 
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-async def test_messages_of_a_failed_batch_do_not_start(end: str, limits: Limits) -> None:
+async def test_matched_nccl_messages_of_a_failed_batch_do_not_start(end: str, limits: Limits) -> None:
     limits(device_batch_wait=1e6, device_departure_timeout=0.05)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -582,7 +584,7 @@ async def test_messages_of_a_failed_batch_do_not_start(end: str, limits: Limits)
 
 
 @pytest.mark.parametrize("captured", ["send", "recv"])
-async def test_block_does_not_wait_for_a_refused_message(captured: str, limits: Limits) -> None:
+async def test_other_messages_of_a_block_do_not_wait_for_a_refused_message(captured: str, limits: Limits) -> None:
     limits(device_batch_wait=1e6)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -607,7 +609,7 @@ async def test_block_does_not_wait_for_a_refused_message(captured: str, limits: 
     await run_with_gpus(2, body)
 
 
-async def test_match_notice_for_unknown_messages_is_ignored() -> None:
+async def test_start_notice_for_unknown_nccl_messages_is_ignored() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -625,7 +627,7 @@ async def test_match_notice_for_unknown_messages_is_ignored() -> None:
     await run_with_gpus(3, body)
 
 
-async def test_subgroup_in_another_order_exchanges_messages() -> None:
+async def test_subgroup_with_another_rank_order_exchanges_nccl_messages() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         part = await pg.split_group([[2, 0]])
         if part is None:
@@ -641,8 +643,8 @@ async def test_subgroup_in_another_order_exchanges_messages() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_random_message_programs_end_with_correct_results(seed: int) -> None:
-    """Check random messages in random batches, with collectives between them."""
+async def test_random_sequences_of_device_messages_give_correct_results(seed: int) -> None:
+    """Send random messages in random batches, with some collectives between them."""
     world_size, rounds = 4, 12
     choose = random.Random(seed)
     program = []
@@ -680,11 +682,11 @@ async def test_random_message_programs_end_with_correct_results(seed: int) -> No
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_ranks_without_a_link_to_rank_0_exchange_messages(transport: str) -> None:
+async def test_ranks_without_a_link_to_rank_0_exchange_nccl_messages(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         short = filled(gpu, rank, 0, 1)
-        # Exchange only messages between neighbours, and make no collective.
+        # Exchange messages only between neighbours, since a collective would open a link to rank 0.
         if rank:
             await pg.recv(short, rank - 1)
         if rank < 2:

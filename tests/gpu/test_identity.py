@@ -1,4 +1,4 @@
-"""Arrays of CuPy and torch in groups: NCCL gets the caller's memory, and a copy only if necessary.
+"""CuPy and torch arrays in groups: NCCL works directly in the caller's memory, without an unnecessary copy.
 
 The tests include tensors that require gradients, and default streams.
 """
@@ -35,17 +35,17 @@ both = pytest.mark.parametrize("libraries", WAYS, indirect=True)
 
 
 class Libraries:
-    """Lookalikes of CuPy and torch on the fake devices, with arrays on memory from `host`."""
+    """Lookalikes of CuPy and torch on the fake devices."""
 
     def __init__(self, gpu: Gpus) -> None:
         self.gpu = gpu
         self.enqueue = lambda stream, device, work: gpu.cuda.kernel(stream, work, device)
         self.cupy, self.torch = Cupy(self.enqueue, gpu.cuda.allocate), Torch(self.enqueue, gpu.cuda.allocate)
-        #: By device, the source and target of each NCCL allreduce.
+        #: The source and target addresses of all NCCL allreduces, by device.
         self.reduced: dict[int, list[tuple[int, int]]] = {}
 
     def host(self, shape: tuple[int, ...], name: str, device: int) -> np.ndarray:
-        """Return new device memory as a NumPy array in host memory."""
+        """Allocate device memory; return it as a NumPy array."""
         dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name, name))
         return self.gpu.cuda.allocate(int(np.prod(shape)) * dtype.itemsize, device).view(dtype).reshape(shape)
 
@@ -113,7 +113,7 @@ async def test_noncontiguous_array_is_copied_on_its_device(
         assert (whole[:, 1::2].astype("complex64") == 1).all()
         own_operations = [each for each in module.enqueued if each[1] == device]
         assert own_operations[0] == ("dense", device, stream)
-        # The copy back runs after the reduction and before the work is done.
+        # The result is copied back after the reduction, and before the work is done.
         assert [what for what, *_ in own_operations] == ["dense", "copy"]
         assert own_operations[1][2] not in (0, stream)
 
@@ -135,14 +135,14 @@ async def test_gathered_arrays_have_the_type_of_the_input_array(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-async def test_output_array_can_be_part_of_the_input_array(
+async def test_reduce_scatter_output_can_be_part_of_its_input(
     pg: ProcessGroup, libraries: Libraries, library: str
 ) -> None:
     device = pg.rank()
     host = libraries.host((4,), "float32", device)
     host[...] = [1, 2, 3, 4]
     whole = libraries.array(library, host, "float32", device)
-    # On rank 0, use the part for rank 1, which is overwritten last.
+    # The output is the second half of the input, which on rank 0 is the block for rank 1.
     part = libraries.array(library, host[2:], "float32", device)
     assert await pg.reduce_scatter_tensor(part, whole) is part
     assert host.tolist() == ([1, 2, 2, 4] if device == 0 else [1, 2, 6, 8])
@@ -154,7 +154,7 @@ async def test_output_array_can_be_part_of_the_input_array(
 async def check_gradient_tensors(
     pg: ProcessGroup, leaf: Callable[..., Any], values: Callable[[Any], list[float]]
 ) -> None:
-    """Make calls of all kinds that write to tensors which require gradients, and check the values."""
+    """Make calls that write to tensors with `requires_grad`, and check the values."""
     rank, other = pg.rank(), 1 - pg.rank()
     x, outputs, part, into = leaf(rank, 1), [leaf(0, 0), leaf(0, 0)], leaf(0), leaf(0, 0)
     assert await pg.broadcast(x, 1) is x
@@ -172,13 +172,13 @@ async def check_gradient_tensors(
     ):
         assert values(each) == expected
         assert each.requires_grad
-    # New arrays that calls allocate for host tensors are NumPy arrays without gradients.
+    # If no outputs are passed, aiocoll allocates them: NumPy arrays for host tensors, which have no gradients.
     assert not any(getattr(each, "requires_grad", False) for each in await pg.allgather(None, x))
 
 
 @both
 async def test_tensors_that_require_gradients_are_written_in_place(libraries: Libraries) -> None:
-    """Check writes on the lookalike, which refuses operations that autograd would record."""
+    """Use the torch lookalike, which refuses operations that autograd would record."""
 
     async def rank(pg: ProcessGroup) -> None:
         def leaf(*values: float) -> Any:
@@ -207,7 +207,7 @@ async def test_host_tensors_that_require_gradients_are_written_in_place() -> Non
 
 
 class Interface:
-    """An array that has only ``__cuda_array_interface__``."""
+    """An array that has no other interface than ``__cuda_array_interface__``."""
 
     def __init__(self, host: np.ndarray, device: int, stream: int) -> None:
         self.__cuda_array_interface__ = host.__array_interface__ | {"version": 3, "stream": stream or None}
@@ -220,7 +220,7 @@ class Interface:
 def array_and_context(
     library: str, libraries: Libraries, host: np.ndarray, device: int, stream: int
 ) -> tuple[Any, Any]:
-    """Return an array of a library on device memory, and a context that makes a stream current."""
+    """Return an array of a library in device memory, and a context in which a stream is current."""
     if library == "interface":
         return Interface(host, device, stream), contextlib.nullcontext
     module: Any = getattr(libraries, library)
@@ -230,13 +230,13 @@ def array_and_context(
 @both
 @pytest.mark.parametrize("stream", [0, 1, 2], ids=["null", "legacy", "per_thread"])
 @pytest.mark.parametrize("library", ["cupy", "torch", "interface"])
-async def test_work_on_default_streams_is_ordered_with_calls(
+async def test_device_calls_keep_their_order_with_work_on_default_streams_of_each_library(
     libraries: Libraries, library: str, stream: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, me = libraries.gpu.cuda, threading.get_ident()
     used: list[tuple[str, int]] = []
 
-    #: By device, gates that delay the end of an operation, which `on_stream` would otherwise find done.
+    #: Gates in front of copies, by device: without them, `on_stream` would find the copy already done.
     held: dict[int, list[Gate]] = {}
 
     def add_gate_to(where: Any, name: str) -> None:
@@ -264,7 +264,7 @@ async def test_work_on_default_streams_is_ordered_with_calls(
         host = libraries.host((3,), "float32", device)
         host[...] = 0
         x, on_stream = array_and_context(library, libraries, host, device, stream)
-        # Stream number 2 is a different stream in each thread.
+        # Stream handle 2 means a different stream in each thread.
         other_gate = await asyncio.to_thread(cuda.gate, 2, device)
         gate = cuda.gate(stream, device)
         cuda.kernel(stream, lambda: host.fill(device + 1), device)

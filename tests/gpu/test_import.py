@@ -1,4 +1,4 @@
-"""Lazy imports of GPU modules, and errors for a missing CuPy."""
+"""Lazy imports of GPU modules, and error messages for a missing CuPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..fakes.cuda import FakeCuda
 from .processes import run_code
 from .stub_cupy import Log, import_cupy_api, stub, unload_cupy_api
 
-#: Code that makes imports of CuPy and torch fail.
+#: Code that makes all imports of CuPy and torch fail.
 BLOCK = """
 import sys
 class Finder:
@@ -50,7 +50,7 @@ except aiocoll.BackendUnavailableError as error:
     assert "(cupy is not for this test; without CuPy: libcuda.so.1: " in output
 
 
-def test_devices_are_counted_by_the_backend_of_their_library() -> None:
+def test_cuda_backend_counts_the_devices_of_its_provider() -> None:
     backend = devices.get("cuda")
     assert (backend.kind, backend.label, backend.library) == ("cuda", "CUDA", "nccl")
     with provide(FakeCuda(3)):
@@ -61,7 +61,7 @@ def test_devices_are_counted_by_the_backend_of_their_library() -> None:
 
 
 class Driver:
-    """A fake libcuda for ctypes."""
+    """A fake libcuda that only returns a driver version."""
 
     def __init__(self, version: int, status: int = 0) -> None:
         self.version, self.status = version, status
@@ -76,7 +76,9 @@ def fail_to_load(name: str) -> Any:
 
 
 @pytest.mark.parametrize(("status", "count"), [(0, 2), (100, 0)])
-def test_devices_are_counted_by_the_cuda_driver(status: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_devices_returns_the_device_count_of_libcuda(
+    status: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write_count(where: Any) -> int:
         where._obj.value = 2
         return 0
@@ -115,7 +117,7 @@ def test_error_for_missing_cupy_names_the_package_to_install(
         runtime()
 
 
-def test_error_for_missing_cupy_mentions_an_unknown_driver_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_missing_cupy_states_that_the_cuda_version_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(0, 3))
     assert "could not be determined" in install_command()
@@ -124,7 +126,7 @@ def test_error_for_missing_cupy_mentions_an_unknown_driver_version(monkeypatch: 
 # -- providers
 
 
-def test_registered_cuda_and_nccl_providers_are_used() -> None:
+def test_runtime_returns_the_provided_cuda_and_nccl() -> None:
     cuda: Any = object()
     nccl: Any = object()
     with provide(cuda, nccl):
@@ -141,7 +143,7 @@ def test_registered_cuda_and_nccl_providers_are_used() -> None:
 
 
 @pytest.mark.parametrize("nccl", [True, False])
-def test_cupy_is_used_as_provider_of_cuda_and_nccl(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_returns_cuda_and_nccl_through_cupy(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log()
     for name, module in stub(log, nccl=nccl).items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -1,4 +1,4 @@
-"""The launch order on a device, with delayed messages, groups in several event loops, and groups that end."""
+"""The common launch order of all groups on a device, with delayed messages and with groups that end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocoll.gpu.launch_order import Lane, LaunchOrder
 
 
 class World:
-    """Simulated devices whose messages arrive in random order, but in order between two ranks.
+    """Simulated devices whose messages are delivered in random order, but in order between any two ranks.
 
     Attributes:
         begun: by device, the group and number of each started call, in order.
@@ -35,7 +35,7 @@ class World:
 
 
 class Calls:
-    """The calls of one group, whose first rank assigns the launch times."""
+    """A group whose first rank collects clock values from all ranks and assigns the launch time of each call."""
 
     def __init__(self, world: World, group: int, ranks: list[int]) -> None:
         self.world, self.group, self.ranks = world, group, ranks
@@ -68,7 +68,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_device_calls_of_overlapping_groups_get_one_order_without_cycles(seed: int) -> None:
+async def test_device_calls_of_overlapping_groups_get_a_common_launch_order_without_cycles(seed: int) -> None:
     chosen = random.Random(seed)
     devices = chosen.randint(2, 6)
     world = World(seed, devices)
@@ -89,7 +89,7 @@ async def test_device_calls_of_overlapping_groups_get_one_order_without_cycles(s
         for one, two in combinations(begun, 2):
             before.setdefault(two, set()).add(one)
     assert not [(one, two) for two, ones in before.items() for one in ones if two in before.get(one, ())]
-    # If there is no cycle, some remaining call always has no predecessor.
+    # In an order without cycles, some remaining call never has a remaining predecessor.
     left = {(group.group, number) for group, number in made}
     while left:
         first = {each for each in left if not before.get(each, set()) & left}
@@ -113,7 +113,7 @@ def loops() -> Iterator[list[asyncio.AbstractEventLoop]]:
 
 
 def result_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> object:
-    """Return the result of `call` in a loop."""
+    """Return the result of `call`, made in the given event loop."""
 
     async def body() -> object:
         return call()
@@ -122,7 +122,7 @@ def result_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) 
 
 
 def stop_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Stop and close a loop."""
+    """Stop and close an event loop that runs in another thread."""
     loop.call_soon_threadsafe(loop.stop)
     while loop.is_running():
         pass
@@ -137,7 +137,7 @@ def lane_of(order: LaunchOrder, loop: asyncio.AbstractEventLoop, group: int) -> 
 
 
 def propose_time(lane: Lane, number: int) -> list[int]:
-    """Let a lane propose a launch time in its event loop; return a list that gets the accepted time."""
+    """Propose a launch time for a call in the lane's event loop; return a list that gets the proposed time."""
     found: list[int] = []
     lane.loop.call_soon_threadsafe(lane.propose, number, found.append)
     result_in_loop(lane.loop, lambda: None)
@@ -163,7 +163,9 @@ def test_device_calls_start_in_the_event_loops_of_their_groups(loops: list[async
     assert begun == [(1, loops[0]), (2, loops[1])]
 
 
-def test_launch_time_proposal_waits_for_a_group_that_is_not_yet_shared(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_launch_time_proposal_waits_until_all_groups_on_the_device_use_launch_times(
+    loops: list[asyncio.AbstractEventLoop],
+) -> None:
     order = LaunchOrder()
     notified: list[int] = []
     first = result_in_loop(loops[0], lambda: order.join(1, lambda: notified.append(1)))
@@ -194,8 +196,10 @@ def test_group_with_a_closed_event_loop_blocks_no_other_group(loops: list[asynci
     assert not lost.call(lambda: None)
 
 
-def test_event_loop_closed_before_its_turn_blocks_no_other_group(loops: list[asyncio.AbstractEventLoop]) -> None:
-    """Check an event loop that stops after it was notified of its turn and before it handles the notice."""
+def test_event_loop_closed_before_its_group_launches_blocks_no_other_group(
+    loops: list[asyncio.AbstractEventLoop],
+) -> None:
+    """Stop the event loop after the notification that its group may launch a call, and before the launch."""
     order = LaunchOrder()
     lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (propose_time(lost, 1), propose_time(other, 1)) == ([1], [2])
@@ -219,7 +223,7 @@ def test_event_loop_closed_before_its_turn_blocks_no_other_group(loops: list[asy
     assert begun in ([1], [0, 1])
 
 
-async def test_group_that_leaves_during_its_turn_passes_the_turn_on() -> None:
+async def test_group_that_leaves_the_device_during_its_launch_lets_the_next_group_launch() -> None:
     order = LaunchOrder()
     one, two = order.join(1, lambda: None), order.join(2, lambda: None)
     begun: list[int] = []
@@ -238,7 +242,9 @@ async def test_group_that_leaves_during_its_turn_passes_the_turn_on() -> None:
     assert begun == [6, 2]
 
 
-def test_turn_of_a_group_that_has_left_passes_to_the_next_group(loops: list[asyncio.AbstractEventLoop]) -> None:
+def test_group_that_left_the_device_before_its_launch_lets_the_next_group_launch(
+    loops: list[asyncio.AbstractEventLoop],
+) -> None:
     order = LaunchOrder()
     one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
     assert (propose_time(one, 1), propose_time(two, 1)) == ([1], [2])
@@ -257,7 +263,7 @@ def test_turn_of_a_group_that_has_left_passes_to_the_next_group(loops: list[asyn
     assert begun == [2]
 
 
-def test_event_loop_that_closes_during_the_notification_blocks_no_other_group(
+def test_event_loop_that_closes_during_a_launch_notification_blocks_no_other_group(
     loops: list[asyncio.AbstractEventLoop],
 ) -> None:
     class Closing:

@@ -1,4 +1,4 @@
-"""Awaits that poll the end word, which a device writes at the end of a call."""
+"""Polling of the end word: a number in host memory that the device writes at the end of a call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .groups import Gpus, gpus, host, repeat_allreduce, run_with_gpus, wait_for_
 
 @pytest.fixture
 def device(device: Device) -> Device:
-    """Return a device that is prepared for NCCL calls."""
+    """Return a device that is prepared to write end words."""
     device.prepare(True)
     return device
 
@@ -35,12 +35,12 @@ Done = Callable[[DeviceError | None], None]
 
 
 def launch(device: Device, stream: int, done: Done, call: Callable[[], None] = do_nothing) -> None:
-    """Launch a call in this thread."""
+    """Launch a call in this thread, without the launcher thread."""
     assert device.launch(stream, call, None, done, at_once=True).enqueued
 
 
 def finish(cuda: FakeCuda, stream: int) -> None:
-    """Block the loop until the work on a stream is done."""
+    """Block the event loop until the work on a stream is done."""
     event = cuda.event_create()
     cuda.event_record(event, stream)
     cuda.event_synchronize(event)
@@ -48,14 +48,14 @@ def finish(cuda: FakeCuda, stream: int) -> None:
 
 
 def wait_until_seen(device: Device, stream: int) -> None:
-    """Block the loop until the completion thread has seen the ends of all calls on a stream."""
+    """Block the event loop until the completion thread has seen the ends of all calls on a stream."""
     waiter = waiter_of(device, stream)
     while not waiter.is_idle or waiter._is_awake:
         time.sleep(0)
     block_until_launched(device)
 
 
-async def test_ended_calls_are_reported_without_a_cuda_query(cuda: FakeCuda, device: Device) -> None:
+async def test_polling_the_end_word_reports_ended_calls_without_a_cuda_query(cuda: FakeCuda, device: Device) -> None:
     stream, reported, loop = device.stream(), list[int](), asyncio.get_running_loop()
     queries: list[str] = []
     cuda.hooks.append(lambda call: queries.append(call) if threading.current_thread() is thread else None)
@@ -89,7 +89,7 @@ async def test_end_of_an_unfinished_call_is_detected_by_the_completion_thread(cu
 async def test_device_writes_its_end_word_only_after_the_first_of_consecutive_calls(
     cuda: FakeCuda, device: Device
 ) -> None:
-    """Check that the device writes its end word once for several consecutive calls, since a write takes time."""
+    """Check that several consecutive calls need only one write, because a write takes time."""
     stream, reported, loop = device.stream(), list[int](), asyncio.get_running_loop()
     for number in range(5):
         launch(device, stream, lambda _, number=number: reported.append(number))  # type: ignore[misc]
@@ -126,7 +126,9 @@ async def test_closed_device_stream_is_not_polled(device: Device) -> None:
 
 
 @pytest.mark.parametrize("why", ["refused", "no polling", "not ready"])
-async def test_completion_thread_waits_if_the_device_cannot_write_end_words(why: str, cuda: FakeCuda) -> None:
+async def test_completion_thread_detects_call_ends_if_the_device_cannot_write_end_words(
+    why: str, cuda: FakeCuda
+) -> None:
     device = Device.of(cuda, 0)
     if why != "not ready":
         device.prepare(why == "refused")
@@ -154,10 +156,10 @@ async def test_device_error_is_found_by_the_completion_thread(cuda: FakeCuda, de
     assert "it is broken" in str(await ended)
 
 
-async def test_overwritten_end_of_another_stream_is_found_by_the_completion_thread(
+async def test_overwritten_end_word_of_another_stream_is_found_by_the_completion_thread(
     cuda: FakeCuda, device: Device
 ) -> None:
-    """Check two streams that share the end word of a device: the completion thread finds the overwritten end."""
+    """Let two streams share the end word of their device, so that the later end overwrites the earlier one."""
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
     held = GatedCall(cuda, first)
     ends = [loop.create_future() for _ in range(2)]
@@ -171,7 +173,9 @@ async def test_overwritten_end_of_another_stream_is_found_by_the_completion_thre
     await asyncio.gather(*ends)
 
 
-async def test_refused_end_word_write_keeps_the_memory_of_earlier_writes(cuda: FakeCuda, device: Device) -> None:
+async def test_refused_end_word_write_does_not_free_the_memory_of_earlier_writes(
+    cuda: FakeCuda, device: Device
+) -> None:
     first, second, loop = device.stream(), device.stream(), asyncio.get_running_loop()
     held = GatedCall(cuda, first)
     ends = [loop.create_future() for _ in range(2)]
@@ -202,7 +206,7 @@ def test_end_word_numbers_wrap_around_and_skip_zero(cuda: FakeCuda, monkeypatch:
     assert not word.is_last_number(2)
 
 
-def test_call_ends_of_another_event_loop_are_posted_to_that_loop(cuda: FakeCuda, device: Device) -> None:
+def test_poll_posts_call_ends_of_another_event_loop_to_that_loop(cuda: FakeCuda, device: Device) -> None:
     stream, reported = device.stream(), list[str]()
     launched, looked = threading.Event(), threading.Event()
 
@@ -230,7 +234,7 @@ def test_call_ends_of_another_event_loop_are_posted_to_that_loop(cuda: FakeCuda,
 
 
 def slow_clock(pg: ProcessGroup) -> None:
-    """Slow the clock down, so that an await polls for a million readings."""
+    """Slow the group's clock down, so that an await can poll a million times before its time limit."""
     comm = comm_of(pg)
     reading = count()
 
@@ -244,12 +248,12 @@ def slow_clock(pg: ProcessGroup) -> None:
 
 @pytest.fixture
 def no_error_queries(limits: Limits) -> None:
-    """Turn the error queries off, so that the launcher only launches calls."""
+    """Disable NCCL error queries, so that the launcher thread only launches calls."""
     limits(device_check_interval=1000)
 
 
 async def wait_until_idle(pg: ProcessGroup, gpu: Gpus) -> None:
-    """Wait until the launcher is idle and the completion thread of NCCL's stream sleeps."""
+    """Wait until the launcher thread is idle and the completion thread sleeps."""
     await wait_for_idle_launcher(pg, gpu)
     communicator = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
     waiter = waiter_of(gpu.shared_device(pg.rank()), communicator.stream)  # type: ignore[union-attr]
@@ -257,7 +261,7 @@ async def wait_until_idle(pg: ProcessGroup, gpu: Gpus) -> None:
 
 
 @pytest.mark.usefixtures("no_error_queries")
-async def test_await_of_a_finished_call_ends_in_the_same_loop_iteration() -> None:
+async def test_await_of_a_short_device_call_polls_and_ends_in_the_same_loop_iteration() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await repeat_allreduce(pg, gpu)
         slow_clock(pg)

@@ -1,4 +1,4 @@
-"""Matching of device messages: units of messages that start together, and the moment of their start."""
+"""Matching of device messages: messages of connected batches form one unit and start together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiocoll.gpu.calls.matching import MAX_WAIT, BatchMatching, Match, MessageBa
 
 
 class Timer:
-    """A timer handle."""
+    """A fake timer handle."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call: Callable[[], None] | None = call
@@ -22,7 +22,7 @@ class Timer:
 
 
 class Timers:
-    """Timers that a test fires."""
+    """A collection of fake timers, which a test fires by hand."""
 
     def __init__(self) -> None:
         self.due: list[Timer] = []
@@ -33,7 +33,7 @@ class Timers:
         return self.due[-1]
 
     def fire(self) -> int:
-        """Fire all timers that were not cancelled; return their number."""
+        """Fire all timers that were not cancelled; return the number of fired timers."""
         due, self.due = [each.call for each in self.due if each.call is not None], []
         for call in due:
             call()
@@ -41,7 +41,7 @@ class Timers:
 
 
 class World:
-    """A `BatchMatching` with its timers and its started units."""
+    """A `BatchMatching` with fake timers, and the units that it has started."""
 
     def __init__(self) -> None:
         self.begun: list[list[Match]] = []
@@ -58,7 +58,7 @@ def world() -> World:
 
 
 def ring(size: int, number: int = 1) -> Iterator[tuple[Match, list[MessageBatch]]]:
-    """Yield the messages of a ring: each rank sends and receives one message in a batch."""
+    """Yield the messages of a ring exchange, in which each rank sends and receives one message as a batch."""
     for rank in range(size):
         other = (rank + 1) % size
         yield Match(rank, other, rank), [MessageBatch(rank, number, 2), MessageBatch(other, number, 2)]
@@ -81,7 +81,7 @@ def test_ring_of_batched_messages_starts_as_one_unit(world: World, size: int) ->
     assert world.is_empty()
 
 
-def test_batch_starts_with_messages_outside_batches(world: World) -> None:
+def test_batch_can_match_single_messages_of_other_ranks(world: World) -> None:
     world.matching.matched(Match(0, 1, 1), [MessageBatch(0, 5, 2), MessageBatch(1, 0, 1)])
     assert not world.begun
     world.matching.matched(Match(0, 2, 2), [MessageBatch(0, 5, 2), MessageBatch(2, 0, 1)])
@@ -89,7 +89,7 @@ def test_batch_starts_with_messages_outside_batches(world: World) -> None:
     assert world.is_empty()
 
 
-def test_staged_message_does_not_delay_the_other_messages_of_its_batch(world: World) -> None:
+def test_batch_does_not_wait_for_its_staged_messages(world: World) -> None:
     world.matching.matched(Match(0, 1, 1), [MessageBatch(0, 5, 3), MessageBatch(1, 0, 1)])
     world.matching.record_uncarried(MessageBatch(0, 5, 3))
     assert not world.begun
@@ -116,7 +116,7 @@ def test_matched_messages_of_an_incomplete_batch_start_after_the_maximum_wait(wo
     assert world.is_empty()
 
 
-def test_clear_drops_messages_that_have_not_started(world: World) -> None:
+def test_clear_drops_matched_messages_that_have_not_started(world: World) -> None:
     world.matching.matched(*next(ring(3)))
     world.matching.clear()
     assert world.is_empty()
@@ -144,7 +144,7 @@ def test_each_message_starts_once_for_any_order_of_matches(world: World, seed: i
 
 
 def test_large_batches_cost_little_per_message(world: World) -> None:
-    """Check the cost of 1,560 messages between 40 ranks, which start as one unit."""
+    """Match 1,560 messages between 40 ranks, which start as one unit."""
     size = 40
     moves = 0
     update = dict.update
@@ -162,6 +162,6 @@ def test_large_batches_cost_little_per_message(world: World) -> None:
                 match = Match(src, dst, src * size + dst)
                 world.matching.matched(match, [MessageBatch(src, 1, 2 * size - 2), MessageBatch(dst, 1, 2 * size - 2)])
     assert [len(unit) for unit in world.begun] == [size * (size - 1)]
-    # Each batch moves only to a unit at least twice as large, so at most log2(size) times.
+    # Each batch moves only to a unit at least twice as large as its own, so at most log2(size) times.
     assert moves <= size * size.bit_length()
     assert world.is_empty()

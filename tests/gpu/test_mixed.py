@@ -1,4 +1,4 @@
-"""Host and device arrays in one call: the call raises an error with their names and sends nothing."""
+"""Host and device arrays in the same call: an error names both arrays, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def on_device(device: int) -> Callable[[], Any]:
 
 
 def doubled(make: Callable[[], Any]) -> Any:
-    """Return an array with twice as many elements as the one from `make`."""
+    """Return a new array with twice as many elements as `make()`, on the same device."""
     x = make()
     return np.zeros(4) if isinstance(x, np.ndarray) else type(x)(np.zeros(4), x.device.id)
 

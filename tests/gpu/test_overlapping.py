@@ -1,4 +1,4 @@
-"""Overlapping groups with calls in flight in different orders, on devices that run one communicator at a time."""
+"""Overlapping groups that make calls in different orders, on devices that run one communicator at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = 5
 
 
 async def mesh(pg: ProcessGroup, rows: int, columns: int) -> tuple[ProcessGroup, ProcessGroup]:
-    """Return the row and the column of this rank."""
+    """Split a mesh of ranks into row groups and column groups; return this rank's two groups."""
     row = await pg.split_group([[r * columns + c for c in range(columns)] for r in range(rows)], group_name="row")
     column = await pg.split_group([[r * columns + c for r in range(rows)] for c in range(columns)], group_name="column")
     assert row is not None
@@ -38,7 +38,7 @@ def state_of(pg: ProcessGroup) -> Any:
 
 @contextmanager
 def no_staging(gpu: Gpus) -> Iterator[None]:
-    """Check that no call is staged in the block."""
+    """Check that no call is staged during the ``with`` block."""
     before = gpu.cuda.calls["copy_to_host"]
     yield
     assert gpu.cuda.calls["copy_to_host"] == before
@@ -49,7 +49,7 @@ def no_staging(gpu: Gpus) -> Iterator[None]:
 async def test_ranks_can_call_row_and_column_groups_in_opposite_orders(
     rows: int, columns: int, verify: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check call orders that would deadlock without a common launch order, since devices would wait in a cycle."""
+    """Make calls that would deadlock without a common launch order, because the devices would wait in a cycle."""
     limits(device_slot_wait=60.0)
     monkeypatch.setenv("AIOCOLL_VERIFY", verify)
 
@@ -77,7 +77,7 @@ async def test_ranks_can_call_row_and_column_groups_in_opposite_orders(
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_ranks_can_call_overlapping_groups_in_random_orders(seed: int, limits: Limits) -> None:
-    """Check random call orders, with one group called more often, so that the groups' launch times differ."""
+    """Call one group more often than the others, so that the launch times of the groups differ."""
     limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -101,7 +101,7 @@ async def test_ranks_can_call_overlapping_groups_in_random_orders(seed: int, lim
 
 
 async def test_all_kinds_of_calls_of_three_groups_complete(limits: Limits) -> None:
-    """Check collectives, batches and blocks in the world group and two subgroups at the same time."""
+    """Make collectives, batches and blocks concurrently in the world group and in two subgroups."""
     limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -159,7 +159,7 @@ async def test_first_group_on_a_device_launches_calls_ahead_until_a_second_group
 
 @pytest.mark.parametrize("forced", [False, True])
 async def test_call_launched_ahead_delays_other_groups_only_briefly(forced: bool) -> None:
-    """Check that rank 0's early launch only briefly delays the other group, whose call rank 1 makes first."""
+    """Let rank 0 launch a call of one group ahead, while rank 1 first calls the other group."""
     looked = asyncio.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -202,7 +202,7 @@ async def test_call_launched_ahead_delays_other_groups_only_briefly(forced: bool
 
 
 async def test_calls_without_an_agreed_launch_slot_are_staged_after_the_maximum_wait(limits: Limits) -> None:
-    """Check messages and calls, with and without keys, when the maximum wait for a launch slot is zero."""
+    """Set the maximum wait to zero; make messages, ordered calls and keyed calls."""
     limits(device_slot_wait=0.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -256,7 +256,7 @@ async def test_failed_group_blocks_no_other_group_on_its_device(failing: str, li
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 async def test_group_that_a_rank_has_left_blocks_no_other_group_on_its_device(leaver: int, limits: Limits) -> None:
-    """Check a group that has launched calls ahead and can no longer agree on a common launch slot."""
+    """Use a group that has launched calls ahead and, without the rank, cannot agree on launch slots any more."""
     limits(device_departure_timeout=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -287,7 +287,7 @@ async def test_group_that_a_rank_has_left_blocks_no_other_group_on_its_device(le
 
 
 async def test_messages_without_a_launch_time_are_staged_when_rank_0_leaves(limits: Limits) -> None:
-    """Check messages that rank 0 has numbered before it leaves, but for which both ends have proposed no time."""
+    """Let rank 0 leave between its assignment of a launch slot and the time proposals of both ends."""
     limits(device_slot_wait=60.0, device_departure_timeout=0.02)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
@@ -334,8 +334,10 @@ async def test_messages_without_a_launch_time_are_staged_when_rank_0_leaves(limi
     ],
     ids=str,
 )
-async def test_invalid_device_message_fails_the_group(sender: int, note: dict[str, Any], way: str) -> None:
-    """Check messages about launch slot 5, which rank 0 has requested and which has a time on rank 1."""
+async def test_invalid_control_message_about_launch_slots_fails_the_group(
+    sender: int, note: dict[str, Any], way: str
+) -> None:
+    """Send messages that do not fit launch slot 5: rank 0 has requested its time, and rank 1 knows its time."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, comm = pg.rank(), comm_of(pg)
@@ -354,7 +356,7 @@ async def test_invalid_device_message_fails_the_group(sender: int, note: dict[st
 
 
 async def test_launch_time_proposals_for_staged_calls_are_ignored(limits: Limits) -> None:
-    """Check a launch time proposal that arrives after its call was staged."""
+    """Let a launch time proposal arrive after its call was staged."""
     limits(device_slot_wait=60.0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:

@@ -1,4 +1,4 @@
-"""The command `tests/gpu/run.py`: missing requirements, the steps, and steps that fail or hang."""
+"""The GPU test runner `tests/gpu/run.py`: missing requirements, the steps, and steps that fail or hang."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_gpu_run_loads_pytest_plugins_of_packages_that_are_not_installed() -> No
     assert machine_info.plugin_options({"plugins": []})[:2] == ["-p", "pytest_asyncio.plugin"]
 
 
-def test_requirement_whose_query_hangs_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_run_counts_a_requirement_whose_query_hangs_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang() -> None:
         raise KeyboardInterrupt
 
@@ -102,7 +102,7 @@ def test_requirement_whose_query_hangs_counts_as_missing(monkeypatch: pytest.Mon
 
 
 def test_description_of_this_machine_contains_all_parts(tmp_path: Path) -> None:
-    # In a separate process, since CUDA never closes what it opens.
+    # Use a separate process, because CUDA never closes its files.
     file = tmp_path / "found.json"
     subprocess.run([sys.executable, "-m", "tests.gpu.machine_info", str(file)], cwd=ROOT, check=True)
     found = json.loads(file.read_text())
@@ -125,8 +125,8 @@ def test_gpu_run_without_a_device_runs_no_step(tmp_path: Path, capsys: pytest.Ca
     assert [step["name"] for step in results["steps"]] == ["versions and interfaces"]
 
 
-def test_machine_that_cannot_be_described_is_reported(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """Let the process that describes the machine hang or write nothing."""
+def test_gpu_run_reports_a_machine_that_cannot_be_described(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Let the process that describes the machine hang, or end without output."""
     assert not run.check_machine()
     assert "The machine could not be described; versions and interfaces" in capsys.readouterr().out
 
@@ -154,7 +154,7 @@ def test_steps_of_the_gpu_run_have_a_fixed_order() -> None:
         assert ("plugin" in step.words) == ("pytest" in step.words)
 
 
-def test_cupy_steps_are_omitted_on_a_machine_with_torch_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_run_omits_cupy_steps_on_a_machine_without_cupy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_info.metadata, "version", lambda name: "2.13.0")
     with torch_machine():
         found = machine_info.describe_machine()
@@ -172,7 +172,7 @@ def test_cupy_steps_are_omitted_on_a_machine_with_torch_alone(run: Run, monkeypa
     assert {step.after for step in chosen} == {None, "raw by library", "aiocoll"}
 
 
-def test_requirement_check_imports_no_third_party_package() -> None:
+def test_import_of_the_gpu_run_loads_no_third_party_package() -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -182,7 +182,7 @@ print(*({{"aiocoll", "numpy", "msgpack", "pytest", "ml_dtypes"}} & {{*sys.module
     assert processes.run_code(code) == ""
 
 
-def test_each_adapter_has_separate_steps_on_the_fake_device() -> None:
+def test_gpu_run_on_the_fake_device_has_separate_steps_for_each_adapter() -> None:
     found = all_steps(fake=True, folder=Path("there"), plugins=[], missing=())
     for adapter in ADAPTERS:
         names = [step.name for step in found if step.environment.get(ADAPTER) == adapter]
@@ -190,7 +190,7 @@ def test_each_adapter_has_separate_steps_on_the_fake_device() -> None:
         assert names == [f"{name} by {adapter}" for name in ("alone fake", *paired, "streams fake", "overlapping")]
 
 
-def test_step_with_a_missing_requirement_is_not_reported_as_passed(run: Run) -> None:
+def test_gpu_run_does_not_report_a_step_with_a_missing_requirement_as_passed(run: Run) -> None:
     run.missing = {"torch": "no", "nccl": "no"}
     chosen = [
         python_step("", "raw")._replace(needs=("nccl",)),
@@ -224,13 +224,13 @@ def test_gpu_run_summary_reports_failure_if_a_step_failed(
     assert [step["state"] for step in results["steps"]] == states
 
 
-def test_step_is_skipped_if_too_little_time_is_left(run: Run) -> None:
+def test_gpu_run_does_not_start_a_step_if_too_little_time_is_left(run: Run) -> None:
     run.until = 0.0
     run.run_steps([python_step("")])
     assert run.outcomes["it"].why == "no time was left"
 
 
-def test_steps_keep_the_existing_python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_run_steps_keep_the_existing_python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for before, path in ((None, [ROOT]), ("/some/site:/other", [ROOT, "/some/site", "/other"])):
         monkeypatch.delenv("PYTHONPATH", raising=False)
         if before is not None:
@@ -251,14 +251,14 @@ def test_steps_keep_the_existing_python_path(tmp_path: Path, monkeypatch: pytest
         ("import os; os.kill(os.getpid(), 9)", "failed", "killed by SIGKILL"),
     ],
 )
-def test_step_outcome_contains_state_and_reason(code: str, state: str, why: str, tmp_path: Path) -> None:
+def test_outcome_of_a_gpu_run_step_contains_state_and_reason(code: str, state: str, why: str, tmp_path: Path) -> None:
     ended, output = run_and_log(python_step(code), tmp_path)
     assert (ended.state, ended.why) == (state, why)
     assert output.startswith("of the step before")
 
 
 @pytest.mark.slow
-def test_step_whose_tests_are_all_skipped_fails(tmp_path: Path) -> None:
+def test_gpu_run_step_whose_tests_are_all_skipped_fails(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import pytest\ndef test_it():\n    pytest.skip('no')\n")
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path), str(file))
@@ -267,13 +267,13 @@ def test_step_whose_tests_are_all_skipped_fails(tmp_path: Path) -> None:
     assert ended.why.startswith("no test passed: 1 skipped")
 
 
-def test_hanging_step_is_killed_at_its_time_limit(tmp_path: Path) -> None:
+def test_hanging_gpu_run_step_is_killed_at_its_time_limit(tmp_path: Path) -> None:
     ended, _ = run_and_log(python_step("import threading; threading.Event().wait()"), tmp_path, limit=0.2)
     assert ended.state == "hung"
     assert ended.why == "killed after 0.2 s; the log has the stacks"
 
 
-#: Code that hangs, with a child in another session that hangs too.
+#: Code of a process that hangs, and starts a child process in another session that hangs too.
 HANG = """
 import subprocess, sys, threading
 def where_it_hangs(number):
@@ -285,7 +285,7 @@ where_it_hangs(sys.argv[1])
 """
 
 
-def test_hanging_step_processes_write_their_stacks_and_are_ended() -> None:
+def test_hanging_gpu_run_processes_write_their_stacks_and_are_ended() -> None:
     hanging = subprocess.Popen(
         [sys.executable, "-c", HANG, "1", HANG],
         stdout=subprocess.PIPE,
@@ -371,7 +371,7 @@ def test_gpu_run_on_the_fake_device_passes(only: str, tmp_path: Path) -> None:
     assert "1 passed" in (tmp_path / "log.txt").read_text()
 
 
-#: A `sitecustomize` that simulates a machine with torch alone in each process, also in both ranks of a pair.
+#: A `sitecustomize` module that simulates a machine without CuPy in every process, including both ranks of a pair.
 ALONE = """
 import atexit, sys
 from tests.fakes.nccl import FakeNccl
@@ -386,8 +386,8 @@ atexit.register(simulated.__exit__, None, None, None)
 
 
 @pytest.mark.slow
-def test_gpu_run_with_torch_alone_passes(tmp_path: Path) -> None:
-    """Run the steps as on a machine with torch alone; only the work of the libraries is simulated."""
+def test_gpu_run_passes_on_a_simulated_machine_without_cupy(tmp_path: Path) -> None:
+    """Simulate only the work of the CUDA libraries; the steps find them as on a real machine."""
     (tmp_path / "sitecustomize.py").write_text(ALONE)
     (tmp_path / "torch-2.13.0.dist-info").mkdir()
     (tmp_path / "torch-2.13.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")

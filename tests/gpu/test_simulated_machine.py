@@ -1,4 +1,4 @@
-"""The simulated machine with torch alone: detection of its libraries, and the operations that device tests use."""
+"""The simulated machine without CuPy: detection of its libraries, and array operations on its devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_simulated_machine_has_torch_without_cupy() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_array_operations_of_device_tests_work_on_simulated_devices(devices: int) -> None:
+def test_array_operations_of_on_device_tests_work_on_simulated_devices(devices: int) -> None:
     with world("simulated", devices=devices) as made:
         assert made.devices == devices
         for device in range(devices):
@@ -49,7 +49,7 @@ def test_single_rank_reduces_tensors_on_the_simulated_machine(capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines() == [f"simulated, {dtype}: reduced" for dtype in ("bfloat16", "float32")]
 
 
-def test_gate_that_is_never_opened_releases_the_device_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_whose_gate_is_never_opened_ends_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with world("simulated") as made:
         monkeypatch.setattr(real, "SHUT", 0.01)
         tensor = made.tensor(np.zeros(3))

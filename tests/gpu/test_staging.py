@@ -1,4 +1,4 @@
-"""The pool of page-locked memory: reuse, limits and release."""
+"""The pool of page-locked host memory for staging: reuse, size limit and release."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_refused_page_locked_allocation_raises_an_error(cuda: FakeCuda) -> None:
 
 
 def test_page_locked_memory_is_freed_by_the_given_function(cuda: FakeCuda, limits: Limits) -> None:
-    """Check that another thread can free memory, because freeing waits for the device and must not block the loop."""
+    """Check that another thread can free memory: freeing waits for the device and would block the event loop."""
     limits(max_free_staging_bytes=SMALLEST)
     calls: list[Callable[[], None]] = []
     pool = Staging(cuda, calls.append)

@@ -1,4 +1,4 @@
-"""Driver queries that block on the kernel of a lost rank: the loop stays free and gets the error."""
+"""Blocked CUDA queries while a lost rank keeps a kernel running: the event loop still runs and raises the error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .groups import Gpus, check_allreduce, check_failure, gpus, ones
 
 
 async def test_lost_rank_is_reported_while_cuda_queries_block() -> None:
-    """Check the surviving rank, whose kernel waits for the lost one until an abort ends it."""
+    """Let the kernel of the surviving rank wait for the lost rank until an abort ends the kernel."""
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
@@ -37,7 +37,7 @@ async def test_lost_rank_is_reported_while_cuda_queries_block() -> None:
     assert not gpu.cuda.overdue
 
 
-async def test_awaiting_work_on_stream_raises_an_error_while_the_launcher_thread_is_stuck() -> None:
+async def test_awaiting_on_stream_raises_the_abort_error_while_the_launcher_thread_is_stuck() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await check_allreduce(pg, gpu)
         gpu.cuda.stalls = True

@@ -1,4 +1,4 @@
-"""Turns of groups on a device, which start in order, one at a time."""
+"""Device turns: groups on one device take turns, in order and one at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_device_turn_that_ends_before_its_start_never_starts() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_device_turn_of_a_closed_event_loop_passes_to_the_next(waits: bool) -> None:
+def test_device_turn_of_a_closed_event_loop_is_skipped(waits: bool) -> None:
     turns = Turns()
 
     async def leave_one() -> None:

@@ -1,12 +1,12 @@
-"""Ways in which a sparse reduction is calculated, for tests with the fixture `way`."""
+"""Values of the fixture `way`: the algorithm of sparse reductions, and the thread that computes them."""
 
 from __future__ import annotations
 
 import pytest
 
-#: Ways that every test uses: the algorithm of the reduction, and whether the loop or a thread calculates.
+#: The values with which every test runs: "gather" or "dense" algorithm, in the event loop or a worker thread.
 WAYS = ("gather-loop", "dense-thread")
-#: Further ways, for slow tests and those marked with `every_way`.
+#: The other values, for slow tests and for tests marked with `every_way`.
 OTHER_WAYS = ("gather-thread", "dense-loop")
 #: Runs a test in each way.
 every_way = pytest.mark.parametrize("way", [*WAYS, *OTHER_WAYS], indirect=True)

@@ -1,4 +1,4 @@
-"""Every collective algorithm on the engine: results, rounding, NaN and the order of operands."""
+"""Every collective algorithm in the engine: results, equal rounding on all ranks, NaNs and operand order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..internals import replace_parts
 from ..ranks import run_ranks
 from .test_collectives import ROOTED, Call, check
 
-#: Algorithms that fold all inputs in rank order, so that they support an op that does not commute.
+#: Algorithms that fold all inputs in rank order, and so support noncommutative ops.
 ORDERED = ("oneround", "bruck", "pairwise", "linear", "fold")
 
 
@@ -35,7 +35,7 @@ async def test_forced_algorithm_is_used_and_computes_the_closed_form_results(
     if kind in ("barrier", "monitored_barrier"):
         await run_ranks(world_size, lambda pg: getattr(pg, kind)(), transport=transport)
     else:
-        # Use PREMUL_SUM, which unlike SUM always uses links, and also has SCALE steps.
+        # PREMUL_SUM always uses links, unlike SUM, and it adds SCALE actions to the schedule.
         op, dtype = ("affine", "int64") if algorithm in ORDERED else ("PREMUL_SUM", "float32")
         roots = range(world_size) if kind in ROOTED else (0, 0)
         case = {"kind": kind, "op": op, "dtype": dtype, "world_size": world_size}
@@ -48,8 +48,10 @@ async def test_forced_algorithm_is_used_and_computes_the_closed_form_results(
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "PREMUL_SUM"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16"])
-async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: str, transport: str) -> None:
-    """Sum random values, which would round differently if ranks added them in different orders."""
+async def test_rounded_results_of_flat_algorithms_have_the_same_bits_on_all_ranks(
+    dtype: str, op: str, transport: str
+) -> None:
+    """Reduce random values, whose rounding would differ if ranks reduced them in different orders."""
     if dtype == "complex64" and op == "MIN":
         pytest.skip("MIN is not defined on complex numbers")
 
@@ -60,7 +62,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
         for count in (1, 7, 100, 5_000, 300_000):
             tensor = random.standard_normal(count) + (1j * random.standard_normal(count) if dtype[0] == "c" else 0)
             tensor = tensor.astype(dtype)
-            # The offset gives the arrays of different ranks different alignments.
+            # Offset each rank's array differently, so that the arrays have different alignments.
             moved = np.empty(count + 8, dtype)[pg.rank() : count + pg.rank()]
             moved[:] = tensor
             results.append((await pg.allreduce(moved, chosen)).tobytes())
@@ -92,7 +94,7 @@ async def test_integer_averages_truncate_toward_zero(pg: ProcessGroup, values: l
 @pytest.mark.parametrize("transport", ["memory", "unix"])
 @pytest.mark.parametrize("kind", ["allreduce", "reduce", "reduce_scatter", "scan", "exscan"])
 async def test_noncommutative_op_receives_operands_in_rank_order(kind: str, transport: str) -> None:
-    """Use elements that are bit sets of ranks; the op checks that its left operand has only lower ranks."""
+    """Reduce bit sets of ranks with an op that checks that its left operand has only lower ranks."""
     wrong: list[tuple[Any, Any]] = []
 
     def join(a: Any, b: Any, out: Any) -> None:
@@ -139,7 +141,7 @@ async def test_custom_op_receives_arrays_of_the_tensors_dtype() -> None:
 
 
 def test_result_check_of_the_tests_finds_a_wrong_element() -> None:
-    """Check the comparison of results on which the whole test matrix relies."""
+    """Check the comparison function `equal`, on which all tests of results rely."""
     call = Call({"kind": "allreduce", "dtype": "float16", "op": "SUM", "root": 0, "world_size": 3, "count": "1000"}, 0)
     from ..reductions import equal
 

@@ -1,4 +1,4 @@
-"""Collectives on lists with one array per rank, or on equal parts of one array; plans of repeated calls are cached."""
+"""Collectives on lists with one array per rank, and on one array divided among the ranks; cached plans of both."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from aiocoll.work import Work
 from ..ranks import parametrize_transports
 from .views import recorded_views
 
-#: Shapes of the array for one rank. The first axis of an array with equal parts is longer by the number of ranks.
+#: Shapes of the array for one rank. An array for all ranks has `world_size` times as many rows.
 SHAPES = [(1,), (3,), (1000,), (2, 5)]
 DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have one width, but may be different types
-#: The arrays that a rank sends and receives. Each is one array, or a list with one array per rank.
+#: The arrays that a rank sends and receives: each a single array, or a list with one array per rank.
 Arrays = tuple[Any, Any]
-#: A function that starts a call on `Arrays`, with a root if the call has one.
+#: A function that starts a collective on `Arrays`, with a root that only some collectives use.
 Call = Callable[..., Work[Any]]
 
 
 def value(first: int, src: int, dst: int) -> int:
-    """Return the value of all elements that one rank sends to another."""
+    """Return the value of all elements that rank `src` sends to rank `dst`."""
     return first + 10 * src + dst
 
 
@@ -63,7 +63,7 @@ def alltoall_base(pg: ProcessGroup, given: Any, got: Any, root: int, **options: 
 LISTS = [allgather, gather, scatter, reduce_scatter, alltoall]
 IN_PARTS = [allgather_into_tensor, reduce_scatter_tensor, alltoall_base]
 CALLS = [*LISTS, *IN_PARTS]
-#: Calls to which each rank gives an array for each rank, or in which it gets one from each rank.
+#: Collectives in which every rank contributes one array for each rank, and those that return one array from each rank.
 GIVEN_TO_ALL = (scatter, reduce_scatter, reduce_scatter_tensor)
 GOT_FROM_ALL = (allgather, gather, allgather_into_tensor)
 
@@ -71,7 +71,7 @@ GOT_FROM_ALL = (allgather, gather, allgather_into_tensor)
 def arrays(
     call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int, root: int = 0, grow: int = 0
 ) -> Arrays:
-    """Return the sent and received arrays; arrays from rank r to rank s have `grow` (r + s) additional rows.
+    """Return the arrays to send and to receive; those from rank r to s have `grow` * (r + s) additional rows.
 
     In an allgather and a gather, s counts as 0; in a scatter and a reduce_scatter, r counts as 0.
     """
@@ -108,21 +108,21 @@ def check(call: Call, pg: ProcessGroup, got: Any, first: int, root: int = 0) -> 
 
 
 def changed_arrays(change: Callable[[Any], Any], given: Any) -> Any:
-    """Return changed copies of one array, or of a list."""
+    """Apply `change` to an array or to each array of a list."""
     if given is None:
         return None
     return [change(array) for array in given] if isinstance(given, list) else change(given)
 
 
 def strided(array: Any) -> Any:
-    """Return a copy that is not contiguous."""
+    """Return a noncontiguous copy of an array."""
     other = np.zeros((*array.shape, 2), array.dtype)[..., 0]
     other[:] = array
     return other
 
 
 def frozen(array: Any) -> Any:
-    """Make an array read-only and return it."""
+    """Make an array read-only, and return it."""
     array.flags.writeable = False
     return array
 
@@ -138,7 +138,7 @@ async def test_repeated_call_returns_correct_results(call: Call, pg: ProcessGrou
                 given, got = arrays(call, pg, shape, dtype, first, root)
                 result = await call(pg, given, got, root)
                 check(call, pg, got, first, root)
-                # Each call must return the caller's own arrays.
+                # The results must be the output arrays that the caller passed.
                 same = [result], [got]
                 if isinstance(got, list):
                     same = result, got
@@ -148,7 +148,7 @@ async def test_repeated_call_returns_correct_results(call: Call, pg: ProcessGrou
 @pytest.mark.parametrize("call", LISTS)
 @pytest.mark.ranks(2, 3, 4)
 @parametrize_transports("shm", "memory")
-async def test_arrays_of_some_ranks_can_be_longer(call: Call, pg: ProcessGroup) -> None:
+async def test_arrays_of_list_collectives_can_have_different_lengths(call: Call, pg: ProcessGroup) -> None:
     for grow in (1, 2, 40_000):
         for first in range(2):
             for root in range(pg.size()):
@@ -159,7 +159,7 @@ async def test_arrays_of_some_ranks_can_be_longer(call: Call, pg: ProcessGroup) 
 
 @pytest.mark.ranks(1)
 @parametrize_transports("memory")
-async def test_arrays_without_axes_are_divided(pg: ProcessGroup) -> None:
+async def test_arrays_without_dimensions_can_be_exchanged_in_a_group_of_one_rank(pg: ProcessGroup) -> None:
     for value in (1.0, 2.0):
         for shapes in (((), ()), ((), (1,)), ((1,), ())):
             whole, other = (np.full(shape, value + part) for part, shape in enumerate(shapes))
@@ -184,7 +184,9 @@ async def test_repeated_call_uses_its_cached_plan_without_examining_arrays(call:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @parametrize_transports("memory")
-async def test_keyed_coalesced_tuple_and_empty_calls_return_correct_results(call: Call, pg: ProcessGroup) -> None:
+async def test_calls_with_keys_blocks_tuples_and_empty_arrays_return_correct_results(
+    call: Call, pg: ProcessGroup
+) -> None:
     for first in range(2):
         given, got = arrays(call, pg, (4,), "f4", first, 1)
         await call(pg, given, got, 1, key="a")
@@ -212,7 +214,7 @@ async def test_keyed_coalesced_tuple_and_empty_calls_return_correct_results(call
 async def test_call_on_an_unusual_array_after_a_plain_array_returns_the_correct_result(
     call: Call, pg: ProcessGroup
 ) -> None:
-    """Use strided and read-only arrays with the shape and dtype of an earlier call."""
+    """Use strided and read-only arrays whose shape and dtype equal those of an earlier call."""
     for first, change in enumerate((lambda array: array, strided, lambda array: array)):
         given, got = arrays(call, pg, (4,), "i4", first)
         given, got = changed_arrays(change, given), changed_arrays(change, got)
@@ -226,7 +228,7 @@ async def test_call_on_an_unusual_array_after_a_plain_array_returns_the_correct_
 @pytest.mark.parametrize("call", LISTS)
 @pytest.mark.ranks(2, 4)
 @parametrize_transports("memory")
-async def test_wrong_list_is_refused_after_an_equal_call_with_a_valid_list(call: Call, pg: ProcessGroup) -> None:
+async def test_wrong_list_is_refused_after_a_valid_call_with_the_same_shapes(call: Call, pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     other = (rank + 1) % size
     given, got = arrays(call, pg, (4,), "f4", 0, rank, 0)
@@ -234,7 +236,7 @@ async def test_wrong_list_is_refused_after_an_equal_call_with_a_valid_list(call:
         await call(pg, *arrays(call, pg, (4,), "f4", 0, root, 0), root)
 
     def own(arrays: Any) -> Any:
-        """Return this rank's own array."""
+        """Return this rank's array from a list, or the array itself."""
         return arrays[rank] if isinstance(arrays, list) else arrays
 
     def with_replaced(arrays: Any, place: int, array: Any) -> Any:
@@ -252,7 +254,7 @@ async def test_wrong_list_is_refused_after_an_equal_call_with_a_valid_list(call:
     for wrong in ([], blocks[1:], [*blocks, blocks[0]], np.zeros(5, "f4"), dict(enumerate(blocks))):
         with pytest.raises((TypeError, ValueError)):
             call(pg, *((given, wrong) if isinstance(got, list) else (wrong, got)), rank)
-    # Pass this rank's array also in place of another rank's array.
+    # Pass this rank's array a second time, in place of another rank's array.
     if isinstance(got, list):
         across = given, with_replaced(got, other, own(given))
     else:
@@ -274,7 +276,7 @@ async def test_wrong_list_is_refused_after_an_equal_call_with_a_valid_list(call:
 @pytest.mark.parametrize("call", IN_PARTS)
 @pytest.mark.ranks(2)
 @parametrize_transports("memory")
-async def test_wrong_parts_are_refused_after_an_equal_call_with_valid_parts(call: Call, pg: ProcessGroup) -> None:
+async def test_wrong_array_is_refused_after_a_valid_call_with_the_same_shape(call: Call, pg: ProcessGroup) -> None:
     given, got = arrays(call, pg, (4,), "f4", 0)
     await call(pg, given, got, 0)
     whole, other = (got, given) if call is allgather_into_tensor else (given, got)
@@ -305,7 +307,7 @@ async def test_wrong_parts_are_refused_after_an_equal_call_with_valid_parts(call
 @pytest.mark.parametrize("call", [gather, scatter])
 @pytest.mark.ranks(2)
 @parametrize_transports("memory")
-async def test_only_the_root_can_pass_a_list(call: Call, pg: ProcessGroup) -> None:
+async def test_only_the_root_of_gather_and_scatter_can_pass_a_list(call: Call, pg: ProcessGroup) -> None:
     root = 1 - pg.rank()
     mine, lists = np.zeros(4, "f4"), [np.zeros(4, "f4") for _ in range(2)]
     for _ in range(2):
@@ -314,7 +316,7 @@ async def test_only_the_root_can_pass_a_list(call: Call, pg: ProcessGroup) -> No
         with pytest.raises(ValueError, match="root"):
             call(pg, *((mine, None) if call is gather else (None, mine)), 2)
         given, got = arrays(call, pg, (4,), "f4", 5, 1, 0)
-        # An empty list counts as None.
+        # On the other ranks, an empty list has the same meaning as None.
         await call(pg, [] if given is None else given, [] if got is None else got, 1)
         check(call, pg, got, 5, 1)
         result = await pg.gather(None, np.full(4, pg.rank(), "f4"), 0)

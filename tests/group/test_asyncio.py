@@ -1,4 +1,4 @@
-"""Works in asyncio's functions: `gather`, `wait`, `wait_for`, `as_completed`, `shield` and task groups."""
+"""Works in asyncio functions: `gather`, `wait`, `wait_for`, `as_completed`, `shield`, and in task groups."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ WAYS = [done_by_as_completed, done_by_gather, done_by_wait, done_by_wait_for, do
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.ranks(1, 2, 3)
 @parametrize_transports("memory", "shm")
-async def test_works_are_accepted_by_every_wait_function_of_asyncio(pg: ProcessGroup, way: Wait) -> None:
+async def test_every_wait_function_of_asyncio_accepts_works(pg: ProcessGroup, way: Wait) -> None:
     for count in (1, 3):
         works: list[Work[Any]] = [pg.allreduce(np.ones(count + index)) for index in range(count)]
         assert await way(works) == set(works)
@@ -81,7 +81,7 @@ async def test_waiting_for_works_of_a_block_starts_the_block(pg: ProcessGroup, w
 
 
 @pytest.mark.ranks(2)
-async def test_asyncio_wait_returns_at_the_requested_condition(pg: ProcessGroup) -> None:
+async def test_asyncio_wait_on_works_supports_return_when_and_timeout(pg: ProcessGroup) -> None:
     other = 1 - pg.rank()
     later = pg.recv_object(other, tag=2)
     first = pg.recv_object(other, tag=1)
@@ -100,7 +100,7 @@ async def test_asyncio_wait_returns_at_the_requested_condition(pg: ProcessGroup)
 
 @pytest.mark.ranks(2)
 async def test_asyncio_wait_returns_at_the_first_failure(pg: ProcessGroup) -> None:
-    """Check also that the group still works after a receive has timed out."""
+    """Check also that the group still works after the timeout of a receive."""
     never = pg.recv_object(1 - pg.rank(), tag=1)
     fails = pg.recv_object(1 - pg.rank(), tag=2, timeout=0.01)
     done, pending = await asyncio.wait([never, fails], return_when=asyncio.FIRST_EXCEPTION)
@@ -133,7 +133,7 @@ async def test_cancelled_asyncio_wait_does_not_cancel_its_works(pg: ProcessGroup
 
 
 @pytest.mark.parametrize("retrieves", [False, True])
-async def test_asyncio_wait_does_not_mark_failures_as_retrieved(
+async def test_failed_work_is_still_logged_as_never_retrieved_after_asyncio_wait(
     retrieves: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Grids of ranks: coordinates, neighbours and halo exchange."""
+"""Cartesian grids of ranks: coordinates, neighbours and halo exchange."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..ranks import LINKS, parametrize_transports, wait_until
 
 
 def grid_of(pg: ProcessGroup, dims: Sequence[int], periods: Any = None) -> CartesianGroup[ProcessGroup]:
-    """Return the grid that contains this rank; fail if the rank is outside of the grid."""
+    """Return the Cartesian group that contains this rank; fail if the rank is outside of the grid."""
     cart = pg.cart(dims, periods)
     assert cart is not None
     return cart
@@ -56,7 +56,7 @@ def test_grid_lengths_are_as_equal_as_possible() -> None:
     ]
     for size, dims, expected in cases:
         assert balanced(size, dims) == expected
-    # No other grid lengths with this product are closer to each other.
+    # Compare with all other grids of the same number of ranks: none has more nearly equal lengths.
     for size in range(1, 61):
         for count in (2, 3):
             found = balanced(size, [0] * count)
@@ -103,7 +103,7 @@ async def test_grid_returns_coordinates_and_neighbours_of_each_rank(pg: ProcessG
                 assert cart.shift(axis, distance) == cart.shift(axis - len(shape), distance) == tuple(expected)
             neighbours += cart.shift(axis)
         assert cart.neighbours == tuple(neighbours)
-        # A message sent along an axis arrives from the source.
+        # Send this rank's number to the destination; the number from the source must arrive.
         for axis in range(len(shape)):
             source, destination = cart.shift(axis)
             got = np.full(1, PROC_NULL)
@@ -148,7 +148,7 @@ async def test_subgrids_contain_the_rows_or_columns_of_the_grid(pg: ProcessGroup
 
 
 def halo_arrays(cart: CartesianGroup[Any], own: Sequence[int], widths: Sequence[int], dtype: Any) -> tuple[Any, Any]:
-    """Return this rank's array before the halo exchange, and the expected array after it."""
+    """Return this rank's array before a halo exchange, and the expected array after it."""
     dims, count = cart.dims, len(cart.dims)
     total = [length * cells for length, cells in zip(dims, own, strict=False)] + list(own[count:])
     whole = (np.arange(prod(total)) % 97 + 1).reshape(total)
@@ -179,7 +179,7 @@ def grids(size: int) -> Iterator[tuple[list[int], list[bool]]]:
 @parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 6, 7)
 async def test_halo_copies_the_cells_of_the_neighbours(pg: ProcessGroup) -> None:
-    """Check corners too, and grids where both neighbours are the same rank or this rank."""
+    """Include corner cells, and periodic grids where both neighbours are the same rank, or this rank itself."""
     for dims, periods in grids(pg.size()):
         cart = grid_of(pg, dims, periods)
         for width in (1, 2):
@@ -234,9 +234,9 @@ async def test_halo_supports_torch_tensors(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(4)
 @parametrize_transports("memory", "unix", "shm")
 async def test_large_halos_complete_concurrently(pg: ProcessGroup) -> None:
-    """Check that halo exchanges start at the call, progress without an await and may end in any order."""
+    """Check that halo exchanges start at the call, progress without an await, and may end in any order."""
     cart = grid_of(pg, [2, 2], [True, False])
-    # Each face is larger than 300 KiB, so that it needs the receiver's grant on both axes.
+    # Each face has more than 300 KiB, which exceeds the eager window, so that the receiver must grant it.
     arrays = []
     for number in range(3):
         array = np.zeros((6, 8, 20_000), "float32")
@@ -258,7 +258,7 @@ async def test_large_halos_complete_concurrently(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 async def test_concurrent_halos_that_overtake_each_other_do_not_mix_data(pg: ProcessGroup) -> None:
-    """Let a short halo exchange overtake a long one on the ranks of column 0, and follow it on those of column 1."""
+    """Let a short halo exchange overtake a long one on the ranks of column 0, but not on those of column 1."""
     cart = grid_of(pg, [2, 2], True)
     row, column = cart.coords()
     long, short = np.zeros((3, 500_000)), np.zeros((3, 3))
@@ -315,7 +315,7 @@ async def test_abort_of_the_group_fails_a_pending_halo(pg: ProcessGroup) -> None
 
 
 @pytest.mark.ranks(2)
-async def test_halo_with_wrong_arguments_starts_no_exchange(pg: ProcessGroup) -> None:
+async def test_wrong_grid_or_halo_arguments_are_refused_and_start_no_exchange(pg: ProcessGroup) -> None:
     calls: list[tuple[Any, type[Exception], str]] = [
         (lambda: pg.cart([3]), ValueError, r"dims=\[3\] needs 3 ranks, but the group has 2"),
         (lambda: pg.cart([3, 0]), ValueError, "are not a multiple of 3"),

@@ -1,4 +1,4 @@
-"""Coalescing blocks: recorded calls, flushes, failures and results."""
+"""Coalescing blocks: recording and fusing of calls, their results and their failures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ones(count: int = 4, value: float = 1.0) -> Any:
 
 
 def mixed_cases(world_size: int) -> Iterator[Case]:
-    """Yield collective calls of every kind, dtype and op, with varying counts and roots."""
+    """Yield collective calls of every kind, dtype and op, with different counts and roots."""
     counts, roots = cycle(each for each in COUNTS if each != "1000000"), cycle(range(world_size))
     for kind, dtype, op in product(REDUCING + MOVING, DTYPES, OPS):
         if kind in MOVING and op != "SUM":
@@ -79,7 +79,7 @@ def mixed_cases(world_size: int) -> Iterator[Case]:
 
 
 async def run_all_calls(pg: ProcessGroup) -> list[bytes]:
-    """Make all calls in one block, each in a separate task; check the results and return the sums as bytes."""
+    """Make all calls in one block, each in a separate task; check results and return the allreduce results as bytes."""
     calls = [(case, Call(case, pg.rank())) for case in mixed_cases(pg.size())]
     async with pg.coalescing() as batch:
         found = await asyncio.gather(*(call.run(pg) for _, call in calls))
@@ -102,7 +102,7 @@ async def test_block_can_contain_calls_of_every_kind_dtype_and_op(world_size: in
 
 @pytest.mark.ranks(3)
 @parametrize_transports(*LINKS)
-async def test_block_can_mix_small_large_staged_and_scalar_calls(pg: ProcessGroup) -> None:
+async def test_block_can_contain_calls_on_small_large_strided_and_scalar_data(pg: ProcessGroup) -> None:
     size, mine = pg.size(), pg.rank() + 1.0
     total = size * (size + 1) / 2
     small, large = ones(5, mine), ones(LARGE // 8 + 1, mine)
@@ -136,8 +136,8 @@ async def test_block_can_mix_small_large_staged_and_scalar_calls(pg: ProcessGrou
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "alltoall"])
-async def test_uneven_alltoall_calls_of_a_block_are_fused(kind: str) -> None:
-    """Pack 16 MiB, which takes several loop iterations on the virtual clock."""
+async def test_block_of_uneven_alltoall_gather_or_scatter_calls_returns_correct_results(kind: str) -> None:
+    """Use 16 MiB, whose packing takes several loop iterations on the virtual clock."""
 
     async def rank(pg: ProcessGroup) -> None:
         size, rank = pg.size(), pg.rank()
@@ -169,7 +169,7 @@ async def test_uneven_alltoall_calls_of_a_block_are_fused(kind: str) -> None:
 
 
 def run_virtual_in_thread(world_size: int, fn: Any, **how: Any) -> Any:
-    """Run ranks on a virtual loop in a thread, because the calling test has its own loop."""
+    """Run ranks on a virtual event loop in a thread, because the calling test runs in an event loop."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:
@@ -180,7 +180,9 @@ def run_virtual_in_thread(world_size: int, fn: Any, **how: Any) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix", "memory"])
-async def test_fused_calls_take_one_message_per_peer_and_step(transport: str, frames: Frames) -> None:
+async def test_block_of_many_allreduces_takes_as_many_frames_as_one_large_allreduce(
+    transport: str, frames: Frames
+) -> None:
     counted = []
 
     async def rank(pg: ProcessGroup) -> None:
@@ -205,7 +207,7 @@ async def test_fused_calls_take_one_message_per_peer_and_step(transport: str, fr
     assert counted[0] == counted[1]
 
 
-async def test_small_calls_of_a_block_take_one_frame_per_peer(frames: Frames) -> None:
+async def test_small_allreduces_and_broadcasts_of_a_block_take_one_frame_per_peer_and_kind(frames: Frames) -> None:
     async def rank(pg: ProcessGroup) -> None:
         async with pg.coalescing():
             for number in range(50):
@@ -215,11 +217,11 @@ async def test_small_calls_of_a_block_take_one_frame_per_peer(frames: Frames) ->
         assert comm_of(pg).entered == 1
 
     await run_ranks(2, rank, transport="tcp")
-    # Expect two frames with the ranks' summands, and one with the broadcast tensors.
+    # Each of the two ranks sends its allreduce inputs in one frame, and rank 0 sends the broadcast tensors in a third.
     assert frames.count == 3
 
 
-async def test_empty_block_takes_no_sequence_number(frames: Frames) -> None:
+async def test_empty_coalescing_block_takes_no_sequence_number(frames: Frames) -> None:
     async def rank(pg: ProcessGroup) -> None:
         async with pg.coalescing() as batch:
             pass
@@ -264,7 +266,7 @@ async def test_await_inside_a_block_starts_the_recorded_calls(pg: ProcessGroup, 
 
 
 @pytest.mark.ranks(2)
-async def test_calls_of_one_loop_iteration_are_sent_together(pg: ProcessGroup) -> None:
+async def test_awaited_block_calls_of_several_tasks_in_one_loop_iteration_start_together(pg: ProcessGroup) -> None:
     async def check_sum(pg: ProcessGroup, number: int) -> None:
         assert (await pg.allreduce(ones(2, number))).tolist() == [2.0 * number] * 2
 
@@ -288,7 +290,7 @@ async def test_adding_a_done_callback_does_not_start_the_block(pg: ProcessGroup)
 
 
 @pytest.mark.ranks(2)
-async def test_block_ends_when_all_its_calls_have_completed(pg: ProcessGroup) -> None:
+async def test_coalescing_block_ends_when_all_its_calls_have_completed(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         works = [pg.allreduce(ones(LARGE)), pg.allreduce(ones()), *(pg.allgather_object(1) for _ in range(3))]
         awaited = asyncio.ensure_future(works[0].join())
@@ -354,7 +356,7 @@ async def test_messages_of_a_block_are_sent_when_the_block_starts(pg: ProcessGro
     assert anything.source_rank() == peer
     assert (third == 9).all()
     assert objects.result() == {"a": 1}
-    # A batch may also be awaited inside the block.
+    # A batch inside the block can also be awaited there.
     async with pg.coalescing():
         result = await pg.batch([Send(ones(3, 5), peer), Recv(incoming, peer)])
         assert result[1] is incoming
@@ -379,7 +381,7 @@ async def test_receive_inside_coalescing_is_withdrawn_when_its_only_awaiter_is_c
 
 
 @pytest.mark.ranks(2)
-async def test_end_of_a_block_raises_a_failed_receive_unless_it_was_retrieved(pg: ProcessGroup) -> None:
+async def test_end_of_a_block_raises_the_error_of_a_receive_unless_the_block_has_awaited_it(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         with pytest.raises(TimeoutError):
             await pg.recv(ones(), 1 - pg.rank(), timeout=0.01)
@@ -429,7 +431,7 @@ async def test_blocks_of_two_groups_can_be_nested_within_a_task() -> None:
 
             task = asyncio.create_task(block())
             await opened.wait()
-            # A task outside the block makes plain calls.
+            # This task is not in the block of the other task, so its calls start at once.
             assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
             closed.set()
             await task
@@ -451,7 +453,7 @@ async def test_task_that_outlives_its_block_makes_calls_outside_of_the_block(pg:
         pg.allreduce(ones())
     go.set()
     async with pg.coalescing():
-        # Even this second block does not record the late call of the task.
+        # This second block does not record the task's call, because the task belongs to the first block.
         seq, result = await task
     assert (seq, result.tolist()) == (2, [2.0] * 4)
 
@@ -479,13 +481,13 @@ async def test_block_calls_that_share_memory_are_refused_before_anything_is_sent
                 await pg.allreduce(whole[2:3])
         assert comm_of(pg).entered == 0
         assert pg.pending() == []
-        # Allowed: two calls read the same memory, or write adjacent memory.
+        # Allowed: two calls of a block read the same memory, or write to adjacent memory.
         async with pg.coalescing():
             works = [pg.allgather(None, whole), pg.allgather(None, whole), pg.gather(None, whole, 0)]
         async with pg.coalescing():
             pg.allreduce(whole[:5])
             pg.allreduce(whole[5:])
-            # Allowed: a call uses one of its outputs as its input.
+            # Allowed: a call has one of its outputs as its input.
             outputs = [np.zeros(2) for _ in range(pg.size())]
             pg.allgather(outputs, outputs[pg.rank()])
             pg.allgather(None, ones(1))
@@ -526,7 +528,7 @@ async def test_exception_inside_a_block_drops_the_recorded_calls(pg: ProcessGrou
     assert (await pg.allreduce(tensor)).tolist() == [2.0] * 4
 
 
-async def test_failure_of_a_block_is_not_logged_as_unretrieved(caplog: pytest.LogCaptureFixture) -> None:
+async def test_works_of_a_failed_block_are_not_logged_as_never_retrieved(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(KeyError):  # noqa: PT012
             async with pg.coalescing():
@@ -649,7 +651,7 @@ async def test_block_times_out_after_the_shortest_timeout_of_its_calls(pg: Proce
 
 
 @pytest.mark.ranks(3)
-async def test_incomplete_block_is_not_reported_as_completed(pg: ProcessGroup) -> None:
+async def test_shrunk_group_does_not_report_an_incomplete_block_as_completed(pg: ProcessGroup) -> None:
     async with pg.coalescing() as batch:
         pg.allreduce(ones())
         pg.allgather_object(1)
@@ -659,7 +661,7 @@ async def test_incomplete_block_is_not_reported_as_completed(pg: ProcessGroup) -
         return
     with pytest.raises(GroupError):  # noqa: PT012
         async with pg.coalescing() as batch:
-            # The broadcast completes on rank 0 at once; the allreduce does not.
+            # The broadcast completes on rank 0 at once, but the allreduce does not complete.
             pg.broadcast(ones(), 0)
             pg.allreduce(ones())
     assert batch.seq in (2, None)
@@ -730,7 +732,7 @@ async def test_wrong_tensor_in_a_list_call_is_refused_before_sending(pg: Process
 
 
 class StartingInterceptor:
-    """An interceptor that starts all calls unchanged."""
+    """An interceptor that starts all calls without changes."""
 
     moves_nothing = False
     records = False
@@ -751,7 +753,7 @@ class StartingInterceptor:
 
 
 class IdleInterceptor(StartingInterceptor):
-    """An interceptor that completes the calls without any transfer."""
+    """An interceptor that completes all calls without transferring data."""
 
     def take(self, call: PreparedCall) -> Work[Any]:
         return finished_work(comm_of(self.pg).endpoint, call.op, dispatcher_of(self.pg), call.result)
@@ -791,7 +793,7 @@ async def test_interceptor_that_completes_calls_without_data_leaves_arrays_uncha
 
 @pytest.mark.ranks(2)
 async def test_message_that_fails_the_group_fails_the_whole_block(pg: ProcessGroup) -> None:
-    """Check a receive in a block whose message of another dtype has already arrived."""
+    """Let a message with another dtype arrive before the block posts its receive."""
     if pg.rank() == 1:
         pg.send(np.zeros(3, np.int32), 0)
         await pg.wait_revoked()
@@ -812,7 +814,7 @@ async def test_message_that_fails_the_group_fails_the_whole_block(pg: ProcessGro
 
 @pytest.mark.ranks(1, 2)
 async def test_keyed_list_call_in_a_block_can_have_many_tensors(pg: ProcessGroup) -> None:
-    """Use far more tensors than one loop iteration packs, in a block that ends before the next iteration."""
+    """Use more tensors than one loop iteration can pack, in a block that ends in the next iteration."""
     tensors = [np.ones(1000) for _ in range(1000)]
     async with pg.coalescing():
         work = pg.allreduce_coalesced(tensors, key="many")

@@ -1,4 +1,4 @@
-"""Arguments of collectives: accepted shapes and dtypes, and errors raised before a call starts."""
+"""Arguments of collectives: accepted shapes, dtypes and array types, and errors before a call starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from ..ranks import LINKS, parametrize_transports
 @pytest.mark.ranks(3)
 @parametrize_transports(*LINKS)
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [0, 100_000, 1], [1, 2, 300_000]])
-async def test_parts_of_collectives_can_have_any_length(pg: ProcessGroup, counts: list[int]) -> None:
+async def test_arrays_of_different_ranks_in_collectives_can_have_any_length(
+    pg: ProcessGroup, counts: list[int]
+) -> None:
     rank, world = pg.rank(), range(3)
 
     def part(source: int, block: int, count: int) -> Any:
@@ -72,13 +74,13 @@ async def test_single_tensor_collectives_read_or_write_one_tensor_for_all_ranks(
     size, rank = pg.size(), pg.rank()
     output = np.zeros((size, count))
     output[rank] = rank
-    # In place: the input is this rank's part of the output.
+    # In place: the input is this rank's block of the output.
     assert await pg.allgather_into_tensor(output, output[rank]) is output
     assert all((output[source] == source).all() for source in range(size))
     part = np.zeros(count)
     await pg.reduce_scatter_tensor(part, output)
     assert (part == size * rank).all()
-    # In place: the output is this rank's part of the input.
+    # In place: the output is this rank's block of the input.
     await pg.reduce_scatter_tensor(output[rank], output, ReduceOp.MAX)
     assert (output[rank] == rank).all()
     exchanged = np.zeros((size, count))
@@ -137,7 +139,7 @@ async def test_narrow_floats_are_summed(pg: ProcessGroup, name: str) -> None:
 
 @pytest.mark.ranks(5)
 async def test_sum_of_many_small_narrow_floats_is_rounded_once(pg: ProcessGroup) -> None:
-    """Check that the sum is rounded once: bfloat16 has no 257, so rounding after each addition would leave 256."""
+    """Check that 256 + 1 + 1 + 1 + 1 is 260: bfloat16 lacks 257, so rounding after each addition would give 256."""
     tensor = np.full(10, 256 if pg.rank() == 0 else 1, ml_dtypes.bfloat16)
     await pg.allreduce(tensor)
     assert (tensor.astype("float32") == 260).all()
@@ -296,7 +298,7 @@ async def test_arguments_with_overlapping_memory_are_refused(pg: ProcessGroup) -
     await pg.barrier()
 
 
-# -- repeated calls, whose plan the call cache finds by kind, dtype and shape
+# -- repeated calls with equal kind, dtype and shape, which find a cached plan
 
 
 @pytest.mark.ranks(3)
@@ -358,6 +360,6 @@ async def test_arguments_of_a_second_call_with_the_same_shape_are_checked(pg: Pr
         pg.allreduce(tensor, timeout=-1)
     with pytest.raises(TypeError, match="key must be a str or None"):
         pg.allreduce(tensor, key=1)  # type: ignore[arg-type]
-    # The refused calls have not taken a number.
+    # The refused calls have not taken a sequence number.
     assert pg.allreduce(tensor).seq == 5
     await pg.drain()

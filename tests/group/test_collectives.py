@@ -1,4 +1,4 @@
-"""Collectives with all dtypes, ops, roots, sizes and counts: a pairwise cover, or the product (`make matrix`)."""
+"""Results of collectives for all dtypes, ops, roots, sizes and counts: a pairwise cover, or every combination."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REDUCING = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
 MOVING = ("broadcast", "allgather", "gather", "scatter", "alltoall")
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 SIZES = (1, 2, 3, 4, 7)
-#: Numbers of elements by name. Names with p depend on the world size p.
+#: Element counts by name; p is the world size.
 COUNTS = {
     "0": lambda _: 0,
     "1": lambda _: 1,
@@ -37,12 +37,12 @@ SPACE = {
     "world_size": SIZES,
     "transport": TRANSPORTS,
 }
-#: Elements on either side of each array, which calls must not change.
+#: The number of elements before and after each array, which calls must not change.
 MARGIN = 8
 
 
 def valid(case: Case) -> bool:
-    """Return whether a case, which may be incomplete, can become a valid call."""
+    """Return whether a test case can be a valid call; a case may lack some arguments."""
     root, kind, op = case.get("root", 0), case.get("kind"), case.get("op")
     if root >= case.get("world_size", max(SIZES)) or (root and kind is not None and kind not in ROOTED):
         return False
@@ -61,18 +61,18 @@ def pairs() -> Iterator[Case]:
     yield from cover({"kind": MOVING, **SPACE}, valid)
 
 
-# Cached: all p ranks share the process, and each compares its results with the data of all ranks.
+# Cached because all ranks share this process, and each rank needs the data of all ranks.
 _data = lru_cache(maxsize=64)(data)
 
 
 @lru_cache(maxsize=16)
 def _total(op: str, dtype: str, ranks: int, start: int, count: int, world_size: int) -> Any:
-    """Reduce the data of the first `ranks` ranks."""
+    """Return the reduction of the first `ranks` ranks' data."""
     return reduced(op, dtype, [_data(dtype, op, rank, start, count) for rank in range(ranks)], world_size)
 
 
 class Call:
-    """The call of one case on one rank."""
+    """A collective call of one rank in a test case, with its arrays and expected results."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.kind = case["kind"]
@@ -82,14 +82,14 @@ class Call:
         self.size = case["world_size"]
         self.rank = rank
         self.count = COUNTS[case["count"]](self.size)
-        # Cut the whole array into one part per rank, of equal or nearly equal length, possibly empty.
+        # Cut the array into one part per rank. Parts differ by at most one element and may be empty.
         self.cuts = [part * self.count // self.size for part in range(self.size + 1)]
 
     def whole(self, rank: int) -> Any:
         return _data(self.dtype, self.op, rank, 0, self.count)
 
     def part(self, rank: int, part: int) -> Any:
-        """Return a rank's data for one part of the whole array."""
+        """Return the data of `rank` for the given part of the array."""
         start, stop = self.cuts[part : part + 2]
         return _data(self.dtype, self.op, rank, start, stop - start)
 
@@ -97,7 +97,7 @@ class Call:
         return _total(self.op, self.dtype, ranks, start, stop - start, self.size)
 
     def mine(self, values: Any) -> Any:
-        """Return `values` between margins, which reveal writes beyond the array bounds."""
+        """Return `values` in the middle of a larger array, whose margins reveal writes beyond the bounds."""
         around = np.full(len(values) + 2 * MARGIN, 1, numpy_dtype(self.dtype))
         around[MARGIN : len(around) - MARGIN] = values
         self.margins.append(around)
@@ -107,7 +107,7 @@ class Call:
         return self.mine(np.zeros(count, numpy_dtype(self.dtype)))
 
     async def run(self, pg: ProcessGroup) -> list[Any]:
-        """Make the call; return the arrays that this rank passed, inputs first."""
+        """Make the call; return this rank's arrays, inputs first."""
         self.margins: list[Any] = []
         is_root = self.rank == self.root
         world = range(self.size)
@@ -147,7 +147,7 @@ class Call:
         return arrays
 
     def check_result(self, result: Any, arrays: list[Any], is_root: bool) -> None:
-        """Check that the call returned the output arrays that were passed."""
+        """Check that the call returned the output arrays that this rank passed."""
         if self.kind in ("allgather", "gather", "alltoall"):
             outputs = arrays[self.size :] if self.kind == "alltoall" else arrays[1:]
             if self.kind == "gather" and not is_root:
@@ -158,7 +158,7 @@ class Call:
             assert result is arrays[-1]
 
     def expected(self) -> list[Any]:
-        """Return the expected values of the arrays that `run` returns."""
+        """Return the expected arrays after the call, in the order in which `run` returns them."""
         world = range(self.size)
         is_root = self.rank == self.root
         if self.kind == "allreduce":
@@ -184,7 +184,7 @@ class Call:
 
 
 async def check(pg: ProcessGroup, cases: list[Case]) -> list[bytes]:
-    """Run cases one after the other; check the results and return the bytes of the allreduced tensors."""
+    """Run cases one after the other and check their results; return the result bytes of allreduce cases."""
     seen = []
     for case in cases:
         call = Call(case, pg.rank())
@@ -226,7 +226,7 @@ def test_pairwise_cover_contains_every_pair_of_argument_values() -> None:
 
 
 def everything(dtype: str, world_size: int) -> Iterator[Case]:
-    """Yield all cases of a dtype and a world size."""
+    """Yield every valid case of a dtype and a world size."""
     for kind in REDUCING + MOVING:
         ops = [op for op in OPS if valid({"kind": kind, "op": op, "dtype": dtype})] if kind in REDUCING else [None]
         roots = range(world_size) if kind in ROOTED else range(1)

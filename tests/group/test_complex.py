@@ -1,4 +1,4 @@
-"""Complex numbers in every kind of call, and the ops that refuse them."""
+"""Complex arrays and numbers in every call, and the ops that refuse them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (1, 2, 3, 4, 7)
 
 
 def data(rank: int, count: int, dtype: str, block: int = 0) -> Any:
-    """Return small whole numbers, whose sums and products are exact."""
+    """Return complex numbers with small integer parts, so that sums and products are exact."""
     i = np.arange(count) + block
     return ((i % 5 + rank) + 1j * (rank - i % 3)).astype(dtype)
 
@@ -74,7 +74,7 @@ async def check_movements(pg: ProcessGroup, count: int, dtype: str) -> None:
     assert gathered is None if rank != last else all(map(is_equal, gathered, by_rank))
     scattered = await pg.scatter(blank(count + rank), by_rank if rank == last else None, last)
     assert is_equal(scattered, by_rank[rank])
-    # Send values and lengths that depend on the sender and the receiver.
+    # The values and the lengths depend on the sender and the receiver.
     sent = [data(rank * 10 + to, count + rank + to, dtype) for to in world]
     come = [data(by * 10 + rank, count + rank + by, dtype) for by in world]
     assert all(map(is_equal, await pg.alltoall([blank(len(each)) for each in come], sent), come))
@@ -127,7 +127,7 @@ async def test_complex_numbers_work_in_every_call(dtype: str, size: int, transpo
 @pytest.mark.ranks(*SIZES)
 @parametrize_transports(*LINKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_complex_numbers_work_in_every_call_at_every_size(pg: ProcessGroup, dtype: str) -> None:
+async def test_complex_numbers_work_in_every_call_at_every_world_size(pg: ProcessGroup, dtype: str) -> None:
     await check_all_calls(pg, (0, 1, pg.size() + 1, 300_000), dtype)
 
 
@@ -140,7 +140,7 @@ async def test_complex_scalars_keep_their_python_type(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_complex_nan_stays_in_the_real_or_imaginary_part(pg: ProcessGroup) -> None:
+async def test_nan_in_one_part_of_a_complex_number_does_not_spread_to_the_other_part(pg: ProcessGroup) -> None:
     tensor = np.array([complex(np.nan, 1) if pg.rank() else 1j, 1], "complex64")
     await pg.allreduce(tensor)
     assert np.isnan(tensor[0].real)

@@ -1,4 +1,4 @@
-"""Comparison of calls on all ranks before their data moves, with `debug="detail"`."""
+"""Call comparison with `debug="detail"`: mismatches are found before any data moves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ..engine.test_mismatch import DELAYS, KINDS, LATENCY, P2P_TABLE, PLACES, SI
 from ..ranks import LINKS, options
 
 DETAIL = GroupOptions(debug="detail")
-#: The number of cases that run concurrently over sockets.
+#: The maximum number of cases that run concurrently over sockets.
 CHUNK = 12
 
 
@@ -50,14 +50,14 @@ async def run_detailed(world_size: int, fn: Callable[..., Any], *args: Any, tran
 
 
 async def mismatch_of(work: Work[Any]) -> CollectiveMismatchError:
-    """Return the mismatch error with which a work fails."""
+    """Await a work that must fail with a mismatch error; return the error."""
     with pytest.raises(CollectiveMismatchError) as caught:
         await work
     return caught.value
 
 
 async def check_still_works(pg: ProcessGroup) -> None:
-    """Check that the group still works."""
+    """Check that the group can still make calls."""
     assert pg.pending() == []
     assert await pg.allreduce(pg.rank() + 1) == pg.size() * (pg.size() + 1) // 2
     assert await pg.allgather_object(pg.rank(), key="still") == list(range(pg.size()))
@@ -67,7 +67,7 @@ async def check_still_works(pg: ProcessGroup) -> None:
 
 
 async def mismatch_texts(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, float]) -> list[str]:
-    """Make this rank's calls of `case` after its delay; return the texts of their errors."""
+    """Make this rank's mismatched calls after a delay; return the error texts."""
     is_odd = pg.rank() == odd
     memory = Memory(pg.rank(), is_odd)
     await asyncio.sleep(delays[is_odd])
@@ -83,7 +83,7 @@ async def mismatch_texts(pg: ProcessGroup, case: Case, odd: int, delays: tuple[f
 
 
 def check(case: Case, texts: list[list[str]]) -> None:
-    """Check that all ranks have the same error texts, and that these name the differing fields."""
+    """Check that all ranks have the same error texts, which name the differing fields of the calls."""
     assert all(each == texts[0] for each in texts)
     for text in texts[0]:
         assert text.startswith(f"Collectives differ in the following: {case.fields.split(',')[0]}"), text
@@ -94,7 +94,7 @@ def check(case: Case, texts: list[list[str]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
 def test_compared_mismatch_is_raised_on_every_rank_and_the_group_continues(number: int) -> None:
-    """Check one odd rank and order of calls per case; `..._for_all_ranks_and_orders` below checks all combinations."""
+    """Check one deviating rank and one order of calls per case; a later test checks all combinations."""
     case = TABLE[number]
     orders = list(DELAYS.values())
     for turn in range(2):
@@ -115,7 +115,7 @@ def test_compared_mismatch_is_raised_on_every_rank_and_the_group_continues(numbe
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_compared_mismatch_is_raised_on_every_rank_for_all_ranks_and_orders(case: Case) -> None:
+def test_compared_mismatch_is_raised_on_every_rank_for_all_deviating_ranks_and_call_orders(case: Case) -> None:
     for world_size, odd in (*PLACES, (7, 0), (7, 5)):
         for order in DELAYS.values():
             for latency in (None, LATENCY):
@@ -190,7 +190,7 @@ async def test_equal_calls_are_carried_out_after_the_comparison(world_size: int,
         await pg.barrier()
         await pg.monitored_barrier()
         assert await pg.alltoall_object(list(range(pg.size()))) == [pg.rank()] * pg.size()
-        # A call on an unsupported object raises an error on this rank only.
+        # An unsupported object raises an error on this rank only, before any comparison.
         with pytest.raises(TypeError):
             pg.allreduce("no array")
         await check_still_works(pg)
@@ -235,7 +235,7 @@ MISCOUNTED: dict[str, Callable[[ProcessGroup, int], Work[Any]]] = {
 
 @pytest.mark.parametrize("more", [-1, 1])
 @pytest.mark.parametrize("kind", MISCOUNTED)
-def test_wrong_number_of_arrays_is_raised_on_all_ranks(kind: str, more: int) -> None:
+def test_wrong_number_of_arrays_raises_an_error_on_all_ranks(kind: str, more: int) -> None:
     async def rank(pg: ProcessGroup) -> str:
         error = await mismatch_of(MISCOUNTED[kind](pg, pg.size() + (more if pg.rank() == 0 else 0)))
         text = str(error)
@@ -298,7 +298,7 @@ def test_consecutive_ordered_and_keyed_mismatches_are_all_raised() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_mixed_calls_in_random_order_raise_equal_errors_on_all_ranks(seed: int) -> None:
-    """Mix ordered and keyed calls of all kinds, some of which differ between ranks, over links with latency."""
+    """Make ordered and keyed calls of all kinds over links with latency; some calls differ between ranks."""
     names = [*KINDS]
 
     async def rank(pg: ProcessGroup) -> list[str | None]:
@@ -346,8 +346,8 @@ async def make_calls_in_a_block(pg: ProcessGroup, *calls: Callable[[], Work[Any]
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_coalescing_block_is_compared_as_one_call(transport: str) -> None:
-    """Check that a block takes one sequence number on every rank, whatever its buckets, so that later calls match."""
+async def test_coalescing_block_with_debug_detail_is_compared_as_one_call(transport: str) -> None:
+    """Check also that a block takes one sequence number on every rank, so that later calls match."""
 
     async def rank(pg: ProcessGroup) -> None:
         async with pg.coalescing() as batch:
@@ -368,7 +368,7 @@ async def test_coalescing_block_is_compared_as_one_call(transport: str) -> None:
 
 
 def test_mismatch_of_coalescing_blocks_is_raised_on_all_ranks() -> None:
-    """Omit or change the last of the 40 calls of a block on rank 1."""
+    """Let rank 1 omit or change the last of the 40 calls of a block."""
 
     async def rank(pg: ProcessGroup) -> None:
         for missing in (True, False):
@@ -419,7 +419,7 @@ def test_cancelled_await_does_not_cancel_the_compared_call() -> None:
     run_virtual(2, rank, options=DETAIL, latency=LATENCY)
 
 
-def test_unretrieved_mismatch_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_mismatch_error_that_is_never_retrieved_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pg.broadcast(np.zeros(pg.rank() + 1), 0)
         await pg.barrier()
@@ -446,7 +446,7 @@ def test_mismatched_call_counts_as_incomplete_on_all_ranks() -> None:
                 assert all(each in completed for each in (1, 3, ("k", 2)))
                 assert 2 not in completed
                 assert ("k", 1) not in completed
-            # The successor group compares calls, too.
+            # The group after the shrink also compares calls.
             await mismatch_of(smaller.allreduce(np.zeros(smaller.rank() + 1)))
 
     run_virtual(3, rank, options=DETAIL)
@@ -475,8 +475,8 @@ def test_timeout_error_of_a_compared_call_names_ranks_that_never_call(absent: in
     run_virtual(4, rank, options=DETAIL, latency=LATENCY)
 
 
-def test_timeout_covers_the_comparison_and_the_data_transfer() -> None:
-    """Let rank 1 call after 3 s and rank 2 never: the call of rank 0 still times out after 5 s."""
+def test_timeout_of_a_compared_call_covers_the_comparison_and_the_data_transfer() -> None:
+    """Let rank 1 call after 3 s and rank 2 never call: rank 0's call must time out after 5 s."""
 
     async def rank(pg: ProcessGroup) -> None:
         work = None
@@ -508,7 +508,7 @@ def test_stalled_comparison_logs_one_warning_that_names_the_missing_rank(caplog:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_error_names_a_rank_that_has_left_the_group(transport: str) -> None:
+async def test_error_of_a_compared_call_names_a_rank_that_has_left_the_group(transport: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 1:
@@ -546,7 +546,7 @@ def test_rank_that_does_not_compare_calls_is_reported_as_a_mismatch(kind: str, o
     call: Call = KINDS[kind]
 
     async def rank(pg: ProcessGroup) -> None:
-        # Set the options of the group, which groups made from it inherit.
+        # Change the options of this group, because groups made from it inherit them.
         options = GroupOptions.resolve(None if pg.rank() == odd else DETAIL, {})
         parts_of(pg).reconfigurer._spec = parts_of(pg).reconfigurer._spec._replace(options=options)
         other = await pg.split_group([0, 1, 2], group_name="mixed")
@@ -627,7 +627,7 @@ def test_custom_ops_are_compared_by_name() -> None:
 
 
 @pytest.mark.parametrize("kind", SIZED)
-def test_small_call_against_a_large_call_is_reported_as_a_mismatch(kind: str) -> None:
+def test_small_call_on_one_rank_and_large_call_on_another_are_reported_as_a_mismatch(kind: str) -> None:
     case = Case(kind, "counts", counting(kind, 1_000_000, "uint8"), counting(kind, 1, "uint8"))
     for odd in (0, 1):
         check(case, run_virtual(2, mismatch_texts, case, odd, DELAYS["odd-late"], options=DETAIL))

@@ -1,4 +1,4 @@
-"""Registered memory of `pg.empty`: results, reading in place without staging, and release."""
+"""Arrays in registered memory, from `pg.empty`: results, reading in place without a staging copy, and release."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from ..shared_memory import QUEUE
 
 PIECE = QUEUE.chunk_nbytes
 LARGE = 1_000_000
-#: The number of calls after which the right neighbour has reported that it maps the array.
+#: The number of calls after which the right neighbour reports that it has mapped the array.
 WARM = 3
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
 
 class Puts:
-    """Counts of chunk queue writes: bytes copied into chunks, and chunks put by reference."""
+    """Counts of writes to chunk queues: copied bytes, and chunks by reference."""
 
     def __init__(self) -> None:
         self.clear()
@@ -51,7 +51,7 @@ class Puts:
 
 @pytest.fixture
 def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
-    """Count the chunk queue writes of all links; disable the accelerator, whose writes Python cannot count."""
+    """Count the chunk queue writes of all links, without the accelerator, whose writes Python cannot observe."""
     counts, has = Puts(), Communicator.is_on_all_cards
     monkeypatch.setattr(Chunks, "connect", lambda *_: None)
     monkeypatch.setattr(Communicator, "is_on_all_cards", lambda comm, name: name != "native" and has(comm, name))
@@ -75,7 +75,7 @@ def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
 
 
 def mappings() -> int:
-    """Return the number of mappings of shared memory in this process."""
+    """Return the number of shared memory mappings of this process."""
     with open("/proc/self/maps", encoding="ascii") as lines:
         return sum("memfd:aiocoll" in line for line in lines)
 
@@ -85,14 +85,14 @@ def segment_count(pg: ProcessGroup) -> int:
 
 
 async def registered_array(pg: ProcessGroup, values: Any) -> Any:
-    """Return an array from `pg.empty`, filled with these values."""
+    """Return an array from `pg.empty` that contains `values`."""
     array = await pg.empty(values.shape, values.dtype)
     array[:] = values
     return array
 
 
 async def make_mapped(pg: ProcessGroup, array: Any) -> None:
-    """Make calls on a registered array until the neighbours have mapped its memory."""
+    """Make calls on a registered array until the neighbouring ranks have mapped its memory."""
     for _ in range(WARM):
         await pg.allreduce(array, ReduceOp.MAX)
 
@@ -123,7 +123,7 @@ FULL = [
 @pytest.mark.ranks(*SIZES, timeout=240.0)
 @parametrize_transports("shm")
 async def test_registered_arrays_give_the_same_results_as_plain_arrays(pg: ProcessGroup, cases: list[Case]) -> None:
-    """Compare the result bits with those of plain arrays, and the values with the closed form."""
+    """Compare the result bits with plain arrays, and the values with the closed form."""
     world_size = pg.size()
     count = world_size * 40_000 + 1
     for op, dtype in [(case["op"], case["dtype"]) for case in cases if case["world_size"] == world_size]:
@@ -190,7 +190,7 @@ async def test_registered_arrays_are_accepted_by_all_other_calls(pg: ProcessGrou
 @pytest.mark.ranks(2, 3, 4)
 @parametrize_transports("shm")
 async def test_registered_arrays_are_not_staged(pg: ProcessGroup, puts: Puts) -> None:
-    """Check a registered array that the neighbours have mapped, and its slices and other views."""
+    """Check a registered array that the neighbouring ranks have mapped, and views of it."""
     array = await registered_array(pg, np.zeros((100, 10_000), np.float32))
     await make_mapped(pg, array)
     for part in (array, array[3:], array.reshape(-1)[7:], array.T.T, array.view(np.int32), memoryview(array)):
@@ -220,14 +220,14 @@ async def test_array_outside_of_registered_memory_is_copied(pg: ProcessGroup, pu
 
 
 def test_schedule_overwrites_no_piece_before_the_neighbour_has_read_the_piece() -> None:
-    """Derive the order of events from the schedule alone; a piece must be read before it is overwritten."""
+    """Derive from the schedule alone which events precede each other."""
     for size in range(2, 8):
         for pieces in (1, 2, 3, 7):
             _check_hazard(size, order(2 * (size - 1), pieces))
 
 
 def _check_hazard(size: int, entries: tuple[tuple[int, int, int], ...]) -> None:
-    # By event (rank, "put" or "take", chunk number), the events that directly precede it.
+    # The direct predecessors of each event. An event is a rank, "put" or "take", and a chunk number.
     causes: dict[tuple[int, str, int], set[tuple[int, str, int]]] = {}
     for rank in range(size):
         for number, (_, _, before) in enumerate(entries):
@@ -250,7 +250,8 @@ def _check_hazard(size: int, entries: tuple[tuple[int, int, int], ...]) -> None:
             part = (rank - step - 1) % size
             for later, (other, same, _) in enumerate(entries):
                 if same == piece and (rank - other - 2) % size == part and other >= step:
-                    # This rank overwrites the piece only after the left neighbour's put.
+                    # This rank overwrites the piece when it takes the left neighbour's put, so the right neighbour must
+                    # have read the piece before this put.
                     assert ((rank + 1) % size, "take", number) in history(((rank - 1) % size, "put", later))
 
 
@@ -272,7 +273,7 @@ async def test_keyed_calls_on_registered_arrays_match_in_any_order(puts: Puts) -
 @pytest.mark.ranks(4)
 @parametrize_transports("shm")
 async def test_work_completes_after_all_ranks_have_read_its_array(pg: ProcessGroup) -> None:
-    """Overwrite the result array as soon as the work is done."""
+    """Overwrite the array as soon as the work is done, which must not change the results of other ranks."""
     array = await pg.empty(LARGE, np.int64)
     for turn in range(30):
         array[:] = turn + pg.rank()
@@ -286,7 +287,7 @@ async def test_work_completes_after_all_ranks_have_read_its_array(pg: ProcessGro
 
 
 async def test_failed_operation_never_completes_with_data_written_after_the_failure(puts: Puts) -> None:
-    """Check that no rank completes with data that the owner writes after the failure."""
+    """Overwrite a registered array after the group has failed; no rank may complete with the new data."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
 
     async def rank(pg: ProcessGroup) -> None:
@@ -295,7 +296,7 @@ async def test_failed_operation_never_completes_with_data_written_after_the_fail
         groups[pg.rank()] = pg, array
         await pg.barrier()
         if pg.rank() == 0:
-            # Make all steps in one loop iteration, so that rank 1 calls before it can receive the abort.
+            # Run all steps in one loop iteration, so that rank 1 calls before it receives the abort.
             puts.clear()
             array[:] = 1
             works = [pg.allreduce(array)]
@@ -315,7 +316,7 @@ async def test_failed_operation_never_completes_with_data_written_after_the_fail
 
 
 async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
-    """Let an operation fail after it has put all its pieces and released the lane, before a peer has read them."""
+    """Let an operation fail after its last write to the chunk queue, before a peer has read all pieces."""
     groups: dict[int, tuple[ProcessGroup, Any]] = {}
     count = 2 * PIECE // 8  # each rank's part is one piece
 
@@ -330,7 +331,7 @@ async def test_failed_operation_withdraws_unread_pieces(puts: Puts) -> None:
             puts.clear()
             for each in (pg, other):  # stop the clock, so that no rank postpones a step
                 comm_of(each).runtime.ticks = lambda: 0.0
-            # Make all steps in one loop iteration, so that rank 0 fails before rank 1 polls again.
+            # Run all steps in one loop iteration, so that rank 0 fails before rank 1 polls its queue again.
             works = [other.allreduce(theirs), pg.allreduce(array)]
             assert puts.places == 3, f"{puts.places} pieces were put, not two of rank 0 and one of rank 1"
             pg.abort("over")
@@ -363,7 +364,7 @@ async def test_ranks_with_registered_arrays_continue_after_an_abort(pg: ProcessG
 
 
 async def test_chunk_queue_stays_usable_after_a_reduce_function_raises(puts: Puts) -> None:
-    """Check that the chunks of the failed group are freed once, even if a rank was about to read one."""
+    """Check that the chunks of the failed group are freed exactly once, even if a rank was about to read one."""
 
     async def rank(pg: ProcessGroup) -> None:
         def fail(a: Any, b: Any, out: Any) -> None:
@@ -405,7 +406,7 @@ async def test_deleted_registered_arrays_release_their_memory() -> None:
         del array
         await wait_until(lambda: segment_count(pg) == 1)
         await pg.barrier()
-        # Wait, since a message over the socket may arrive later than data in shared memory.
+        # Wait, because a message about released memory can arrive later than data in shared memory.
         await wait_until(lambda: (len(os.listdir("/proc/self/fd")), mappings()) == before)
         await pg.barrier()
         await pg.allreduce(kept)
@@ -425,7 +426,7 @@ async def test_registered_array_outlives_its_group() -> None:
     assert np.array_equal(first, np.arange(5, LARGE))
     second[:] = 0
     assert np.array_equal(first, np.arange(5, LARGE))
-    # Only the two views still reference memory, each one mapping of its owner.
+    # Memory is referenced by the two views only, each of which has a mapping in its owner.
     gc.collect()  # frees the links
     assert mappings() == 2
     del first, second
@@ -444,7 +445,7 @@ async def test_last_view_of_a_registered_array_can_be_deleted_in_any_thread(pg: 
 @pytest.mark.ranks(2)
 @parametrize_transports("shm")
 async def test_address_of_a_deleted_registered_array_is_no_longer_registered(pg: ProcessGroup) -> None:
-    """Check that other memory at the same address is not taken for registered memory."""
+    """Check that aiocoll does not treat new memory at the same address as registered."""
     array = await registered_array(pg, np.ones(LARGE))
     registry = comm_of(pg).endpoint.registered_memory
     (segment,) = registry.segments
@@ -456,7 +457,7 @@ async def test_address_of_a_deleted_registered_array_is_no_longer_registered(pg:
     assert registry.find(reused) is None
 
 
-# -- results and errors of `empty`
+# -- results and errors of `pg.empty`
 
 
 @pytest.mark.ranks(2)
@@ -474,7 +475,9 @@ async def test_address_of_a_deleted_registered_array_is_no_longer_registered(pg:
         ((LARGE, 1), ml_dtypes.bfloat16),
     ],
 )
-async def test_empty_returns_an_array_of_the_given_shape_and_dtype(pg: ProcessGroup, shape: Any, dtype: Any) -> None:
+async def test_empty_method_returns_an_array_of_the_given_shape_and_dtype(
+    pg: ProcessGroup, shape: Any, dtype: Any
+) -> None:
     array, like = await pg.empty(shape, dtype), np.empty(shape, dtype)
     assert type(array) is np.ndarray
     assert (array.shape, array.dtype, array.strides) == (like.shape, like.dtype, like.strides)
@@ -500,7 +503,7 @@ async def test_empty_returns_an_array_of_the_given_shape_and_dtype(pg: ProcessGr
         (3, ">i4", TypeError, "in foreign byte order"),
     ],
 )
-async def test_empty_refuses_invalid_shapes_and_dtypes(
+async def test_empty_method_refuses_invalid_shapes_and_dtypes(
     pg: ProcessGroup, shape: Any, dtype: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -518,7 +521,7 @@ async def test_empty_method_of_a_closed_group_raises_an_error(pg: ProcessGroup) 
         await pg.empty(3, int)
 
 
-async def test_empty_completes_although_the_group_ends_during_the_call() -> None:
+async def test_empty_method_completes_although_the_group_ends_during_the_call() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
         await asyncio.sleep(0)
@@ -533,7 +536,7 @@ async def test_empty_completes_although_the_group_ends_during_the_call() -> None
 
 @pytest.mark.ranks(2)
 @parametrize_transports("shm")
-async def test_event_loop_runs_while_empty_reserves_memory(pg: ProcessGroup) -> None:
+async def test_event_loop_runs_while_the_empty_method_reserves_memory(pg: ProcessGroup) -> None:
     making = asyncio.ensure_future(pg.empty(4 * LARGE, np.float64))
     turns = 0
     while not making.done():
@@ -543,7 +546,7 @@ async def test_event_loop_runs_while_empty_reserves_memory(pg: ProcessGroup) -> 
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EPERM, errno.EMFILE])
-async def test_empty_returns_an_ordinary_array_if_shared_memory_is_unavailable(
+async def test_empty_method_returns_an_ordinary_array_if_shared_memory_is_unavailable(
     code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def memfd_create(*_: Any) -> int:
@@ -565,10 +568,10 @@ async def test_empty_returns_an_ordinary_array_if_shared_memory_is_unavailable(
     assert os.strerror(code) in warnings[0]
 
 
-async def test_empty_refuses_an_array_larger_than_the_available_memory(
+async def test_empty_method_refuses_an_array_larger_than_the_available_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Check that the size is tested first: the kernel would not refuse it, but kill a process."""
+    """Check that the size is compared first: the kernel would accept the request and later kill a process."""
     (tmp_path / "meminfo").write_text(f"MemTotal: {4 * LARGE // 1024} kB\nMemAvailable: {LARGE // 1024} kB\n")
     redirect_files(monkeypatch, {"/proc/meminfo": tmp_path / "meminfo"})
 
@@ -584,7 +587,7 @@ async def test_empty_refuses_an_array_larger_than_the_available_memory(
 @pytest.mark.ranks(2)
 @parametrize_transports("shm")
 @pytest.mark.parametrize("turns", range(1, 8))
-async def test_cancelled_call_of_empty_leaves_no_memory(pg: ProcessGroup, turns: int) -> None:
+async def test_cancelled_call_of_the_empty_method_leaves_no_memory(pg: ProcessGroup, turns: int) -> None:
     making = asyncio.ensure_future(pg.empty(LARGE, np.float64))
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -595,7 +598,7 @@ async def test_cancelled_call_of_empty_leaves_no_memory(pg: ProcessGroup, turns:
 
 
 async def _correct_by_turn(pg: ProcessGroup) -> list[bool]:
-    """Reduce slices of a registered array one by one; return whether each result is correct."""
+    """Allreduce several slices of a registered array; return whether each result is correct."""
     array = await pg.empty(3 * LARGE, np.float32)
     results = []
     for turn in range(6):

@@ -1,4 +1,4 @@
-"""Estimates of `time_estimator`: predicted times, and no side effects."""
+"""Time estimates of calls with `pg.time_estimator`: predicted times without side effects."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ async def test_estimate_includes_sparse_arrays(pg: ProcessGroup) -> None:
     with pg.time_estimator() as estimate:
         assert await pg.allreduce(tensor) is tensor
     (one,) = estimate.calls
-    # The bytes are 100 indices and 100 values for each of the two other ranks.
+    # The estimate has 100 indices and 100 values for each of the two other ranks.
     assert (one.op, one.nbytes) == ("ALLREDUCE_SPARSE", 2 * 100 * 16)
     assert one.seconds == seconds_of(Load(1, 2, 2, one.nbytes, 0, 0), comm_of(pg).tuning.machine)
 
 
 @pytest.mark.ranks(3)
-async def test_gather_with_unknown_counts_in_a_block_can_be_estimated(pg: ProcessGroup) -> None:
+async def test_allgather_without_outputs_in_a_block_can_be_estimated(pg: ProcessGroup) -> None:
     with pg.time_estimator() as estimate:
         async with pg.coalescing():
             pg.allgather(None, np.zeros(5))
@@ -141,7 +141,7 @@ async def test_estimate_for_shared_memory_uses_separate_formulas(pg: ProcessGrou
         pg.allreduce(np.zeros(1 << 20))
     assert [each.algorithm for each in estimate.calls] == ["oneshot", "oneshot", "relay"]
     small, barrier, large = (each.seconds for each in estimate.calls)
-    # The formula has two copies and a sum of three arrays of 128 bytes; `v` is the cost per peer.
+    # The formula for "oneshot": two copies, the sum of three arrays of 128 bytes, and the cost `v` per peer.
     assert small == a + 2 * v + (2 + 3) * 128 * g
     assert barrier == a + 2 * v
     assert large == predict("ring", "allreduce", 8 << 20, 3, Machine(a, v, b, g))
@@ -193,7 +193,7 @@ async def test_estimate_sends_nothing_and_changes_no_array(pg: ProcessGroup) -> 
         assert await pg.allreduce(2.5, ReduceOp.MAX) == 2.5
     assert len(estimate.calls) == len(ARRAYS) + len(works) + 1
     assert (len(comm_of(pg).journal.collectives), pg.pending()) == (history, [])
-    # The estimate has not taken any sequence number, neither with nor without a key.
+    # The estimate has taken no sequence number, for ordered calls or for keyed calls.
     assert (pg.barrier().seq, pg.allreduce(1, key="a").seq) == (1, 1)
     await pg.drain()
 
@@ -211,7 +211,7 @@ async def test_estimate_writes_no_frame_to_open_links(monkeypatch: pytest.Monkey
                 await call(pg, np.ones(6))
         await asyncio.sleep(0)
         assert frames == []
-        # All ranks check the frames before any of them continues.
+        # Wait until all ranks have checked the frames, before any rank continues.
         looked[pg.rank()].set()
         for each in looked:
             await each.wait()
@@ -276,7 +276,7 @@ async def test_estimate_blocks_can_be_nested(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2, options=GroupOptions(debug="detail"))
-async def test_estimated_calls_are_not_compared(pg: ProcessGroup) -> None:
+async def test_estimated_calls_are_not_compared_between_ranks(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         with pg.time_estimator() as estimate:
             await pg.allreduce(np.ones(3))
@@ -288,7 +288,7 @@ async def test_estimated_calls_are_not_compared(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_coalesced_calls_are_estimated_as_fused(pg: ProcessGroup) -> None:
+async def test_coalesced_calls_are_estimated_as_one_fused_call(pg: ProcessGroup) -> None:
     with pg.time_estimator() as whole, pg.time_estimator() as estimate:
         async with pg.coalescing():
             works = [pg.allreduce(np.ones(3)) for _ in range(4)]
@@ -303,7 +303,7 @@ async def test_coalesced_calls_are_estimated_as_fused(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(1, 2)
 async def test_estimate_of_many_coalesced_tensors_leaves_them_unchanged(pg: ProcessGroup) -> None:
-    """Use far more tensors than one loop iteration packs."""
+    """Use more tensors than one loop iteration can pack."""
     tensors = [np.zeros(1000) for _ in range(1000)]
     with pg.time_estimator() as estimate:
         work = pg.allreduce_coalesced(tensors)

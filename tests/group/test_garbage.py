@@ -1,4 +1,4 @@
-"""Memory of finished calls: freed with the last reference, without the garbage collector.
+"""Garbage of finished calls: all objects are freed with their last reference, without the garbage collector.
 
 An array that only a reference cycle holds stays allocated until the collector runs. In a program with few objects, this
 is seldom.
@@ -22,7 +22,7 @@ from aiocoll import GroupOptions, ProcessGroup, Recv, Send, testing
 from ..ranks import LINKS, options
 
 SIZE = 2
-#: A call on `array`. It makes its other arguments itself.
+#: A function that makes a call on an array; it makes the other arguments itself.
 Call = Callable[[ProcessGroup, NDArray[Any]], Awaitable[Any]]
 
 
@@ -79,7 +79,7 @@ CALLS: dict[str, Call] = {
 
 @contextmanager
 def all_garbage() -> Iterator[list[Any]]:
-    """Yield a list that gets, at the end, the objects which only the garbage collector has found."""
+    """Yield a list; at the end of the block, it gets all objects that only the garbage collector could free."""
     found: list[Any] = []
     gc.collect()
     gc.disable()

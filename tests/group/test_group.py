@@ -1,4 +1,4 @@
-"""Groups: revocation, lost ranks, leaving, closing, and the owning event loop."""
+"""Process groups: revocation, lost ranks, leaving, closing, and the owning event loop."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_abort_fails_every_rank_and_keeps_the_first_cause(pg: ProcessGroup
 
 @pytest.mark.ranks(3)
 @parametrize_transports(*LINKS)
-async def test_timeout_fails_every_rank_and_names_the_missing_ranks(pg: ProcessGroup) -> None:
+async def test_call_timeout_fails_the_group_on_every_rank_and_names_the_missing_ranks(pg: ProcessGroup) -> None:
     if pg.rank() == 2:
         assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
     else:
@@ -98,7 +98,7 @@ async def test_timeout_fails_every_rank_and_names_the_missing_ranks(pg: ProcessG
 
 @pytest.mark.ranks(2)
 async def test_short_timeout_expires_while_other_calls_start(pg: ProcessGroup) -> None:
-    """Start a call with a longer timeout every 0.05 s until the first call times out."""
+    """Start a call with a longer timeout every 0.05 s, which must not delay the first timeout."""
     if pg.rank() == 1:
         await pg.wait_revoked()
         return
@@ -214,7 +214,7 @@ async def test_message_sent_before_leaving_is_received(transport: str) -> None:
 async def test_goodbye_does_not_overtake_data_on_a_link_that_is_not_yet_accepted(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let rank 0 accept the data link only after the goodbye on the control link has arrived."""
+    """Let rank 0 accept the data link only after the goodbye has arrived on the control link."""
     receive = stream.receive_message
 
     async def receive_slowly(stream: ByteStream, nbytes: int) -> bytes:
@@ -236,7 +236,7 @@ async def test_goodbye_does_not_overtake_data_on_a_link_that_is_not_yet_accepted
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_collective_completes_although_a_finished_rank_has_left(transport: str) -> None:
-    """Let rank 0 call after rank 2 has contributed and left, but before rank 1 has called."""
+    """Let the gather root call after rank 2 has contributed and left, but before rank 1 has called."""
     left = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -276,12 +276,12 @@ async def test_leaving_right_after_a_collective_causes_no_failure(call: str, tra
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_ranks_can_leave_a_group_in_any_order(transport: str) -> None:
-    """Let ranks leave in several orders, each sending notices to the remaining ranks."""
+    """Let each rank leave in a given order, after it has sent a message to all remaining ranks."""
 
     async def rank(pg: ProcessGroup, order: list[int]) -> None:
         mine = order.index(pg.rank())
         for leaving in range(mine):
-            # Each leaving rank sends a notice to all remaining ranks, which send nothing back.
+            # Receive the message of a rank that leaves earlier; the rank expects no reply.
             await pg.recv_object(order[leaving])
         for peer in order[mine + 1 :]:
             await pg.send_object("I leave", peer)
@@ -292,7 +292,7 @@ async def test_ranks_can_leave_a_group_in_any_order(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_failure_is_reported_to_all_ranks_after_the_first_ranks_have_left(transport: str) -> None:
-    """Abort the group after ranks 0 and 1 have left, so that rank 2 is the hub."""
+    """Abort the group after ranks 0 and 1 have left, which makes rank 2 the hub."""
     informed = set()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -364,7 +364,7 @@ async def test_drain_waits_for_all_works_and_raises_the_first_error(pg: ProcessG
 
 
 @pytest.mark.ranks(2)
-async def test_drain_ignores_a_withdrawn_receive(pg: ProcessGroup) -> None:
+async def test_drain_does_not_raise_for_a_withdrawn_receive(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         first = pg.recv(np.zeros(1), 1, 1)
         waiting = asyncio.ensure_future(pg.recv(np.zeros(1), 1, 2).join())
@@ -423,13 +423,15 @@ async def test_call_in_a_forked_child_is_refused(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("error", [None, SystemExit(0)])
-async def test_forked_child_does_not_end_its_parents_block(pg: ProcessGroup, error: BaseException | None) -> None:
+async def test_forked_child_that_leaves_the_group_block_does_not_close_the_group_of_its_parent(
+    pg: ProcessGroup, error: BaseException | None
+) -> None:
     if pg.rank() == 0:
         assert run_in_fork(lambda: pg.__aexit__(None, error, None).send(None)) == ""
     assert await pg.allreduce(1) == 2
 
 
-def test_forked_child_that_runs_the_loop_is_refused() -> None:
+def test_call_of_a_forked_child_in_the_same_event_loop_is_refused() -> None:
     loop = asyncio.SelectorEventLoop()
     store = HashStore()
 
@@ -499,13 +501,13 @@ def test_group_works_after_its_event_loop_moves_to_another_thread() -> None:
     ],
     ids=["op", "op-root-only", "op-object", "dtype", "count", "count-broadcast", "reduce", "root", "waiting", "object"],
 )
-async def test_mismatch_is_raised_on_both_ranks(pg: ProcessGroup, field: str, calls: tuple) -> None:
+async def test_mismatch_of_two_calls_is_raised_on_both_ranks(pg: ProcessGroup, field: str, calls: tuple) -> None:
     around = np.arange(1000.0) + pg.rank()
     before = around.copy()
     message = f"Collectives differ in the following: .*{field}.*rank 0 called .*SequenceNumber=1.*rank 1 called"
 
     async def call() -> None:
-        # A rank that completed before the other rank called gets the mismatch error at its next call.
+        # If this rank completes before the other rank calls, its next call raises the mismatch error.
         await calls[pg.rank()](pg, around[8:-8])
         await pg.wait_revoked()
         pg.barrier()
@@ -526,7 +528,7 @@ async def test_mismatch_between_two_ranks_is_raised_on_all_ranks(pg: ProcessGrou
     with pytest.raises(CollectiveMismatchError, match=r"dtype=float32.*") as raised:
         await pg.allreduce(tensor)
     assert 3 in raised.value.ranks
-    # Other ranks may have reduced their own data, but must not have used bytes of rank 3.
+    # Other ranks may have reduced each other's data, but no data of rank 3.
     assert (tensor == 1).all() if pg.rank() == 3 else set(tensor) <= {1, 2, 3, 4}
 
 

@@ -1,4 +1,4 @@
-"""`grow` in a group that fails or closes meanwhile: errors on all ranks, and on newcomers."""
+"""`grow` in a group that fails or closes meanwhile: errors on its ranks and on newcomers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..ranks import LINKS, options, wait_until
 
 
 async def results_on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: Awaitable[Any]) -> list[Any]:
-    """Run `then` on each rank, and the coroutines `others` concurrently; return all results."""
+    """Run `then` on each rank, and the coroutines `others` concurrently; return the results of ranks and coroutines."""
 
     async def rank(number: int) -> Any:
         async with new_group(rank=number, world_size=world_size, **where) as pg:
@@ -41,12 +41,12 @@ async def results_on_ranks(where: dict[str, Any], world_size: int, then: Any, *o
 
 
 def waits_for_newcomers(store: HashStore) -> bool:
-    """Return whether rank 0 is waiting for another newcomer."""
+    """Return whether rank 0 waits at the store for another newcomer."""
     return any(waiter.keys[0].startswith("aiocoll/grow/came/") for waiter in pending_waits(store).values())
 
 
 async def failed_growth(pg: ProcessGroup, n: int) -> tuple[type[GroupError], str]:
-    """Let the group grow without a timeout; return the type and text of the error."""
+    """Call `grow` without a timeout, which must fail; return the type and text of the error."""
     with pytest.raises(GroupError) as raised:
         await pg.grow(n, timeout=float("inf"))
     return type(raised.value), str(raised.value)
@@ -74,7 +74,7 @@ async def test_grow_fails_if_the_group_fails_before_newcomers_arrive(world_size:
 
 @pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_grow_fails_on_the_death_of_a_rank_while_waiting_for_newcomers(victim: int) -> None:
-    """Check that the surviving ranks grow again with the newcomer that already waits."""
+    """Check also that the surviving ranks can then grow with the newcomer that already waits."""
     store = HashStore()
     where = {"store": store, "options": options("unix")}
 
@@ -100,7 +100,7 @@ async def test_grow_fails_on_the_death_of_a_rank_while_waiting_for_newcomers(vic
 
 
 class PausingStore(HashStore):
-    """A store at which a newcomer pauses after it has claimed its rank."""
+    """A store that blocks a newcomer after the newcomer has claimed its rank."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ async def test_grow_fails_if_the_group_fails_while_meeting_newcomers(world_size:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("turns", range(12))
-async def test_grow_fails_if_the_group_fails_any_number_of_iterations_after_an_assignment(
+async def test_grow_fails_if_the_group_is_aborted_in_any_loop_iteration_after_an_assignment(
     turns: int, world_size: int
 ) -> None:
     store = HashStore()
@@ -169,7 +169,7 @@ async def test_grow_fails_if_the_group_fails_any_number_of_iterations_after_an_a
 
 
 class UnansweringStore(HashStore):
-    """A store that never returns the reply to the request that stores the first assignment."""
+    """A store that stores the first assignment but never replies to this request."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class UnansweringStore(HashStore):
         return await self._of_all._wait(command, arguments, timeout)
 
 
-async def test_newcomer_with_a_stored_assignment_is_notified_of_the_cancellation() -> None:
+async def test_newcomer_whose_assignment_is_already_stored_is_notified_if_grow_is_cancelled() -> None:
     store = HashStore()
     far = UnansweringStore(store)
     newcomers = [asyncio.ensure_future(await_assignment(store, 30)) for _ in range(2)]
@@ -199,13 +199,13 @@ async def test_newcomer_with_a_stored_assignment_is_notified_of_the_cancellation
     assert inviting.cancelled()
     expected = await store.get(f"{(await newcomers[0]).prefix}/aiocoll/1/job")
     assert expected == b"off:the group that the newcomers joined does not grow: its rank 0 was lost or cancelled"
-    # Another group can still invite the second newcomer, which waits.
+    # The second newcomer still waits, so that another group can invite it.
     assert await invite(store, Invitation(1, 1, 1, "larger"), 30) == Assignment("aiocoll/grown/2", 0, 2, "larger")
     assert await newcomers[1] == Assignment("aiocoll/grown/2", 1, 2, "larger")
 
 
 async def test_grow_fails_if_the_group_fails_during_the_assignments() -> None:
-    """Abort the group as soon as the newcomer has its assignment."""
+    """Abort the group as soon as the newcomer has received its assignment."""
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -221,7 +221,7 @@ async def test_grow_fails_if_the_group_fails_during_the_assignments() -> None:
 
 
 async def test_grow_fails_on_the_death_of_the_store_host() -> None:
-    """Close the store before rank 0 receives the cause, the end of the store host's process."""
+    """Close the store before rank 0 receives the cause: the death of the process that hosts the store."""
     server = StoreServer(key=None)
     host, port = server.start()
     stores = [TCPStore(host, port) for _ in range(2)]
@@ -286,7 +286,7 @@ async def test_merge_fails_if_its_group_fails() -> None:
     await results_on_ranks({"store": store}, 2, rank)
 
 
-async def test_grow_reports_a_lost_store_although_no_rank_has_died() -> None:
+async def test_grow_reports_a_lost_store_if_no_rank_has_died() -> None:
     server = StoreServer(key=None)
     async with TCPStore(*server.start()) as store:
 
@@ -319,7 +319,7 @@ async def test_grow_includes_all_present_newcomers(world_size: int, transport: s
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 async def test_grow_includes_all_newcomers_present_at_an_external_store(kind: str, tmp_path: Path) -> None:
-    """Use stores whose replies have some latency."""
+    """Use stores outside of this process's memory, whose replies take some time."""
     async with AsyncExitStack() as stack:
         if kind == "tcp":
             server = await stack.enter_async_context(TCPStore("127.0.0.1", 0, is_master=True))
@@ -343,7 +343,7 @@ async def test_grow_includes_all_newcomers_present_at_an_external_store(kind: st
 
 
 async def test_newcomers_are_notified_of_a_timed_out_meeting() -> None:
-    """Let one of two newcomers never appear at the meeting for which it was assigned a rank."""
+    """Let one of two newcomers block after it has been assigned a rank."""
     store = HashStore()
     late = PausingStore(store)
 

@@ -1,4 +1,4 @@
-"""MINLOC and MAXLOC: the winning value and its index."""
+"""The ops MINLOC and MAXLOC, which find the smallest or largest value and its index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOAT_INT = np.dtype([("value", "f8"), ("index", "i8")])
 
 
 def layout(value: str, index: str, number: int) -> np.dtype[Any]:
-    """Return a dtype of pairs: packed, aligned, with a gap between the fields, or with the index first in memory."""
+    """Return a dtype of value-index pairs: packed, aligned, with a gap, or with the index first in memory."""
     v, i = numpy_dtype(value), np.dtype(index)
     wide = max(v.itemsize, i.itemsize)
     offsets = ([0, v.itemsize], [0, wide], [3, 5 + v.itemsize], [i.itemsize, 0])[number % 4]
@@ -29,7 +29,7 @@ def layout(value: str, index: str, number: int) -> np.dtype[Any]:
 
 
 def data(dtype: np.dtype[Any], count: int, rank: int) -> Any:
-    """Return value-index pairs with many equal values, and with NaNs if the dtype has them."""
+    """Return value-index pairs with many equal values, and with NaNs if the value dtype is a float."""
     at = np.arange(count)
     x = np.zeros(count, dtype)
     values = (at * 5 + rank * 3 + at // 7 * rank) % 4 - 2.0
@@ -47,7 +47,7 @@ def data(dtype: np.dtype[Any], count: int, rank: int) -> Any:
 
 
 def located_pairs(op: ReduceOp, inputs: list[Any]) -> Any:
-    """Select the expected pairs one by one, following the definition in the documentation."""
+    """Compute the expected pairs one by one, as the documentation defines them."""
     result = inputs[0].copy()
     for place in range(len(result)):
         best = None
@@ -62,7 +62,7 @@ def located_pairs(op: ReduceOp, inputs: list[Any]) -> Any:
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Return whether values and indices are equal."""
+    """Return whether two arrays of pairs have equal values and indices; NaNs are equal."""
     left, right = (each["value"].astype(np.float64) for each in (a, b))
     return np.array_equal(left, right, equal_nan=True) and np.array_equal(a["index"], b["index"])
 
@@ -119,12 +119,12 @@ async def test_minloc_and_maxloc_support_every_value_and_index_dtype(pg: Process
 @parametrize_transports(*LINKS)
 @pytest.mark.ranks(2, 3, 4)
 async def test_minloc_and_maxloc_of_large_arrays_are_correct(pg: ProcessGroup) -> None:
-    """Use arrays that rings and trees split, with a known winning rank at each position."""
+    """Use arrays that rings and trees split, where the winning rank of each element is known."""
     size, rank = pg.size(), pg.rank()
     for dtype in (FLOAT_INT, layout("float64", "int32", 0)):
         at = np.arange(200_001)
         x = np.zeros(len(at), dtype)
-        # At each index, the ranks' values are a rotation of 0 to size - 1, so that each rank wins at some indices.
+        # At each position, the ranks have the values 0 to size - 1 in rotated order, so that each rank wins somewhere.
         x["value"], x["index"] = (at + rank) % size, rank * 10 + at % 10
         largest = (size - 1 - at) % size
         y = await pg.allreduce(x.copy(), ReduceOp.MAXLOC)
@@ -147,8 +147,8 @@ async def test_nan_with_the_lowest_index_wins_in_minloc_and_maxloc(pg: ProcessGr
 
 
 @pytest.mark.ranks(4)
-async def test_minloc_and_maxloc_of_equal_pairs_return_the_bits_of_the_lowest_rank(pg: ProcessGroup) -> None:
-    """Reduce zeros of both signs, and NaNs with different bits."""
+async def test_minloc_and_maxloc_of_equal_pairs_return_the_same_bits_on_all_ranks(pg: ProcessGroup) -> None:
+    """Reduce zeros of both signs, and NaNs with different bits on each rank."""
     for count in (1, 3, 50_000):
         x = np.zeros(count, FLOAT_INT)
         x["value"] = -0.0 if pg.rank() % 2 else 0.0

@@ -1,4 +1,4 @@
-"""NaNs in reductions: the same bits on every rank."""
+"""NaNs in reductions: the result has the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def reduced_as_a_list(pg: ProcessGroup, arrays: list[np.ndarray], op: Any)
 @pytest.mark.ranks(2, 3, 4, 7, timeout=60)
 @parametrize_transports("memory", "shm", "tcp")
 async def test_nan_bits_are_equal_on_all_ranks(pg: ProcessGroup, call: Call) -> None:
-    """Check the bits, and that no reduction runs with the caller's setting of NumPy's warnings."""
+    """Check also that reductions ignore the caller's `np.errstate` settings."""
     found: list[bytes] = []
     for op, dtype in cases()[:: 1 if pg.size() < 4 else 3]:
         given = [inputs(dtype, count, pg.size()) for count in (COUNTS if call is reduced_separately else COUNTS[:4])]
@@ -71,7 +71,7 @@ async def test_nan_bits_of_scalars_are_equal_on_all_ranks(pg: ProcessGroup) -> N
 
 @each(("op", "dtype"), cases())
 def test_fold_result_does_not_depend_on_which_input_is_also_the_output(op: str, dtype: str) -> None:
-    """Fold into each input in turn, since a rank reduces into its own array, whose position is its rank."""
+    """Fold into each input in turn, because each rank reduces into its own input."""
     for size in (2, 3, 4):
         for count in COUNTS[:6]:
             found = set()
@@ -88,8 +88,8 @@ def test_fold_result_does_not_depend_on_which_input_is_also_the_output(op: str, 
 
 @pytest.mark.ranks(3, 4)
 @parametrize_transports("memory", "shm")
-async def test_elements_are_reduced_on_one_rank_if_the_ranks_produce_different_nans(pg: ProcessGroup) -> None:
-    """Pretend that the arithmetic of the ranks produces different NaNs."""
+async def test_each_element_is_reduced_on_one_rank_if_the_ranks_produce_different_nans(pg: ProcessGroup) -> None:
+    """Simulate ranks whose arithmetic produces different NaNs."""
     comm = comm_of(pg)
     assert comm.makes_same_nans
     comm.makes_same_nans = False

@@ -1,4 +1,4 @@
-"""Arrays without elements or without dimensions in every call: on all ranks, or on some."""
+"""Arrays with no elements or no dimensions in every call: on all ranks, or on some ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..ranks import LINKS, parametrize_transports
 
 SIZES = (1, 2, 3, 4, 7)
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (3, 0), (0, 4), (2, 0, 3), ())
-#: One op per kind of reduction: in any order, in float32, with a step before or after, in rank order, on bits.
+#: One op of each kind: any order, by float32, with a last step, with a first step, on bits, in rank order.
 OPS: tuple[tuple[str, ReduceOp], ...] = (
     ("float32", ReduceOp.SUM),
     ("float16", ReduceOp.SUM),
@@ -27,7 +27,7 @@ OPS: tuple[tuple[str, ReduceOp], ...] = (
 
 
 def result_of(dtype: str, op: ReduceOp, size: int) -> Any:
-    """Return the result of a reduction of the number 1 of each rank."""
+    """Return the result of a reduction in which each rank contributes the number 1."""
     return {"SUM": size, "add": size, "AVG": 1, "PREMUL_SUM": 2 * size, "BXOR": size % 2 == 1}[op.name]
 
 
@@ -136,7 +136,7 @@ async def test_empty_arrays_work_over_every_transport(pg: ProcessGroup) -> None:
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
 @parametrize_transports(*LINKS)
-async def test_empty_arrays_work_in_every_call_at_every_size(pg: ProcessGroup) -> None:
+async def test_empty_arrays_work_in_every_call_at_every_world_size(pg: ProcessGroup) -> None:
     await check_every_call(pg)
 
 
@@ -161,7 +161,7 @@ async def test_data_of_the_only_rank_with_elements_is_transferred(pg: ProcessGro
         assert all(map(np.array_equal, gathered, parts))
         got = await pg.reduce_scatter(np.zeros(counts[rank], int), parts)
         assert np.array_equal(got, own_array * size)
-        # Only rank `holder` sends, and only to the next rank.
+        # In this alltoall, only rank `holder` sends data, and only to the next rank.
         target = (holder + 1) % size
         sends = [4 * (rank == holder and to == target) for to in range(size)]
         comes = [4 * (rank == target and by == holder) for by in range(size)]
@@ -185,8 +185,8 @@ async def test_array_without_dimensions_cannot_be_divided_among_ranks(pg: Proces
 
 @pytest.mark.ranks(1, 2, 3)
 @parametrize_transports(*LINKS)
-async def test_empty_tensor_calls_follow_empty_list_calls(pg: ProcessGroup) -> None:
-    """Include a group of one rank, where both forms of the call have arrays of equal shapes and share a cached plan."""
+async def test_single_tensor_calls_on_empty_arrays_work_after_list_calls_on_empty_arrays(pg: ProcessGroup) -> None:
+    """Include a group of one rank, where both forms of a call have equal shapes and could share a cached plan."""
     size, empty = pg.size(), np.empty(0)
     for _ in range(2):
         await pg.reduce_scatter(empty.copy(), [empty] * size)

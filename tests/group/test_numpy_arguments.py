@@ -22,7 +22,7 @@ from aiocoll.store import HashStore
 from ..each import each
 from ..ranks import parametrize_transports
 
-#: Conversions of an int to NumPy types.
+#: Functions that convert an int to a NumPy number.
 KINDS: list[Callable[[int], Any]] = [np.int64, np.uint8, np.int32, np.array, lambda number: np.array(number, np.int16)]
 
 

@@ -1,4 +1,4 @@
-"""Object collectives with every root."""
+"""Collectives on Python objects: every root, keys, errors and the size limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ranks import TRANSPORTS, parametrize_transports, run_ranks
 
 
 def sized_object(rank: int, other: int = 0) -> dict[str, Any]:
-    """Return an object that is larger for higher ranks: some fit in one frame, others wait for a grant."""
+    """Return an object whose size grows with the rank, so that some need one frame and others a grant."""
     return {"rank": rank, "other": other, "nested": [(rank, {1, 2}), None], "bytes": b"x" * 150_000 * rank}
 
 

@@ -1,4 +1,4 @@
-"""Plans: calls that are checked once and started many times."""
+"""Call plans from `pg.plan`: a call is checked once and can then be started many times."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from .views import recorded_views
 
 
 def is_quick(plan: CallPlan[Any]) -> bool:
-    """Return whether starting the plan skips all checks."""
+    """Return whether `plan.start` skips all checks."""
     again: Any = plan._start_call
     return again.func.__name__ == "_start_again"
 
 
 def call_cases(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, int], None], bool]]:
-    """Return cases: a call, its arguments, a check of its result in a step, and whether starts skip the checks."""
+    """Return cases: a call, its arguments, a check of its result, and whether a start skips the checks."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     total = size * (size - 1) // 2
@@ -87,7 +87,7 @@ def call_cases(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ..
         )
         case(pg.send, (make(), right), lambda got, step: True)
         case(pg.recv, (make(), left), lambda got, step: (got == left + step).all())
-        # Staged arrays are copied at each start, so the values at the time of the start are used.
+        # Strided arrays are copied to a staging buffer at each start, so the current values are sent.
         case(
             pg.allreduce,
             (np.zeros((count, 2))[:, 0],),
@@ -125,7 +125,7 @@ def fill_arrays(args: Any, value: float) -> None:
 @parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3)
 async def test_started_plan_matches_a_new_call(pg: ProcessGroup) -> None:
-    """Start plans on some ranks and make plain calls, which must match, on others."""
+    """Start a plan on some ranks, and make the equivalent plain call on the others."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     for number, (call, args, check, quick) in enumerate(call_cases(pg)):
@@ -145,7 +145,7 @@ async def test_started_plan_matches_a_new_call(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(1, 2)
 async def test_plan_of_many_tensors_changes_no_tensor_before_the_reduction(pg: ProcessGroup) -> None:
-    """Use far more tensors than one loop iteration packs."""
+    """Use more tensors than one loop iteration can pack."""
     tensors = [np.zeros(1000) for _ in range(1000)]
     plan = pg.plan(pg.allreduce_coalesced, tensors)
     assert pg.pending() == []
@@ -179,7 +179,7 @@ async def test_plan_takes_sequence_numbers_and_keys_like_calls(pg: ProcessGroup)
     assert comm_of(pg).entered == 3
     assert (x == 4).all()
     assert (y == 4).all()
-    # Reports show the source line that started a plan.
+    # Reports must show the source line with `start()`.
     started = [plan.start(), pg.plan(pg.send, x, pg.rank()).start(), pg.plan(pg.barrier).start()]
     sites = {completion_of(each).code for each in started}
     assert {code.co_filename for code in sites} == {__file__}
@@ -284,7 +284,7 @@ async def test_plan_keeps_its_arrays_alive(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_plan_works_in_blocks_with_compared_calls_and_dry_runs(pg: ProcessGroup) -> None:
+async def test_list_plan_works_in_blocks_with_compared_calls_and_in_dry_runs(pg: ProcessGroup) -> None:
     x, y = np.ones(2), np.ones(3)
     plan = pg.plan(pg.allreduce, x)
     async with pg.coalescing():
@@ -332,7 +332,7 @@ async def test_plan_start_does_not_examine_its_arrays_again(pg: ProcessGroup) ->
 
 @pytest.mark.ranks(2)
 async def test_creation_of_a_list_plan_reads_and_writes_no_tensors(pg: ProcessGroup, limits: Limits) -> None:
-    """Plan a list call when no time is left for packing."""
+    """Create the plan of a list call while no time is left for packing."""
     limits(loop_budget=-1)
     x, y = np.zeros(3), np.zeros(2)
     plan = pg.plan(pg.allreduce_coalesced, [x, y])

@@ -1,4 +1,4 @@
-"""Messages between two ranks: order, matching, sizes, withdrawn receives and errors."""
+"""Messages between two ranks: order, matching, sizes, withdrawn receives, and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_messages_of_a_source_and_tag_keep_their_order(pg: ProcessGroup) -
 @parametrize_transports(*TRANSPORTS)
 @pytest.mark.parametrize("posted", [True, False], ids=["posted", "unposted"])
 @pytest.mark.parametrize("nbytes", [0, 1, 100_000, 300_000, 8 * MIB + 5])
-async def test_messages_between_ranks_can_have_any_length(pg: ProcessGroup, nbytes: int, posted: bool) -> None:
+async def test_messages_between_two_ranks_can_have_any_length(pg: ProcessGroup, nbytes: int, posted: bool) -> None:
     async def rank(pg: ProcessGroup) -> None:
         data = (np.arange(nbytes) % 251).astype("uint8")
         if pg.rank() == 0:
@@ -212,7 +212,7 @@ async def test_batch_is_withdrawn_with_its_last_awaiter(pg: ProcessGroup) -> Non
 @pytest.mark.ranks(2)
 @parametrize_transports("unix")
 async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
-    """Cancel the await of the receive while its message is arriving."""
+    """Cancel the await of the receive while the message is arriving."""
     if pg.rank() == 0:
         await pg.send(np.ones(4 * MIB), 1)
     else:
@@ -241,7 +241,7 @@ async def test_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
         (lambda pg: pg.recv_object(1, tag=1.0), TypeError, "tag must be an int, not float"),
     ],
 )
-async def test_message_call_with_wrong_arguments_starts_nothing(
+async def test_message_call_with_wrong_arguments_starts_no_message(
     pg: ProcessGroup, call: Any, error: type[Exception], message: str
 ) -> None:
     if pg.rank() == 0:
@@ -327,7 +327,7 @@ async def test_cancelled_incoming_iterator_loses_no_messages(pg: ProcessGroup) -
 
 @pytest.mark.ranks(3)
 async def test_pending_incoming_iterator_raises_the_cause_of_the_group_failure(pg: ProcessGroup) -> None:
-    """Compare with a pending receive, and with an iteration step after the failure, whose error has the cause."""
+    """Check that a pending receive raises the same error, and a later iteration `GroupRevokedError` with this cause."""
     incoming = pg.incoming()
     waiting = [asyncio.ensure_future(anext(each)) for each in (incoming, pg.incoming(tag=1))]
     await wait_until(lambda: len(comm_of(pg).matching._listeners) == 2)
@@ -357,7 +357,8 @@ async def test_received_object_above_the_size_limit_is_refused_and_its_bytes_are
                 await pg.send_object(b"x" * size, 1)
             await pg.send_object("small", 1)
         else:
-            # Let the first object arrive completely before its receive starts, and the second object later.
+            # Wait until the first object has arrived completely before its receive starts; the second object arrives
+            # later.
             await wait_until(lambda: [each for each in comm_of(pg).matching._active.values() if each.complete])
             for _ in range(2):
                 with pytest.raises(SerializationError, match=r"rank 0 sent an object of .* bytes; the limit is 1000"):
@@ -390,7 +391,7 @@ async def test_empty_message_completes_its_receive_once(monkeypatch: pytest.Monk
 async def test_incoming_iterator_requests_the_rest_of_a_message_when_the_sender_is_ready(
     pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deliver the first part, then the sender's READY frame for the rest, which the iterator answers with a GRANT."""
+    """Deliver the first part and then a READY frame; the iterator must answer it with a GRANT frame."""
     if pg.rank() == 1:
         await pg.recv_object(0)
         return
@@ -416,7 +417,7 @@ async def test_incoming_iterator_requests_the_rest_of_a_message_when_the_sender_
 
 
 async def test_message_longer_than_the_header_allows_is_refused() -> None:
-    # The array takes no physical memory, since its pages are never accessed.
+    # The array uses no physical memory, because the test never accesses its pages.
     huge = np.zeros(2**32, np.uint8)
 
     async def send(pg: ProcessGroup) -> None:

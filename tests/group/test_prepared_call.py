@@ -1,4 +1,4 @@
-"""Prepared calls: the records of calls that interceptors receive."""
+"""Prepared calls: the objects that describe calls to interceptors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..internals import comm_of, dispatcher_of
 
 
 class KeepingInterceptor:
-    """An interceptor that keeps the calls and starts them later."""
+    """An interceptor that keeps all calls, and can start them later."""
 
     moves_nothing = False
     records = True
@@ -36,7 +36,7 @@ class KeepingInterceptor:
         return work
 
     def start(self) -> None:
-        """Start all kept calls unchanged."""
+        """Start all kept calls without changes."""
         d = dispatcher_of(self.pg)
         for call, work in self.calls:
             completion = completion_of(work)
@@ -45,7 +45,7 @@ class KeepingInterceptor:
 
 
 def interceptor_with(pg: ProcessGroup, *calls: Callable[[], Any]) -> KeepingInterceptor:
-    """Return an interceptor that has taken the given calls."""
+    """Return an interceptor that keeps the given calls."""
     keeping = KeepingInterceptor(pg)
     with dispatcher_of(pg).scoped(keeping):
         for call in calls:
@@ -69,7 +69,7 @@ async def test_prepared_call_on_arrays_contains_its_plan_and_arrays(pg: ProcessG
 
 
 @pytest.mark.ranks(2)
-async def test_prepared_call_on_a_staged_array_returns_the_callers_kind_of_value(pg: ProcessGroup) -> None:
+async def test_prepared_call_on_a_number_or_staged_array_returns_the_callers_type(pg: ProcessGroup) -> None:
     keeping = interceptor_with(pg, lambda: pg.allreduce(2.5), lambda: pg.allreduce(np.ones(4)[::2]))
     assert all(call.unwrap is not None for call, _ in keeping.calls)
     keeping.start()
@@ -111,7 +111,7 @@ async def test_prepared_message_call_contains_peers_and_no_signature(pg: Process
 
 @pytest.mark.ranks(1)
 async def test_repeated_starts_of_a_prepared_call_do_not_share_their_array_list(pg: ProcessGroup) -> None:
-    """Check that two starts do not share the list of arrays, because an operation may append to it."""
+    """Check that each start has its own list of arrays, because an operation may append to the list."""
     planned = PlannedCall(dispatcher_of(pg).plans.plan("barrier", None, ()), [], (3,), "result", 2.0, "key", list)
     again = planned.prepare_again()
     assert again.arrays == []
@@ -139,14 +139,14 @@ async def test_plan_started_from_a_prepared_call_equals_a_plan_started_from_argu
     assert len({(completion_of(work).shape, completion_of(work).timeout) for work in works}) == 1
 
 
-# -- calls without a schedule, by their specifications
+# -- calls without a schedule, described by their specifications
 
 
 def sparse(pg: ProcessGroup) -> Any:
     return pytest.importorskip("scipy.sparse").coo_array(np.eye(4))
 
 
-#: Functions that start the calls without a schedule, except messages.
+#: Functions that start each call that has no schedule, except messages.
 COMPOSITE: dict[str, Callable[[ProcessGroup], Any]] = {
     "allreduce_sparse": lambda pg: pg.allreduce(sparse(pg)),
     "reduce_sparse": lambda pg: pg.reduce(sparse(pg), 0),
@@ -165,7 +165,7 @@ FROM_ROOT = {"broadcast_sparse", "broadcast_object", "scatter_object"}
 rows = pytest.mark.parametrize("kind", COMPOSITE)
 
 
-def test_these_tests_cover_every_specification_without_a_program() -> None:
+def test_composite_call_table_covers_every_specification_without_a_schedule() -> None:
     others = {kind for kind, spec in SPECS.items() if spec.method in (Method.STEPS, Method.PARCELS)}
     assert others == set(COMPOSITE)
     rest = {kind for kind, spec in SPECS.items() if spec.method is Method.MESSAGES}

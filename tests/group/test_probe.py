@@ -1,4 +1,4 @@
-"""Probes: they report the next message and leave it in place."""
+"""Probes: they report the next message without receiving it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIB = 1024 * 1024
 @parametrize_transports(*TRANSPORTS)
 @pytest.mark.parametrize("first", ["probe", "message"])
 async def test_probe_reports_the_message_of_the_next_receive(pg: ProcessGroup, first: str) -> None:
-    """Include messages of which the sender still keeps most bytes."""
+    """Include messages that are too long to be sent before the receive."""
     messages: list[Any] = [np.arange(3, dtype="int16"), np.zeros(0), np.ones((2, MIB)), {"a": 1}, None]
     if pg.rank() == 0:
         if first == "probe":
@@ -302,7 +302,7 @@ async def test_message_with_an_unknown_dtype_fails_only_the_probe(
 async def test_probe_reports_a_structured_dtype_with_unknown_layout_as_bytes(
     pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Remove the layout from the probing rank's table, since both ranks share a process and so know the layout."""
+    """Remove the layout from the dtype table, because both ranks share this process and so know the layout."""
     replace_parts(monkeypatch, probe_layout=lambda _: None)
     x = np.array([(1, 2.5)] * 3, [("a", "<i4"), ("b", "<f8")])
     if pg.rank() == 0:

@@ -1,4 +1,4 @@
-"""Custom ops that raise: the traceback on the rank that raised, the text on the others."""
+"""Custom ops that raise an exception: its traceback on the same rank, and its text on other ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 
 from ..ranks import LINKS, run_ranks
 
-#: Element counts for one step, for many steps, and for a chunk queue of shared memory.
+#: Element counts that take one step, many steps, and a chunk queue in shared memory.
 COUNTS = (1, 1000, 400_003)
 
 
 class Broken(Exception):
-    """The exception of the custom op."""
+    """The exception that the custom op raises."""
 
 
 class Op:
-    """A custom op that raises, and the first exception that it raised."""
+    """A custom op that always raises, and the first exception that it raised."""
 
     def __init__(self) -> None:
         self.raised: Exception | None = None
@@ -37,7 +37,7 @@ class Op:
             raise
 
     def check(self, pg: ProcessGroup, error: GroupError) -> None:
-        """Check that `error` leads the user to the line that raised the exception."""
+        """Check that the traceback of `error` ends at the line that raised the exception."""
         assert "its reduce function raised Broken: no such case" in str(error)
         if error.ranks != (pg.rank(),):
             assert not isinstance(error.__cause__, Broken)
@@ -51,7 +51,7 @@ async def failure(call: Awaitable[Any]) -> GroupError:
     with pytest.raises(GroupError) as raised:
         await call
     error = raised.value
-    # A rank that reduces nothing may fail only at its next call, with the error as the cause.
+    # A rank that does not call the op may fail only at its next call. That error has the group's failure as its cause.
     return error.__cause__ if isinstance(error, GroupRevokedError) else error  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""Large received objects: decoded over many loop iterations, while other work continues."""
+"""Decoding of large received objects: in steps over many loop iterations, while other tasks run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..internals import comm_of, replace_parts
 from ..ranks import LINKS, parametrize_transports, run_ranks
 
 NUMBERS = list(range(10_000, 40_000))
-#: The number of bytes that one decoding step reads.
+#: The number of bytes that the decoder reads in one step.
 STEP = 1024
 STEPS = len(dumps(NUMBERS)) // STEP
 
 
 def make_steps_slow(pg: ProcessGroup) -> None:
-    """Make every decoding step of this rank take as long as a callback may take."""
+    """Make every decoding step take the whole time budget of a callback on this rank."""
     seconds = itertools.count()
     comm_of(pg).endpoint.runtime.ticks = lambda: float(next(seconds))
 
 
 class LoopCounter:
-    """A counter of loop iterations."""
+    """A counter of event loop iterations."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -102,7 +102,7 @@ async def test_end_of_the_group_ends_the_decoding_of_an_object(call: str, monkey
 async def test_malformed_large_object_is_refused_and_the_group_continues(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Append a byte that only the last decoding step finds to be invalid; the group continues."""
+    """Append an invalid byte, which only the last decoding step can find."""
     replace_parts(monkeypatch, dump_object=lambda obj, **_: dumps(obj) + b"\xc0")
 
     async def rank(pg: ProcessGroup) -> None:
@@ -121,7 +121,7 @@ async def test_malformed_large_object_is_refused_and_the_group_continues(
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_cancelled_incoming_iterator_loses_no_partly_decoded_message(pg: ProcessGroup) -> None:
-    """Cancel repeatedly; the decoded part is kept each time, so that every message arrives."""
+    """Cancel the iterator repeatedly; each next iterator continues the decoding, so that every message arrives."""
     await pg.barrier()
     make_steps_slow(pg)
     if pg.rank() == 0:

@@ -1,4 +1,4 @@
-"""Flight recorder of a group: dumps on request, on failure and on SIGUSR2, and traces."""
+"""The flight recorder of a group: dumps on request, on failure and on SIGUSR2, and Chrome traces."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_dump_has_the_longest_time_for_which_the_loop_was_blocked(
 
 
 def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Check that trace events have all fields and do not overlap in a thread; return the events of operations."""
+    """Check all fields of trace events, and that events of a thread do not overlap; return the operation events."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
     whole = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     for event in trace["traceEvents"]:
@@ -210,7 +210,7 @@ async def test_closed_group_writes_no_dump(tmp_path: Path) -> None:
     assert file_names(tmp_path) == []
 
 
-def test_dumps_work_on_a_virtual_clock(tmp_path: Path) -> None:
+def test_failed_groups_on_a_virtual_clock_write_dumps(tmp_path: Path) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pg.abort()
 
@@ -219,7 +219,7 @@ def test_dumps_work_on_a_virtual_clock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "ä\n\0", "x" * 1000, "\udc80", "con:1", "a%2Fb"])
-def test_dump_file_has_a_safe_unique_name(name: str) -> None:
+def test_dump_file_of_any_group_name_has_a_safe_unique_name(name: str) -> None:
     found = file_name(name, 12)
     assert found.isascii()
     assert not set(found) & set('/\\:*?"<>|\n\0 ')
@@ -278,7 +278,7 @@ async def test_log_names_the_dump_option_without_a_directory(caplog: pytest.LogC
 
 @pytest.fixture
 def earlier_signals() -> Iterator[list[int]]:
-    """Install a signal handler and yield the received signals; collect the groups of after a before."""
+    """Install a signal handler; yield the received signals, and check that the handler is restored."""
     gc.collect()  # a group that was not closed listens until then
     had: list[int] = []
 

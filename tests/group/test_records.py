@@ -1,4 +1,4 @@
-"""Arrays that can be sent but not reduced: structured dtypes, dates, strings and raw bytes."""
+"""Arrays of dtypes that can be sent but not reduced: structured dtypes, dates, strings and raw bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DTYPES = (
 
 
 def random_elements(dtype: np.dtype[Any], count: int, seed: int) -> Any:
-    """Return array elements with random bytes, also in the padding, that are valid in `dtype`."""
+    """Return valid elements of `dtype` with random bytes, also in the padding."""
     data = np.random.default_rng(seed).integers(1, 100, count * dtype.itemsize, dtype=np.uint8)
     if dtype.kind == "U":
         return np.array([str(seed + each)[:2] for each in range(count)], dtype)
@@ -46,7 +46,7 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def joined(dtype: np.dtype[Any], parts: list[Any]) -> Any:
-    """Concatenate the parts with their padding, which `np.concatenate` does not copy."""
+    """Concatenate arrays including their padding, which `np.concatenate` does not copy."""
     return np.frombuffer(b"".join(part.tobytes() for part in parts), dtype)
 
 
@@ -128,7 +128,7 @@ async def test_structured_arrays_work_in_blocks_and_lists(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(3)
-async def test_structured_arrays_of_different_lengths_or_dtypes_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
+async def test_structured_arrays_work_with_different_lengths_strides_shapes_and_dtypes(pg: ProcessGroup) -> None:
     rank = pg.rank()
     gathered = await pg.allgather(None, random_elements(PARTICLE, rank, rank))
     assert all(is_equal(part, random_elements(PARTICLE, each, each)) for each, part in enumerate(gathered))
@@ -139,12 +139,12 @@ async def test_structured_arrays_of_different_lengths_or_dtypes_are_reported_as_
     records = random_elements(PARTICLE, 4, rank).view(np.recarray)
     assert await pg.broadcast(records, 1) is records
     assert records.tobytes() == random_elements(PARTICLE, 4, 1).tobytes()
-    # A strided array is sent as a copy of its fields.
+    # A strided array is sent as a copy of its fields, without the memory between elements.
     plane = np.zeros((4, 2), PARTICLE)
     plane[:, 0]["id"] = rank + 1
     await pg.broadcast(plane[:, 0], 2)
     assert plane["id"].tolist() == [[3, 0]] * 4
-    # An array without dimensions, and a scalar.
+    # Broadcast an array without dimensions, and a scalar.
     one = np.array((rank, 0.5), PARTICLE)
     await pg.broadcast(one, 2)
     assert one.tolist() == (2, 0.5)
@@ -238,7 +238,7 @@ def test_layout_name_describes_the_structured_dtype() -> None:
     assert from_numpy(DTYPES[2]).name == "{at: {x: <f4[2, 3], name: S5}, when: <M8[s]}"
     assert from_numpy(DTYPES[1]).name == "{id: i1 at 0, mass: <f8 at 8; 16 bytes}"
     assert from_numpy(np.dtype([("a b", "i1"), ("\ud800", "i1")])).name == r"{'a b': i1, '\ud800': i1}"
-    # Dtypes with equal offsets have equal layouts, with or without the align flag.
+    # Dtypes with equal fields and offsets have the same layout, whether or not they have the align flag.
     packed = np.dtype({"names": ["id", "mass"], "formats": ["i1", "f8"], "offsets": [0, 8]})
     assert from_numpy(packed) is from_numpy(DTYPES[1])
     long = [from_numpy(np.dtype([(f"field{at}", "i4") for at in range(200)] + [(last, "i1")])) for last in "ab"]
@@ -248,7 +248,7 @@ def test_layout_name_describes_the_structured_dtype() -> None:
         assert by_name(dtype.name) is by_code(dtype.code) is dtype
 
 
-def test_unused_dtype_layout_is_dropped_from_the_table_after_many_newer_layouts() -> None:
+def test_unused_structured_dtype_is_dropped_from_the_dtype_table_after_256_newer_ones() -> None:
     code = from_numpy(np.dtype([("used once", "i4")])).code
     assert by_code(code).itemsize == 4, "the layout was forgotten, although a message may still carry its code"
     for number in range(256):

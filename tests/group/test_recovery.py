@@ -1,4 +1,4 @@
-"""Recovery of groups by `shrink` and `grow` over every transport; `engine/test_shrink.py` tests the agreement."""
+"""Recovery of groups by `shrink` and `grow` over every transport; for the agreement, see `engine/test_shrink.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ..ranks import LINKS, check_group, options, parametrize_transports, run_ran
 
 
 async def wait_for_all_ranks(pg: ProcessGroup) -> None:
-    """Wait for all ranks; a fast rank may revoke the group before a slow one passes the barrier."""
+    """Wait for all ranks; ignore the error if a fast rank revokes the group before this rank has finished."""
     with suppress(GroupError):
         await pg.barrier()
 
@@ -139,7 +139,7 @@ async def test_shrunk_group_reports_completed_calls(pg: ProcessGroup) -> None:
     await pg.allreduce(1, key="a")
     await pg.allreduce(1, key="b")
     await pg.allreduce(1, key="a")
-    # The broadcasts complete on ranks 0 and 2; rank 1 makes no broadcast.
+    # Rank 1 makes no broadcast, so that the broadcasts complete on ranks 0 and 2 only.
     if pg.rank() != 1:
         await pg.broadcast(np.ones(3), 0)
         await pg.broadcast(np.ones(3), 0, key="b")
@@ -166,7 +166,7 @@ async def test_shrunk_group_reports_completed_calls(pg: ProcessGroup) -> None:
     await small.shutdown()
 
 
-def test_completion_reports_are_merged() -> None:
+def test_completion_reports_of_all_ranks_are_merged() -> None:
     reports = [
         {"upto": 9, "missing": [4, 8], "keyed": [["x", 1], ["y", 2]]},
         {"upto": 6, "missing": [], "keyed": [["x", 1]]},
@@ -246,7 +246,7 @@ async def grow_by_two(pg: ProcessGroup) -> Any:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_newcomers_are_assigned_the_last_ranks(transport: str) -> None:
+async def test_newcomers_of_a_grown_group_have_the_last_ranks(transport: str) -> None:
     where = {"store": HashStore(), "options": options(transport)}
     ranks = [run_member(where, rank, 3, grow_by_two) for rank in range(3)]
     results = await gather_results(*ranks, run_newcomer(where), run_newcomer(where))
@@ -294,7 +294,7 @@ async def test_two_lost_ranks_rejoin_one_after_the_other() -> None:
     ]
 
 
-async def test_too_few_newcomers_are_counted_and_continue_to_wait() -> None:
+async def test_grow_error_counts_too_few_newcomers_which_continue_to_wait() -> None:
     where = {"store": HashStore()}
 
     async def rank(pg: ProcessGroup) -> Any:
@@ -386,7 +386,7 @@ async def test_grow_fails_on_the_other_ranks_if_rank_0_cancels_the_call(pg: Proc
 @pytest.mark.ranks(4)
 @parametrize_transports(*LINKS)
 async def test_old_and_new_groups_can_close_in_any_order(pg: ProcessGroup) -> None:
-    """Let each rank close the groups in a different order, some before other ranks have made the new group."""
+    """Let each rank close its groups in a different order, some before other ranks have created the new group."""
     await wait_for_all_ranks(pg)
     pg.abort("to shrink")
     small = await pg.shrink()

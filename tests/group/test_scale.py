@@ -1,4 +1,4 @@
-"""Many ranks in one process: calls, channels, messages and memory."""
+"""Groups of many ranks in one process: collectives, links, control messages and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANY = 64
 
 
 async def check_arrays(pg: ProcessGroup) -> None:
-    """Make every collective call on arrays once."""
+    """Make every collective on arrays once."""
     rank, size = pg.rank(), pg.size()
     total = size * (size - 1) / 2
     own, numbers = np.full(2, float(rank)), np.arange(size, dtype=float)
@@ -50,7 +50,7 @@ async def check_arrays(pg: ProcessGroup) -> None:
 
 
 async def check_objects(pg: ProcessGroup) -> None:
-    """Make every collective call on objects once, and exchange messages with both neighbours."""
+    """Make every collective on objects once, and exchange messages with both neighbouring ranks."""
     rank, size = pg.rank(), pg.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     assert await pg.broadcast_object({"from": rank}, 7) == {"from": 7}
@@ -69,7 +69,7 @@ async def check_objects(pg: ProcessGroup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(MANY)
-async def test_group_with_many_ranks_runs_every_collective(pg: ProcessGroup) -> None:
+async def test_group_with_many_ranks_makes_every_collective(pg: ProcessGroup) -> None:
     await check_arrays(pg)
     await check_objects(pg)
     part: Any = await pg.split_group([range(MANY // 2), range(MANY // 2, MANY)])
@@ -82,7 +82,7 @@ async def test_large_group_opens_links_on_first_use(pg: ProcessGroup) -> None:
     size = pg.size()
     await pg.barrier()
     channels = comm_of(pg).channels
-    # A barrier uses log p links in each direction: this rank has sent on some, and only received on the others.
+    # A barrier uses log2(p) links for sends, and as many for receives.
     assert list(channels) == [channels_of(pg)[peer] for peer in sorted(channels_of(pg))]
     assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
     assert len(channels) == size
@@ -102,18 +102,18 @@ async def test_shutdown_of_many_ranks_takes_few_control_messages(monkeypatch: py
 
     await run_ranks(32, rank)
     assert set(sent_notes) <= {"end", "ended", "known", "status"}  # status: of a rank that a busy machine delays
-    # Each rank reports its end to the hub, which replies and relays a varying number of ends per message.
+    # Each rank sends its end to the hub. The hub replies, and relays several ends in one message.
     assert len(sent_notes) < 32 * 8
 
 
 @pytest.mark.soak
-async def test_group_with_a_thousand_ranks_runs_a_collective() -> None:
+async def test_group_with_a_thousand_ranks_makes_a_collective() -> None:
     size = 1024
 
     async def rank(pg: ProcessGroup) -> None:
         assert (await pg.allreduce(np.full(4, float(pg.rank()))) == size * (size - 1) / 2).all()
         await pg.barrier()
-        # No rank has links to all others, and all ranks share the cards that were read once.
+        # No rank may have links to all others. All ranks share one list of cards in this process.
         assert len(hub_of(pg).links) < size * 64
         assert comm_of(pg).endpoint.cards is first.setdefault("cards", comm_of(pg).endpoint.cards)
 

@@ -1,4 +1,4 @@
-"""Single copies of large arrays, which peers read in place: results, and safe reuse of the memory."""
+"""Single copies of large arrays, which peers read in place: results, and safe reuse of the sender's memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.skipif(
     can_read() is not None, reason=f"cannot read the memory of another process: {can_read()}"
 )
 
-#: The number of elements of messages that take several frames at every world size.
+#: An element count with which a message takes several frames at every world size.
 LARGE = 500_000
 SPACE = {"dtype": DTYPES, "count": ("1000000",), "root": range(max(SIZES)), "world_size": SIZES[1:]}
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> GroupOptions:
-    """Return options with which every large array is read in place, however the receiver uses the data."""
+    """Return group options with which peers read every large array in place."""
     return GroupOptions(transport="shm", tuning=tuning(tmp_path))
 
 
@@ -46,7 +46,7 @@ def tuning(folder: Path) -> str:
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return a list to which the place of each payload sent by reference is appended."""
+    """Return a list that records the memory of each payload that is sent by reference."""
     seen: list[tuple[int, int]] = []
 
     def record_place(writer: ReferenceWriter, header: bytes, place: tuple[int, int], *_: Any) -> None:
@@ -89,7 +89,7 @@ async def test_single_copy_gives_the_closed_form_results(
 async def test_single_copy_makes_additional_copies_only_of_unexpected_data(
     kind: str, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
-    """Check the second call, after all ranks have published their memory."""
+    """Check the second call, before which all ranks have published their memory."""
 
     async def rank(pg: ProcessGroup) -> None:
         plan_without_accelerator(pg)
@@ -155,10 +155,10 @@ CALLS = {
 @pytest.mark.parametrize(
     ("kind", "keyed", "sub"), [*product(CALLS, [False], [False, True]), ("broadcast", True, False)]
 )
-async def test_registered_arrays_are_read_in_place_in_their_segments(
+async def test_registered_arrays_are_read_in_place_in_their_memory_segments(
     kind: str, keyed: bool, sub: bool, options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
-    """Include keyed calls and subgroups, with single copy disabled for other memory."""
+    """Disable single copies of other memory; include keyed calls and subgroups."""
 
     async def rank(pg: ProcessGroup) -> None:
         plan_without_accelerator(pg)
@@ -183,8 +183,8 @@ async def test_registered_arrays_are_read_in_place_in_their_segments(
     assert kind in ("broadcast", "scatter", "alltoall") or segments
 
 
-async def test_unexpected_large_message_is_kept_by_its_sender(options: GroupOptions) -> None:
-    """Check that a large send completes only after its receive has started."""
+async def test_large_send_does_not_complete_before_its_receive_has_started(options: GroupOptions) -> None:
+    """Post the receive only after a later message has arrived."""
 
     async def rank(pg: ProcessGroup) -> None:
         for _ in range(3):
@@ -207,7 +207,7 @@ async def test_unexpected_large_message_is_kept_by_its_sender(options: GroupOpti
 async def test_large_message_is_read_in_place_as_one_frame(
     options: GroupOptions, references: list[tuple[int, int]]
 ) -> None:
-    """Let the receiver call late, when it would have to copy frames that arrive before its call."""
+    """Post the receive late: the receiver would have to copy all frames that arrive before its call."""
     messages = 3
 
     async def rank(pg: ProcessGroup) -> None:
@@ -225,7 +225,7 @@ async def test_large_message_is_read_in_place_as_one_frame(
 
 
 async def test_failed_call_never_delivers_data_written_after_the_failure(options: GroupOptions) -> None:
-    """Overwrite the array as soon as its send has failed; the receiver must fail too, or already have all the data."""
+    """Overwrite the array once its send has failed; the receive must fail too, or already have the original data."""
     pattern = -7.0
 
     async def rank(pg: ProcessGroup, turns: int) -> None:
@@ -252,8 +252,8 @@ async def test_failed_call_never_delivers_data_written_after_the_failure(options
         await run_ranks(2, rank, turns, options=options)
 
 
-async def test_withdrawn_data_is_returned_to_the_window(options: GroupOptions) -> None:
-    """Fail many groups that share a link; if bytes of the window were lost, eager sends would end."""
+async def test_withdrawn_eager_data_is_returned_to_the_eager_window(options: GroupOptions) -> None:
+    """Fail many groups on one link: if each lost some bytes of the eager window, eager sends would stop."""
     nbytes = 200_000
 
     async def rank(pg: ProcessGroup) -> None:
@@ -277,7 +277,7 @@ async def test_withdrawn_data_is_returned_to_the_window(options: GroupOptions) -
 
 
 async def wrong_receives(pg: ProcessGroup, rounds: int) -> int:
-    """Overwrite each sent array when its work ends; return the number of receives with wrong data."""
+    """Overwrite each sent array once its work is done; return the number of receives with wrong data."""
     plan_without_accelerator(pg)
     seen, size, rank = 0, pg.size(), pg.rank()
     array, found = np.empty(LARGE), np.empty(LARGE)
@@ -315,7 +315,7 @@ async def test_sent_array_can_be_overwritten_as_soon_as_each_of_many_sends_compl
 
 
 async def test_single_copy_can_be_disabled_by_one_rank(references: list[tuple[int, int]], tmp_path: Path) -> None:
-    """Disable single copy on rank 1, which then neither reads other ranks' memory nor lets them read its own."""
+    """Disable single copy on rank 1, which then reads no other rank's memory, and whose memory no other rank reads."""
     from aiocoll import new_group
     from aiocoll.store import HashStore
 

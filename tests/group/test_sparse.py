@@ -1,4 +1,4 @@
-"""Allreduce of sparse arrays of scipy.sparse; `test_sparse_torch.py` tests those of torch."""
+"""Allreduce of scipy.sparse arrays; for torch's sparse tensors, see `test_sparse_torch.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPE = (12, 7)
 
 
 def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
-    """Return a rank's sparse array: entries in the first row on every rank, and in a separate row per rank."""
+    """Return a sparse array with entries in the first row, which all ranks share, and in a row of this rank."""
     dense = np.zeros(shape, dtype)
     dense[0] = rank + 1
     dense[1 + rank % (shape[0] - 1)] = 100
@@ -82,7 +82,9 @@ async def test_sparse_allreduce_returns_the_summed_entries_of_all_ranks(size: in
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.ranks(3)
-async def test_sparse_allreduce_keeps_every_format_in_place(pg: ProcessGroup, form: str, way: str) -> None:
+async def test_sparse_allreduce_writes_the_result_in_place_for_every_format(
+    pg: ProcessGroup, form: str, way: str
+) -> None:
     await reduce_one(pg, form, "float32")
 
 
@@ -119,8 +121,10 @@ async def test_sparse_allreduce_sums_duplicates_and_keeps_zero_sums(pg: ProcessG
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_allreduce_accepts_unsorted_rows_and_spare_space(pg: ProcessGroup, way: str) -> None:
-    # Use columns in descending order, and data arrays that are longer than `indptr` states.
+async def test_sparse_allreduce_accepts_unsorted_columns_and_data_arrays_with_spare_space(
+    pg: ProcessGroup, way: str
+) -> None:
+    # The columns of a row are in descending order, and the data arrays are longer than `indptr` states.
     array = scipy.sparse.csr_array((2, 4))
     array.indptr = np.array([0, 2, 3], array.indptr.dtype)
     array.indices = np.array([3, 1, 0, 9, 9], array.indices.dtype)
@@ -202,7 +206,7 @@ async def mismatch_text(pg: ProcessGroup, *arrays: Any) -> str:
     ],
     ids=["shape", "dtype", "dense"],
 )
-async def test_sparse_allreduce_mismatch_is_raised(
+async def test_mismatched_sparse_allreduces_raise_an_error(
     pg: ProcessGroup, one: Any, other: Any, words: tuple[str, ...]
 ) -> None:
     message = await mismatch_text(pg, one, other)
@@ -296,7 +300,7 @@ async def test_keyed_sparse_calls_match_in_opposite_orders(pg: ProcessGroup, way
 
 
 @pytest.mark.ranks(3)
-async def test_concurrent_sparse_calls_are_drained(pg: ProcessGroup, way: str) -> None:
+async def test_drain_waits_for_concurrent_sparse_calls(pg: ProcessGroup, way: str) -> None:
     arrays = [rank_array(pg.rank()) for _ in range(20)]
     works = [pg.allreduce(array) for array in arrays]
     pending = pg.pending()
@@ -358,7 +362,7 @@ async def test_abort_fails_a_sparse_call_during_its_calculation(
 
 
 @pytest.mark.ranks(3)
-async def test_sparse_call_that_fails_in_a_later_step_is_incomplete(
+async def test_sparse_call_that_fails_in_a_later_step_is_not_reported_as_completed(
     pg: ProcessGroup, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await pg.allreduce(rank_array(pg.rank()))
@@ -380,7 +384,7 @@ async def test_sparse_call_that_fails_in_a_later_step_is_incomplete(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["coo_array", "csr_array"])
 async def test_sparse_result_does_not_share_memory_with_received_data(pg: ProcessGroup, form: str) -> None:
-    """Use the entries of one rank only, which lie unaligned in the received frame."""
+    """Let only one rank have entries, which are not aligned in the received frame."""
     array = getattr(scipy.sparse, form)((5, 5), dtype="complex128")
     if pg.rank() == 1:
         array = getattr(scipy.sparse, form)(np.diag([1j, 0, 1j, 1j, 0]))
@@ -401,7 +405,7 @@ async def test_sparse_call_fails_if_a_rank_leaves(pg: ProcessGroup) -> None:
         await pg.allreduce(rank_array(0))
 
 
-def test_timeout_covers_the_whole_sparse_call() -> None:
+def test_timeout_of_a_sparse_call_covers_all_its_steps() -> None:
     async def run_rank(pg: ProcessGroup) -> float:
         loop = asyncio.get_running_loop()
         array = rank_array(pg.rank())
@@ -418,7 +422,7 @@ def test_timeout_covers_the_whole_sparse_call() -> None:
         assert 1.5 <= took < 2.0
 
 
-def test_sparse_timeout_names_the_missing_rank() -> None:
+def test_timeout_error_of_a_sparse_call_names_the_missing_rank() -> None:
     async def run_rank(pg: ProcessGroup) -> None:
         if pg.rank() < 2:
             with pytest.raises(CollectiveTimeoutError, match="ALLREDUCE_SPARSE") as caught:
@@ -480,7 +484,7 @@ async def test_interceptor_can_start_a_sparse_call_later() -> None:
 
 @pytest.mark.parametrize(("name", "many"), [("float16", 4096), ("bfloat16", 4096), ("float8_e4m3fn", 256)])
 def test_sparse_sums_of_narrow_floats_are_rounded_once(name: str, many: int) -> None:
-    """Sum so many ones that rounding after each addition would stop at a smaller sum."""
+    """Sum so many ones that rounding after each addition would no longer change the sum."""
     dtype = by_name(name)
     one, got = np.zeros(1, dtype.storage), np.empty(1, np.float32)
     from_float32(dtype)(np.ones(1, np.float32), one)

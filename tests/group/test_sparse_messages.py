@@ -1,4 +1,4 @@
-"""Sends and receives of sparse arrays."""
+"""Messages of sparse arrays: sends, receives, probes and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rank_array(rank: int, form: str = "csr_array", dtype: str = "float64") -> An
 
 @pytest.fixture(params=["loop", "thread"])
 def place(request: pytest.FixtureRequest, limits: Limits) -> str:
-    """Force whether the event loop or a thread reads and makes the sparse arrays."""
+    """Force whether the event loop or a worker thread reads and builds the sparse arrays."""
     limits(max_sparse_inline=-1 if request.param == "thread" else 1 << 30)
     return str(request.param)
 
@@ -40,7 +40,7 @@ def place(request: pytest.FixtureRequest, limits: Limits) -> str:
 @parametrize_transports(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_sparse_messages_can_be_sent_around_a_ring(pg: ProcessGroup, place: str) -> None:
-    """Let each rank send to the next one, and a single rank to itself."""
+    """Let each rank send to the next one; a single rank sends to itself."""
     rank, size = pg.rank(), pg.size()
     before, after = (rank - 1) % size, (rank + 1) % size
     for number, form in enumerate(FORMATS):
@@ -60,7 +60,7 @@ async def test_sparse_messages_can_be_sent_around_a_ring(pg: ProcessGroup, place
 @parametrize_transports(*LINKS)
 @pytest.mark.ranks(2)
 async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
-    """Send a large array, which a thread must read before it is sent, then arrays that could be sent at once."""
+    """Send a large array, which a worker thread must first read, and then arrays that could be sent at once."""
     shape = 2000, 2000
     large = scipy.sparse.random_array(shape, density=0.05, format="coo", rng=np.random.default_rng(1))
     for tag, (src, dst) in enumerate(((0, 1), (1, 1))):
@@ -79,7 +79,7 @@ async def test_large_sparse_messages_keep_their_order(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_send_reads_its_array_in_a_thread_before_completion(pg: ProcessGroup, limits: Limits) -> None:
+async def test_sparse_send_completes_only_after_a_thread_has_read_its_array(pg: ProcessGroup, limits: Limits) -> None:
     limits(max_sparse_inline=-1)
     x = rank_array(0)
     if pg.rank() == 0:
@@ -97,7 +97,7 @@ async def test_sparse_send_reads_its_array_in_a_thread_before_completion(pg: Pro
 
 @pytest.mark.ranks(2)
 async def test_duplicate_entries_of_a_sparse_message_are_summed(pg: ProcessGroup, place: str) -> None:
-    """Use an array with more entries than elements."""
+    """Send a sparse array that has more entries than elements."""
     x = scipy.sparse.coo_array((np.arange(1.0, 7), ([0, 1, 0, 1, 0, 1], [0] * 6)), shape=(2, 2))
     if pg.rank() == 0:
         await pg.send(x, 1)
@@ -110,7 +110,7 @@ async def test_duplicate_entries_of_a_sparse_message_are_summed(pg: ProcessGroup
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_messages_support_no_entries_and_proc_null(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_support_arrays_without_entries_and_proc_null(pg: ProcessGroup, place: str) -> None:
     x = scipy.sparse.coo_array((3, 3)) if pg.rank() == 0 else scipy.sparse.coo_array(np.eye(3))
     if pg.rank() == 0:
         await pg.send(x, 1)
@@ -161,7 +161,7 @@ async def test_sparse_messages_can_be_probed_planned_and_coalesced(pg: ProcessGr
 
 
 async def finish_and_check(pg: ProcessGroup, work: Any) -> None:
-    """Wait until both ranks have checked the message, because a send may complete before that."""
+    """Await the work and a barrier, because a send may complete before the receiver checks the message."""
     await work
     await pg.barrier()
 
@@ -175,7 +175,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.ranks(2)
-async def test_sparse_message_mismatch_is_raised(pg: ProcessGroup, other: str) -> None:
+async def test_mismatched_sparse_message_raises_an_error(pg: ProcessGroup, other: str) -> None:
     make, text = OTHERS[other]
     work = pg.send(rank_array(0), 1) if pg.rank() == 0 else pg.recv(make(), 0)
     with pytest.raises(GroupError, match=text):
@@ -185,7 +185,7 @@ async def test_sparse_message_mismatch_is_raised(pg: ProcessGroup, other: str) -
 
 @pytest.mark.parametrize("kind", ["dense", "object"])
 @pytest.mark.ranks(2)
-async def test_sparse_receive_refuses_other_messages(pg: ProcessGroup, kind: str) -> None:
+async def test_sparse_receive_refuses_messages_of_dense_arrays_and_objects(pg: ProcessGroup, kind: str) -> None:
     if pg.rank():
         work: Any = pg.recv(rank_array(0), 0)
     else:
@@ -218,7 +218,7 @@ async def test_unsupported_sparse_message_is_refused(pg: ProcessGroup) -> None:
 
 
 async def test_unreadable_entries_of_an_announced_message_fail_the_group(limits: Limits) -> None:
-    """Send an array with wrong indices, which the sender detects after it has announced the message."""
+    """Send an array with invalid indices, which the sender finds only after it has announced the message."""
     limits(max_sparse_inline=-1)
 
     async def rank(pg: ProcessGroup) -> None:
@@ -233,7 +233,7 @@ async def test_unreadable_entries_of_an_announced_message_fail_the_group(limits:
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.ranks(2)
-async def test_sparse_messages_support_torch(pg: ProcessGroup, place: str) -> None:
+async def test_sparse_messages_support_torch_tensors(pg: ProcessGroup, place: str) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed: sparse tensors of torch are not tested")
     rank = pg.rank()
     for dtype in (torch.float32, torch.bfloat16, torch.int32):

@@ -1,4 +1,4 @@
-"""Sparse arrays in broadcast, reduce, allgather and gather, and averages of sparse arrays."""
+"""Broadcast, reduce, allgather and gather of sparse arrays, and averages of sparse arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = (12, 7)
 
 
 def dense(rank: int, dtype: str = "float64", shape: tuple[int, int] = SHAPE) -> Any:
-    """Return a rank's dense values: in the first row on every rank, and in a separate row per rank."""
+    """Return dense values with entries in the first row, which all ranks share, and in a row of this rank."""
     x = np.zeros(shape, dtype)
     x[0] = rank + 1
     x[1 + rank % (shape[0] - 1), 2:] = 10
@@ -40,7 +40,9 @@ def check(array: Any, form: str, right: Any) -> None:
 
 @every_way
 @pytest.mark.ranks(1, 2, 3, 4, 7)
-async def test_sparse_arrays_work_in_every_call_that_moves_data(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_arrays_work_in_broadcast_reduce_allreduce_allgather_and_gather(
+    pg: ProcessGroup, way: str
+) -> None:
     rank, size = pg.rank(), pg.size()
     world = range(size)
     for number, form in enumerate(FORMATS):
@@ -70,7 +72,7 @@ async def test_sparse_arrays_work_in_every_call_that_moves_data(pg: ProcessGroup
 @parametrize_transports(*LINKS)
 @pytest.mark.ranks(2, 4)
 async def test_gathered_sparse_arrays_can_differ_in_rows_and_be_empty(pg: ProcessGroup) -> None:
-    """Gather blocks with different numbers of rows, and join them into one array."""
+    """Gather blocks with different numbers of rows, and stack them into one array."""
     rank, size = pg.rank(), pg.size()
     x = scipy.sparse.random_array((rank * 100, 50), density=0.3, format="csr", rng=np.random.default_rng(rank))
     parts = await pg.allgather(None, x)
@@ -108,7 +110,7 @@ async def test_sparse_averages_support_every_dtype(pg: ProcessGroup, way: str) -
 @every_way
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.ranks(3)
-async def test_data_movement_calls_support_sparse_torch_tensors(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_tensors_work_in_calls_that_move_data(pg: ProcessGroup, way: str) -> None:
     torch = pytest.importorskip("torch")
     rank = pg.rank()
 
@@ -137,7 +139,7 @@ async def test_data_movement_calls_support_sparse_torch_tensors(pg: ProcessGroup
 
 @pytest.mark.parametrize("call", ["broadcast", "reduce", "allgather", "gather"])
 @pytest.mark.ranks(2)
-async def test_mismatch_of_data_movement_calls_on_sparse_arrays_is_raised(pg: ProcessGroup, call: str) -> None:
+async def test_mismatched_calls_that_move_sparse_arrays_raise_an_error(pg: ProcessGroup, call: str) -> None:
     other = dense(1, "float32")
     x = rank_array(0) if pg.rank() == 0 else scipy.sparse.csr_array(other)
     with pytest.raises(CollectiveMismatchError, match="differ in the following: dtype") as caught:
@@ -155,7 +157,7 @@ async def test_mismatch_of_data_movement_calls_on_sparse_arrays_is_raised(pg: Pr
 
 
 @pytest.mark.ranks(2)
-async def test_coalesced_and_keyed_data_movement_calls_on_sparse_arrays_work_or_are_refused(pg: ProcessGroup) -> None:
+async def test_coalesced_and_keyed_calls_that_move_sparse_arrays_work_or_are_refused(pg: ProcessGroup) -> None:
     rank = pg.rank()
     x, y = rank_array(rank), rank_array(rank)
     async with pg.coalescing():

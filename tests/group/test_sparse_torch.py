@@ -1,4 +1,4 @@
-"""Allreduce of torch's sparse tensors; without torch, these tests are skipped."""
+"""Allreduce of torch's sparse tensors; these tests are skipped without torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_invariants() -> Any:
 
 
 def rank_array(rank: int, size: int, sparse_dims: int, dense_dims: int, dtype: Any = None) -> Any:
-    """Return ones at the indices 0 to `rank` of the first dimension, and 0 of the other sparse dimensions."""
+    """Return a sparse tensor with ones at the indices 0 to `rank` of its first dimension."""
     indices = torch.zeros((sparse_dims, rank + 1), dtype=torch.int64)
     indices[0] = torch.arange(rank + 1)
     values = torch.ones([rank + 1] + [2] * dense_dims, dtype=dtype)
@@ -49,7 +49,7 @@ async def check(pg: ProcessGroup, sparse_dims: int, dense_dims: int, dtype: Any 
     expected = torch.zeros((sparse_dims, size), dtype=torch.int64)
     expected[0] = torch.arange(size)
     assert torch.equal(tensor.indices(), expected)
-    # Index i has the sum of the ones of rank i and all higher ranks.
+    # Index i has a one from rank i and from each higher rank.
     for place, values in enumerate(tensor.values()):
         right = torch.full([2] * dense_dims, size - place).to(tensor.dtype)
         assert torch.equal(values, right), f"{values} at {place}"
@@ -57,7 +57,7 @@ async def check(pg: ProcessGroup, sparse_dims: int, dense_dims: int, dtype: Any 
 
 @pytest.mark.parametrize(("sparse_dims", "dense_dims"), [(1, 0), (2, 0), (3, 0), (1, 1), (1, 2), (1, 3), (2, 1)])
 @pytest.mark.ranks(1, 2, 4)
-async def test_sparse_torch_tensors_may_have_dense_dimensions(
+async def test_sparse_torch_allreduce_supports_dense_dimensions(
     pg: ProcessGroup, sparse_dims: int, dense_dims: int, way: str
 ) -> None:
     await check(pg, sparse_dims, dense_dims)
@@ -67,7 +67,7 @@ async def test_sparse_torch_tensors_may_have_dense_dimensions(
                                    "float32", "float64", "complex64", "complex128"])  # fmt: skip
 @pytest.mark.parametrize("dense_dims", [0, 1])
 @pytest.mark.ranks(3)
-async def test_sparse_torch_tensors_support_every_dtype(
+async def test_sparse_torch_allreduce_supports_every_dtype(
     pg: ProcessGroup, dtype: str, dense_dims: int, way: str
 ) -> None:
     await check(pg, 1, dense_dims, getattr(torch, dtype))
@@ -75,7 +75,7 @@ async def test_sparse_torch_tensors_support_every_dtype(
 
 @every_way
 @pytest.mark.ranks(2)
-async def test_sparse_torch_duplicates_are_summed(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_allreduce_sums_duplicate_entries(pg: ProcessGroup, way: str) -> None:
     tensor = torch.sparse_coo_tensor([[3, 1, 3]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (4, 2))
     await pg.allreduce(tensor)
     assert tensor.indices().tolist() == [[1, 3]]
@@ -83,14 +83,14 @@ async def test_sparse_torch_duplicates_are_summed(pg: ProcessGroup, way: str) ->
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_torch_tensors_may_be_empty(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_allreduce_supports_empty_tensors(pg: ProcessGroup, way: str) -> None:
     for shape, sparse_dims in (((3, 2), 1), ((0, 4), 2), ((3, 0), 1), ((), 0), ((2,), 0)):
         values = torch.empty((0, *shape[sparse_dims:]))
         tensor = torch.sparse_coo_tensor(torch.empty((sparse_dims, 0), dtype=torch.int64), values, shape)
         assert await pg.allreduce(tensor) is tensor
         assert tensor._nnz() == 0
         assert tuple(tensor.shape) == shape
-    # Use entries without elements, and a tensor without sparse dimensions.
+    # Include a tensor whose entries have no elements, and a tensor without sparse dimensions.
     hollow = torch.sparse_coo_tensor([[pg.rank()]], torch.empty((1, 0)), (3, 0))
     await pg.allreduce(hollow)
     assert hollow.indices().tolist() == [[0, 1]]
@@ -100,7 +100,9 @@ async def test_sparse_torch_tensors_may_be_empty(pg: ProcessGroup, way: str) -> 
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_torch_result_is_written_into_the_same_tensor_for_autograd(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_allreduce_writes_its_result_into_a_tensor_that_requires_grad(
+    pg: ProcessGroup, way: str
+) -> None:
     tensor = rank_array(pg.rank(), 2, 1, 1).requires_grad_()
     assert await pg.allreduce(tensor) is tensor
     assert tensor.requires_grad
@@ -115,7 +117,7 @@ async def test_sparse_torch_result_is_written_into_the_same_tensor_for_autograd(
 
 
 @pytest.mark.ranks(2)
-async def test_sparse_torch_tensors_may_have_lazy_conjugates_and_strided_values(pg: ProcessGroup, way: str) -> None:
+async def test_sparse_torch_allreduce_supports_lazy_conjugates_and_strided_values(pg: ProcessGroup, way: str) -> None:
     values = torch.tensor([[1 + 2j, 5], [3 - 1j, 6]])[:, :1]
     tensor = torch.sparse_coo_tensor([[0, 2]], values.conj(), (3, 1))
     await pg.allreduce(tensor)
@@ -124,7 +126,9 @@ async def test_sparse_torch_tensors_may_have_lazy_conjugates_and_strided_values(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-async def test_sparse_csr_result_is_a_new_tensor(pg: ProcessGroup, dtype: str, way: str) -> None:
+async def test_sparse_torch_allreduce_of_a_csr_tensor_returns_a_new_tensor(
+    pg: ProcessGroup, dtype: str, way: str
+) -> None:
     dense = torch.zeros(3, 4, dtype=getattr(torch, dtype))
     dense[0, 1] = 1
     dense[pg.rank() + 1, 3] = 2
@@ -170,7 +174,7 @@ async def test_unsupported_sparse_torch_tensor_is_refused(pg: ProcessGroup) -> N
 
 @pytest.mark.ranks(2)
 async def test_event_loop_runs_during_a_large_sparse_torch_call(pg: ProcessGroup) -> None:
-    """Use a tensor that threads read, add and write, while other tasks run."""
+    """Use a tensor so large that worker threads read, add and write its entries."""
     count = 300_000
     generator = torch.Generator().manual_seed(pg.rank())
     indices = torch.randint(0, 50_000_000, (1, count), generator=generator)

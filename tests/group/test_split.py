@@ -1,4 +1,4 @@
-"""Groups split by colour and ordered by key."""
+"""`split`, which divides a group by colours and orders the new groups by keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..ranks import LINKS, check_group, parametrize_transports, wait_until
 async def test_split_groups_by_colour_and_orders_by_key(pg: ProcessGroup) -> None:
     rank, size = pg.rank(), pg.size()
     everyone = range(size)
-    # Cases: the colour, the key, and the expected ranks of the group with this rank's colour.
+    # Cases: the colour, the key, and the expected ranks of this rank's new group.
     cases: list[tuple[Any, int, list[int]]] = [
         (0, 0, list(everyone)),
         (0, -rank, list(reversed(everyone))),
@@ -37,7 +37,7 @@ async def test_split_groups_by_colour_and_orders_by_key(pg: ProcessGroup) -> Non
         assert group.rank() == expected.index(rank)
         assert group.size() == len(expected)
         groups.append(group)
-    # The groups work concurrently: none waits for another.
+    # Use all groups concurrently: no group waits for another one.
     found = await asyncio.gather(check_group(pg), *(check_group(group) for group in groups))
     assert found[1:] == [tuple(expected) for _, _, expected in cases]
     names = [group.group_name for group in groups]
@@ -51,7 +51,7 @@ async def test_rank_without_a_colour_receives_no_group_from_split(pg: ProcessGro
     if group is not None:
         assert await check_group(group) == tuple(range(1, pg.size()))
     assert await pg.split(None, 3) is None
-    # A number and a string are different colours.
+    # The number 1 and the string "1" are different colours.
     by_type = await pg.split("1" if pg.rank() % 2 else 1)
     assert by_type is not None
     assert by_type.global_ranks == tuple(rank for rank in range(pg.size()) if rank % 2 == pg.rank() % 2)
@@ -60,7 +60,7 @@ async def test_rank_without_a_colour_receives_no_group_from_split(pg: ProcessGro
 @pytest.mark.ranks(4)
 @parametrize_transports("memory", "unix")
 async def test_split_works_concurrently_with_other_calls(pg: ProcessGroup) -> None:
-    """Let the splits end in different orders on different ranks; each split keeps the number of its call."""
+    """Let splits end in different orders on different ranks; each keeps the sequence number of its call."""
     rank = pg.rank()
     splits = [asyncio.ensure_future(pg.split(rank % 2, key)) for key in (0, -rank)]
     await asyncio.sleep(0)  # lets the splits begin
@@ -174,7 +174,7 @@ async def test_local_split_can_be_called_only_by_the_ranks_of_the_new_group(pg: 
             part = await pg.split_group([3, 1], local=True)
             assert part.global_ranks == (1, 3)
             assert await part.allgather_object(pg.rank()) == [1, 3]
-    # The other ranks do not count local splits, so for them this is the first split.
+    # Ranks 0 and 2 did not count the local splits of ranks 1 and 3, so the next split must still match.
     whole = await pg.split_group(range(4))
     assert await whole.allreduce(1) == 4
     assert await pg.split_group([(pg.rank() + 1) % 4], local=True) is None

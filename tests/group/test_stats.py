@@ -1,4 +1,4 @@
-"""`pg.stats()`: counted calls and bytes, waits for other ranks, and limits."""
+"""Statistics of a group, from `pg.stats()`: calls, bytes, waiting times for other ranks, and limits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..internals import comm_of, set_limits
 from ..ranks import parametrize_transports
 
 SIZES = (1, 2, 3, 4, 7)
-#: Seconds by which a rank is late; one iteration of all loops takes less time.
+#: The delay of a late rank in seconds, longer than one iteration of all event loops.
 LATE = 0.1
 #: The resolution of timers, in seconds.
 CLOCK = 0.002
@@ -40,7 +40,7 @@ NOTHING = PeerStats(0, 0, 0.0, 0, 0.0, 0)
 
 
 def by_op(stats: GroupStats) -> Mapping[str, tuple[int, int, int]]:
-    """Return the numbers of calls, failures and bytes of each operation."""
+    """Return the numbers of calls, failures and bytes, by operation."""
     found: dict[str, tuple[int, int, int]] = {}
     for each in stats.operations:
         calls, failures, nbytes = found.get(each.op, (0, 0, 0))
@@ -127,7 +127,7 @@ async def test_stats_count_sparse_arrays_without_bytes(pg: ProcessGroup) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_stats_count_calls_on_devices(way: str) -> None:
+async def test_stats_count_calls_on_device_arrays(way: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()  # opens the link
         for _ in range(3):
@@ -185,7 +185,7 @@ async def test_stats_can_be_disabled(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
 async def test_stats_attribute_waiting_time_to_the_last_rank(size: int, transport: Any) -> None:
-    """Make each rank in turn the last one; all other ranks wait for it, directly or through another rank."""
+    """Let each rank be the last one in turn; all others wait for it, directly or through another rank."""
     came = [asyncio.Event() for _ in range(size)]
     entered = [0] * size
 
@@ -240,8 +240,8 @@ async def test_stats_attribute_waiting_time_to_the_last_rank(size: int, transpor
 @pytest.mark.parametrize("op", ["gather", "gather without outputs", "scatter", "alltoall", "reduce", "broadcast"])
 @pytest.mark.parametrize("count", [3, 70_000])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_stats_attribute_waiting_time_to_the_late_one_of_two_ranks(op: str, count: int, transport: Any) -> None:
-    """Let rank 1 send or post its block after rank 0 has called."""
+async def test_stats_of_rank_0_attribute_waiting_time_to_a_late_rank_1(op: str, count: int, transport: Any) -> None:
+    """Let rank 1 call only after rank 0 has called."""
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -329,7 +329,7 @@ def test_stats_attribute_no_waiting_time_to_a_rank_whose_data_completes_no_call(
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 def test_stats_count_a_wait_for_one_of_several_operations_of_a_call_once(debug: Any) -> None:
-    """Make a coalescing block and a compared call, each of which consists of several operations."""
+    """Make a coalescing block, and a compared call: each consists of several operations."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank():
@@ -344,7 +344,7 @@ def test_stats_count_a_wait_for_one_of_several_operations_of_a_call_once(debug: 
     run_virtual(2, rank, options=GroupOptions(debug=debug))
 
 
-def test_recent_waits_in_stats_expire_on_the_clock_of_the_group() -> None:
+def test_recent_waits_in_stats_expire_after_a_minute_on_the_group_clock() -> None:
     async def rank(pg: ProcessGroup) -> list[tuple[int, float, int, float]]:
         found = []
         for pause in (0, 10, 45, 30, 61):

@@ -1,4 +1,4 @@
-"""Subgroups made by `split_group`, over every transport."""
+"""Subgroups from `split_group`, over every transport."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..ranks import LINKS, check_group, options, parametrize_transports, run_ran
 
 
 async def own_subgroup(pg: ProcessGroup, ranks: Any, **given: Any) -> ProcessGroup:
-    """Split the group; return the subgroup of this rank, and fail if the rank is in none."""
+    """Split the group; return this rank's subgroup, and fail if it has none."""
     group: ProcessGroup | None = await pg.split_group(ranks, **given)
     assert group is not None
     return group
@@ -43,7 +43,7 @@ async def test_subgroups_of_even_and_odd_ranks_work(pg: ProcessGroup) -> None:
         mine = tuple(halves[pg.rank() % 2])
         assert (half.rank(), half.size()) == (pg.rank() // 2, len(mine))
         assert whole.rank() == pg.rank()
-        # The groups work concurrently: each group has separate sequence numbers, and none waits for another.
+        # Use both groups concurrently: each has separate sequence numbers, and neither waits for the other.
         assert await asyncio.gather(check_group(half), check_group(pg), check_group(whole)) == [
             mine,
             whole.global_ranks,
@@ -74,7 +74,7 @@ async def test_messages_in_a_subgroup_use_its_rank_numbers(pg: ProcessGroup) -> 
     if pg.rank() % 2:
         assert group is not None
         peer = 1 - group.rank()
-        # Use the same tag at the same time in both groups.
+        # Send messages with the same tag in both groups at the same time.
         sends = [
             group.send_object("in the part", peer, tag=5),
             pg.send_object("in the whole", 4 - pg.rank(), tag=5),
@@ -150,11 +150,11 @@ async def test_split_group_refuses_wrong_arguments(pg: ProcessGroup) -> None:
         assert await check_group(again) == (0, 1)
 
 
-# -- ranks that split differently
+# -- ranks that pass different arguments to `split_group`
 
 
 async def check_split_mismatch(pg: ProcessGroup, group: ProcessGroup | None, words: str) -> None:
-    """Check that the mismatch error of the new group's first collective shows the call of each rank."""
+    """Check that the first collective of the new group raises a mismatch error that shows all ranks' split calls."""
     if group is not None:
         with pytest.raises(CollectiveMismatchError, match=re.escape(words)) as raised:
             await group.allreduce(np.ones(3))
@@ -194,7 +194,7 @@ async def test_different_subgroup_names_are_reported_as_a_mismatch(pg: ProcessGr
 
 
 @pytest.mark.ranks(3)
-async def test_subgroups_of_different_parent_groups_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
+async def test_subgroups_split_from_mismatched_parent_groups_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
     outer = await own_subgroup(pg, [[0, 1], [2]] if pg.rank() == 0 else [0, 1, 2])
     words = "differ in the following: ranks. Group 'world:0': rank 0 called SPLIT_GROUP(ranks=[0, 1], SequenceNumber=1)"
     inner = await outer.split_group([0, 1])
@@ -206,7 +206,7 @@ async def test_subgroups_of_different_parent_groups_are_reported_as_a_mismatch(p
 
 @pytest.mark.parametrize("lacks_colours", [False, True])
 async def test_call_of_a_subgroup_waits_for_a_rank_that_has_not_split_yet(lacks_colours: bool) -> None:
-    """The rank has not called yet, or it still lacks the colours of a `split`."""
+    """Let a rank call `split_group` late, or only after it has received the colours of an earlier `split`."""
     called = asyncio.Event()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -229,7 +229,7 @@ async def test_call_of_a_subgroup_waits_for_a_rank_that_has_not_split_yet(lacks_
 
 
 @pytest.mark.ranks(2)
-async def test_timeout_error_names_a_rank_that_never_splits(pg: ProcessGroup) -> None:
+async def test_timeout_error_of_a_subgroup_call_names_a_rank_that_never_split(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         group = await own_subgroup(pg, [0, 1])
         with pytest.raises(CollectiveTimeoutError, match="'world:0' only 0 times") as raised:
@@ -391,7 +391,7 @@ async def run_newcomer(where: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_subgroups_can_grow(transport: str) -> None:
-    """Let a subgroup without rank 0 of the parent grow, while another subgroup stays unchanged."""
+    """Grow a subgroup that does not contain rank 0 of the parent group; another subgroup stays unchanged."""
     where: dict[str, Any] = {"store": HashStore(), "options": options(transport)}
 
     async def rank(number: int) -> Any:
@@ -473,7 +473,7 @@ async def test_split_group_sends_no_messages(pg: ProcessGroup) -> None:
     await pg.barrier()
 
 
-async def test_split_group_with_an_id_in_use_is_refused(limits: Limits) -> None:
+async def test_split_group_whose_group_id_is_in_use_is_refused(limits: Limits) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         limits(group_id_bits=0)  # from now on, all groups have the same id

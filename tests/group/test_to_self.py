@@ -1,4 +1,4 @@
-"""Messages of a rank to itself, and messages with `PROC_NULL`."""
+"""Messages from a rank to itself, and messages to or from `PROC_NULL`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_messages_to_self_support_every_dtype_and_layout(pg: ProcessGroup)
 
 @pytest.mark.ranks(2)
 @parametrize_transports(*TRANSPORTS)
-async def test_messages_to_self_work_with_any_source_objects_and_batches(pg: ProcessGroup) -> None:
+async def test_messages_to_self_work_with_any_source_receives_objects_and_batches(pg: ProcessGroup) -> None:
     me, other = pg.rank(), 1 - pg.rank()
     pg.send(np.array([me]), me, tag=1)
     pg.send(np.array([me]), other, tag=1)
@@ -114,8 +114,8 @@ async def test_messages_to_self_work_with_any_source_objects_and_batches(pg: Pro
 
 
 @pytest.mark.ranks(1)
-async def test_unreceived_messages_to_self_are_limited_by_the_window(pg: ProcessGroup) -> None:
-    """Check that a send beyond the window waits for its receive, like a send to another rank."""
+async def test_unreceived_messages_to_self_are_limited_by_the_eager_window(pg: ProcessGroup) -> None:
+    """Check that a send beyond the eager window waits for its receive, as between two ranks."""
     size = 256 * KIB
     works = [pg.send(np.full(size, number, "uint8"), 0) for number in range(LINK_WINDOW // size + 3)]
     assert [work.done() for work in works] == [True] * (LINK_WINDOW // size) + [False] * 3

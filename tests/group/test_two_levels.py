@@ -1,4 +1,4 @@
-"""Two-level collectives on the engine, in one process: results, bits and traffic between hosts."""
+"""Two-level collectives in the engine, with simulated hosts: results, equal bits, and traffic between hosts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..ranks import run_ranks
 from .test_collectives import ROOTED, check
 
 SPLITS = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1, 1), (0, 1, 2, 2, 2, 2, 2)]
-#: The numbers of elements for which allreduce uses each algorithm.
+#: Element counts for which allreduce selects each two-level algorithm.
 SIZES = {"leaders": 1000, "lanes": 80_000, "lines": 1_000_000}
 
 
 def set_hosts(pg: ProcessGroup, hosts: tuple[int, ...]) -> None:
-    """Pretend that the ranks of `pg` are on these hosts, and let no ranks share memory."""
+    """Simulate that the ranks of `pg` are on the given hosts, without shared memory."""
     comm_of(pg).hosts = hosts
     comm_of(pg).chunk_nbytes = 0
 
 
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Return a list to which sender, receiver and payload bytes of every data frame are appended."""
+    """Return a list that records the sender, the receiver and the payload bytes of every data frame."""
     seen: list[tuple[int, int, int]] = []
 
     def record_frame(link: MemoryLink, header: bytes, payload: memoryview | None = None) -> None:
@@ -77,7 +77,9 @@ async def test_two_level_algorithm_is_used_and_computes_the_closed_form_results(
 @pytest.mark.parametrize("hosts", SPLITS, ids=str)
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "PREMUL_SUM"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
-async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: str, hosts: tuple[int, ...]) -> None:
+async def test_rounded_two_level_results_have_the_same_bits_on_all_ranks(
+    dtype: str, op: str, hosts: tuple[int, ...]
+) -> None:
     async def rank(pg: ProcessGroup) -> list[bytes]:
         set_hosts(pg, hosts)
         random = np.random.default_rng(pg.rank())
@@ -85,7 +87,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
         results = []
         for count in SIZES.values():
             values = random.standard_normal(count) + (1j * random.standard_normal(count) if dtype[0] == "c" else 0)
-            # The offset gives the arrays of different ranks different alignments.
+            # Offset each rank's array differently, so that the arrays have different alignments.
             tensor = np.empty(count + 8, dtype)[pg.rank() : count + pg.rank()]
             tensor[:] = values
             results.append((await pg.allreduce(tensor, chosen)).tobytes())
@@ -100,7 +102,7 @@ async def test_rounded_results_have_the_same_bits_on_all_ranks(dtype: str, op: s
 async def test_two_level_allreduce_sends_the_expected_bytes_between_hosts(
     algorithm: str, hosts: tuple[int, ...], frames: list[tuple[int, int, int]]
 ) -> None:
-    """Check the traffic between hosts: 2n(h-1) bytes in total, or each leader's tensor once to each other leader."""
+    """Expect 2n(h-1) bytes in total, or for "leaders", each leader's tensor once to each other leader."""
     count, number = SIZES[algorithm], len(set(hosts))
 
     async def rank(pg: ProcessGroup) -> set[str]:
@@ -132,7 +134,7 @@ async def test_two_level_barrier_sends_the_expected_messages_between_hosts(
 
 
 async def test_two_level_barrier_waits_for_the_last_rank_of_every_host() -> None:
-    """Let the last rank call after all other ranks are known to wait."""
+    """Let one rank call only after all other ranks wait in the barrier."""
     hosts = (0, 1, 0, 1, 1)
 
     async def rank(pg: ProcessGroup, last: int) -> None:
@@ -146,7 +148,7 @@ async def test_two_level_barrier_waits_for_the_last_rank_of_every_host() -> None
             assert arrived
             return
         await all_waiting.wait()
-        # Each frame takes one loop iteration, so afterwards all frames that do not need the last rank have arrived.
+        # A frame takes one loop iteration, so afterwards all frames that do not depend on the last rank have arrived.
         for _ in range(100):
             await asyncio.sleep(0)
         arrived.append(True)

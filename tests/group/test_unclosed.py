@@ -1,4 +1,4 @@
-"""Groups that a program does not shut down: aiocoll closes them, and a warning names them.
+"""Groups without a shutdown: aiocoll closes them with a warning, at the end of the loop or on collection.
 
 `tests/conftest.py` finds what a test leaves behind.
 """
@@ -30,13 +30,13 @@ from ..ranks import LINKS, options, wait_until
 
 Loop = Callable[[], asyncio.AbstractEventLoop]
 LOOPS: list[Loop] = [asyncio.new_event_loop, uvloop.new_event_loop]
-# libuv keeps a pipe for the life of the process. Open it before a test counts descriptors.
+# libuv opens a pipe once per process. Open it now, so that tests which count descriptors do not see it.
 uvloop.new_event_loop().close()
 
 
 @contextmanager
 def unclosed() -> Iterator[list[str]]:
-    """Yield a list that gets, at the end, the warnings about groups that were not shut down."""
+    """Yield a list; at the end of the block, it gets the warnings about groups that were not shut down."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -51,7 +51,7 @@ def expected_warnings(*ranks: int) -> list[str]:
 
 
 async def linked_groups(transport: str, size: int = 2) -> list[ProcessGroup]:
-    """Return one group per rank, with links between them, in this loop."""
+    """Create the groups of all ranks in this event loop, with links between them."""
     store = HashStore()
     made = await asyncio.gather(
         *(
@@ -71,7 +71,7 @@ def open_file_count() -> int:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("keeps", [False, True])
 def test_asyncio_runner_closes_open_groups_at_its_end(keeps: bool, transport: str, loop: Loop) -> None:
-    """Include groups that the program still references."""
+    """Include groups that the program still references after the end."""
     kept: list[ProcessGroup] = []
 
     async def main() -> None:
@@ -89,7 +89,7 @@ def test_asyncio_runner_closes_open_groups_at_its_end(keeps: bool, transport: st
 
 
 async def start_pending_works(*begin: Callable[[ProcessGroup], object]) -> list[Work[Any]]:
-    """Start works that never complete, and pass their groups to `begin`; a timer aborts groups that stay open."""
+    """Start works that never complete, call `begin` with their groups, and return the works."""
     first, second = await linked_groups("unix")
     first.timeout = second.timeout = 1000
     asyncio.get_running_loop().call_later(20, first.abort, "it has waited for its works")
@@ -113,8 +113,8 @@ def test_asyncio_runner_closes_groups_with_pending_works_at_once() -> None:
     assert found == expected_warnings(0, 1)
 
 
-def test_shutdown_that_waits_for_works_is_ended_by_the_end_of_the_loop() -> None:
-    """Use a program that closes its generators, but does not cancel its tasks."""
+def test_end_of_the_event_loop_ends_a_shutdown_that_waits_for_works() -> None:
+    """Close the asynchronous generators of the loop, but do not cancel its tasks."""
     loop = asyncio.new_event_loop()
     with unclosed() as found:
         works = loop.run_until_complete(start_pending_works(lambda pg: parts_of(pg).lifetime.start_shutdown()))
@@ -143,7 +143,7 @@ def test_groups_collected_after_the_end_of_the_loop_are_closed(
 
 
 def test_peer_in_another_event_loop_is_notified_that_the_rank_has_left(caplog: pytest.LogCaptureFixture) -> None:
-    """Check that the goodbye is sent before the end of the loop."""
+    """Check that the unclosed group sends its goodbye before its event loop ends."""
     errors: list[PeerLostError] = []
     with Meeting(2) as meeting:
 
@@ -223,7 +223,7 @@ def test_peer_of_a_garbage_collected_group_is_notified_that_the_rank_has_left(tr
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("closed", [False, True])
 def test_garbage_collected_groups_of_a_stopped_loop_are_closed(closed: bool, transport: str, loop: Loop) -> None:
-    """Include a program that closes its loop directly, without the earlier steps of `asyncio.run`."""
+    """Include an event loop that the program closes directly, without the last steps of `asyncio.run`."""
     new = loop()
     with unclosed() as found:
         made = new.run_until_complete(linked_groups(transport))
@@ -238,7 +238,7 @@ def test_garbage_collected_groups_of_a_stopped_loop_are_closed(closed: bool, tra
 
 @pytest.mark.parametrize("transport", LINKS)
 def test_garbage_collection_of_a_group_leaves_other_groups_of_the_job_usable(transport: str) -> None:
-    """Check that the second group continues, and that its shutdown releases the resources that both shared."""
+    """Check also that the shutdown of the last group releases the resources that both groups shared."""
 
     async def main() -> None:
         store = HashStore()
@@ -265,7 +265,7 @@ def test_garbage_collection_of_a_group_leaves_other_groups_of_the_job_usable(tra
 
 
 class ClosableItem:
-    """A stand-in for a group that is closed with its loop."""
+    """A stand-in for a group, which is closed at the end of its event loop."""
 
     def __init__(self, *, is_ending: bool = False) -> None:
         self.is_ending = is_ending
@@ -284,7 +284,7 @@ class ClosableItem:
         self.calls.append("closed")
 
 
-def test_end_of_the_loop_closes_registered_items_until_they_are_removed() -> None:
+def test_loop_end_closes_registered_items_unless_they_were_removed() -> None:
     kept: list[LoopEnd] = []
     items = [ClosableItem(), ClosableItem(is_ending=True), ClosableItem(), ClosableItem()]
 

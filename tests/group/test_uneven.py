@@ -1,4 +1,4 @@
-"""Parts of different lengths in every call that supports them, and lengths on which ranks disagree."""
+"""Arrays of different lengths per rank in every call that supports them, and mismatched lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocoll.testing.virtual import run_virtual
 from ..ranks import LINKS, parametrize_transports
 
 SIZES = (1, 2, 3, 4, 7)
-#: By name, the element count of rank r of p. A rank sends at most 32,768 elements of 8 bytes eagerly.
+#: Functions (r, p) that return the element count of rank r of p, by name. The eager window has 32,768 elements.
 LENGTHS: dict[str, Callable[[int, int], int]] = {
     "rising": lambda r, p: r,
     "falling to one": lambda r, p: p - r,
@@ -29,7 +29,7 @@ LENGTHS: dict[str, Callable[[int, int], int]] = {
 
 
 def data(by: int, to: int, count: int) -> Any:
-    """Return the data that rank `by` sends to rank `to`."""
+    """Return the data that rank `by` sends to rank `to`, with `count` elements."""
     return np.arange(count, dtype=np.int64) * 100 + by * 10 + to
 
 
@@ -54,7 +54,7 @@ async def check_moves(pg: ProcessGroup, name: str) -> None:
     by_rank = [data(by, 0, count) for by, count in enumerate(counts)]
     got = await pg.allgather([blank(count) for count in counts], by_rank[rank])
     assert are_equal(got, by_rank), f"{name}: {got}"
-    # Call with an input that is a part of the output, and with a key.
+    # Call in place: the input is this rank's block of the outputs. Pass a key.
     outputs = [blank(count) for count in counts]
     outputs[rank][:] = by_rank[rank]
     assert are_equal(await pg.allgather(outputs, outputs[rank], key="again"), by_rank)
@@ -72,7 +72,7 @@ async def check_reductions(pg: ProcessGroup, name: str) -> None:
     blocks = [data(rank, to, count) for to, count in enumerate(counts)]
     columns = [data(by, rank, counts[rank]) for by in range(size)]
     assert np.array_equal(await pg.reduce_scatter(blank(counts[rank]), blocks), np.sum(columns, axis=0))
-    # Call in place, with an op that depends on the rank order.
+    # Call in place, with a noncommutative op, whose result depends on the rank order.
     ordered = ReduceOp.custom(_take_second, commutative=False)
     assert np.array_equal(await pg.reduce_scatter(blocks[rank], blocks, ordered), columns[-1])
 
@@ -90,7 +90,7 @@ async def check_exchanges(pg: ProcessGroup, name: str) -> None:
     sent = [data(rank, to, count(rank, to)) for to in range(size)]
     come = [data(by, rank, count(by, rank)) for by in range(size)]
     assert are_equal(await pg.alltoall([blank(len(each)) for each in come], sent), come)
-    # Use rows of three elements.
+    # Exchange rows of three elements each.
     ins, outs = [np.repeat(each[:, None], 3, 1) for each in come], [np.repeat(each[:, None], 3, 1) for each in sent]
     into = np.full((sum(map(len, come)), 3), -1, np.int64)
     await pg.alltoall_base(into, np.concatenate(outs), [len(each) for each in come], [len(each) for each in sent])
@@ -98,30 +98,30 @@ async def check_exchanges(pg: ProcessGroup, name: str) -> None:
 
 
 @pytest.mark.ranks(*SIZES)
-async def test_uneven_parts_work_in_every_call(pg: ProcessGroup) -> None:
+async def test_arrays_of_uneven_lengths_work_in_every_call(pg: ProcessGroup) -> None:
     await check_every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.ranks(3)
 @parametrize_transports(*LINKS[1:])
-async def test_uneven_parts_work_over_every_transport(pg: ProcessGroup) -> None:
+async def test_arrays_of_uneven_lengths_work_over_every_transport(pg: ProcessGroup) -> None:
     await check_every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.matrix
 @pytest.mark.ranks(*SIZES)
 @parametrize_transports(*LINKS)
-async def test_uneven_parts_work_in_every_call_at_every_size(pg: ProcessGroup) -> None:
+async def test_arrays_of_uneven_lengths_work_in_every_call_at_every_world_size(pg: ProcessGroup) -> None:
     await check_every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_uneven_parts_work_with_delayed_frames(seed: int) -> None:
+def test_arrays_of_uneven_lengths_work_with_delayed_frames(seed: int) -> None:
     run_virtual(4, check_every_call, list(LENGTHS), seed=seed, latency=(0.0001, 0.01))
 
 
 @pytest.mark.ranks(2)
-async def test_uneven_parts_can_have_any_shape(pg: ProcessGroup) -> None:
+async def test_arrays_of_uneven_lengths_can_have_any_shape(pg: ProcessGroup) -> None:
     tensor = np.full((2, 3) if pg.rank() else (1, 1, 4), pg.rank(), np.int16)
     outputs = [np.empty((4, 1), np.int16), np.empty(6, np.int16)]
     await pg.allgather(outputs, tensor)
@@ -133,7 +133,7 @@ def _blank_parts(count: int) -> list[Any]:
     return [blank(2), blank(count), blank(2)]
 
 
-#: Calls with a part of n elements to or from rank 1, for which other ranks expect 2. On other ranks, n is 2.
+#: Mismatched calls: the array to or from rank 1 has n elements, but other ranks expect 2.
 WRONG: dict[str, Callable[[ProcessGroup, int], Any]] = {
     "allgather": lambda pg, n: pg.allgather(_blank_parts(n), blank(n if pg.rank() == 1 else 2)),
     "gather": lambda pg, n: pg.gather(_blank_parts(2) if pg.rank() == 0 else None, blank(n), 0),
@@ -152,8 +152,10 @@ WRONG: dict[str, Callable[[ProcessGroup, int], Any]] = {
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.ranks(3)
 @parametrize_transports("memory", "shm")
-async def test_uneven_parts_of_wrong_lengths_are_refused(pg: ProcessGroup, kind: str, count: int) -> None:
-    # Some ranks may complete the call before any rank detects the mismatch.
+async def test_array_lengths_on_which_ranks_disagree_are_reported_as_a_mismatch(
+    pg: ProcessGroup, kind: str, count: int
+) -> None:
+    # This rank may complete the call before a rank detects the mismatch.
     with contextlib.suppress(CollectiveMismatchError):
         await WRONG[kind](pg, count if pg.rank() == 1 else 2)
     cause = await pg.wait_revoked()

@@ -1,4 +1,4 @@
-"""Allgather and gather without outputs, which accept parts of any length."""
+"""Allgather and gather without outputs: each rank may contribute a length that other ranks do not know."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..internals import Limits, comm_of, wrap_methods, wrap_parts
 from ..ranks import LINKS, parametrize_transports, wait_until
 
 WORLDS = (1, 2, 3, 4, 7)
-#: By name, the element count of a rank of p: 0 on some, 1, about as many as ranks, or enough for many frames.
+#: Functions (rank, p) that return the element count of a rank of p, by name.
 LENGTHS: dict[str, Callable[[int, int], int]] = {
     "equal": lambda rank, p: 5,
     "none at all": lambda rank, p: 0,
@@ -46,7 +46,7 @@ def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
 
 @pytest.mark.ranks(*WORLDS)
 @parametrize_transports(*LINKS)
-async def test_gathers_without_outputs_accept_parts_of_any_length(pg: ProcessGroup) -> None:
+async def test_gathers_without_outputs_accept_inputs_of_any_length(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     for length in LENGTHS.values():
         lengths = [length(each, p) for each in range(p)]
@@ -84,7 +84,7 @@ async def test_gathers_without_outputs_support_narrow_dtypes(pg: ProcessGroup) -
 
 @pytest.mark.ranks(3)
 async def test_outputs_allocated_by_gathers_have_the_row_shape_of_the_ranks_own_tensor(pg: ProcessGroup) -> None:
-    """Expect complete rows, or a flat array if the length is not a multiple of a row."""
+    """Expect full rows of this rank's row shape, or a flat array if the length is not a multiple of a row."""
     shapes = [(2, 3), (4, 3), (5,)]
     mine = np.full(shapes[pg.rank()], pg.rank())
     found = [[(2, 3), (4, 3), (5,)], [(2, 3), (4, 3), (5,)], [(6,), (12,), (5,)]]
@@ -118,7 +118,7 @@ async def test_keyed_gathers_without_outputs_match_in_any_order(pg: ProcessGroup
 
 @pytest.mark.ranks(3)
 async def test_late_gather_root_without_outputs_receives_all_blocks(pg: ProcessGroup) -> None:
-    """Include empty blocks, and blocks that belong to calls thousands of operations ago."""
+    """Let the root call thousands of operations after the other ranks; include empty blocks."""
     if pg.rank():
         for number in range(3000):
             await pg.gather(None, rank_values(pg.rank(), number % 2 * pg.rank()), 0)
@@ -156,7 +156,7 @@ async def test_gathers_without_outputs_work_with_compared_calls(pg: ProcessGroup
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("world_size", WORLDS)
 async def test_gathers_without_outputs_work_in_coalescing_blocks(world_size: int, debug: Any) -> None:
-    """Use equal lengths for `gather`, whose tensors in a block must be as long as the root's."""
+    """Use equal lengths for `gather`: in a block, all tensors must be as long as the root's."""
 
     async def rank(pg: ProcessGroup) -> None:
         r, p = pg.rank(), pg.size()
@@ -178,10 +178,10 @@ async def test_gathers_without_outputs_work_in_coalescing_blocks(world_size: int
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
-async def test_slow_step_of_a_gather_is_not_reported_as_a_mismatch(
+async def test_slow_step_of_an_allgather_without_outputs_is_not_reported_as_a_mismatch(
     debug: Any, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    """Delay a step; the reports of the waiting rank and of the queried rank must describe the same call."""
+    """Delay one step; the stall reports of the waiting rank and the queried rank must show the same call."""
     limits(report_after=0.01)
     steps: dict[int, Callable[[], None]] = {}
 
@@ -189,7 +189,7 @@ async def test_slow_step_of_a_gather_is_not_reported_as_a_mismatch(
         steps[operation.comm.rank] = partial(original, operation)
 
     def report_on_rank_1(original: Callable[[Any, Any], float], stalls: Any, operation: Any) -> float:
-        """Let only rank 1 report a stall, so that it queries the other ranks first."""
+        """Suppress the stall reports of all ranks but rank 1, which then queries the other ranks first."""
         return original(stalls, operation) if operation.comm.rank == 1 else inf
 
     wrap_parts(monkeypatch, complete_stepped_operation=hold_step)
@@ -211,7 +211,7 @@ async def test_slow_step_of_a_gather_is_not_reported_as_a_mismatch(
 
 
 @pytest.mark.ranks(2)
-async def test_gather_in_a_block_requires_tensors_as_long_as_the_roots(pg: ProcessGroup) -> None:
+async def test_gather_in_a_block_without_outputs_requires_tensors_of_equal_length(pg: ProcessGroup) -> None:
     with suppress(errors.GroupError):  # on a rank that only sends, the call may have completed
         async with pg.coalescing():
             pg.gather(None, rank_values(pg.rank(), 3 + pg.rank()), 0)
@@ -236,7 +236,9 @@ async def test_allgather_with_outputs_on_only_some_ranks_is_reported_as_a_mismat
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_gathers_of_different_dtypes_are_reported_as_a_mismatch(pg: ProcessGroup, kind: str) -> None:
+async def test_gathers_without_outputs_of_different_dtypes_are_reported_as_a_mismatch(
+    pg: ProcessGroup, kind: str
+) -> None:
     mine = rank_values(pg.rank(), 3, "float32" if pg.rank() else "float64")
     with suppress(errors.GroupError):  # on a rank that only sends, the call may have completed
         await (pg.allgather(None, mine) if kind == "allgather" else pg.gather(None, mine, 0))
@@ -245,7 +247,9 @@ async def test_gathers_of_different_dtypes_are_reported_as_a_mismatch(pg: Proces
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_error_names_a_rank_that_has_left_the_group(pg: ProcessGroup, kind: str) -> None:
+async def test_error_of_a_gather_without_outputs_names_a_rank_that_has_left_the_group(
+    pg: ProcessGroup, kind: str
+) -> None:
     if pg.rank() == 1:
         return
     mine = rank_values(pg.rank(), 3)
@@ -256,7 +260,7 @@ async def test_error_names_a_rank_that_has_left_the_group(pg: ProcessGroup, kind
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["allgather", "gather"])
-async def test_timeout_error_of_a_gather_names_the_missing_rank(pg: ProcessGroup, kind: str) -> None:
+async def test_timeout_error_of_a_gather_without_outputs_names_the_missing_rank(pg: ProcessGroup, kind: str) -> None:
     if pg.rank() == 1:
         await pg.wait_revoked()
         return
@@ -268,7 +272,7 @@ async def test_timeout_error_of_a_gather_names_the_missing_rank(pg: ProcessGroup
 
 @pytest.mark.ranks(3)
 async def test_gathers_with_outputs_run_in_one_step(pg: ProcessGroup) -> None:
-    """Check that each call is one operation."""
+    """Check that each call with outputs is a single operation."""
     before = len(comm_of(pg).journal.collectives)
     await pg.allgather([np.empty(3) for _ in range(3)], rank_values(pg.rank(), 3))
     await pg.gather([np.empty(3) for _ in range(3)] if pg.rank() == 0 else None, rank_values(pg.rank(), 3), 0)
@@ -278,7 +282,7 @@ async def test_gathers_with_outputs_run_in_one_step(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(3)
 @parametrize_transports("unix")
 async def test_aborted_gather_without_outputs_leaves_no_operations(pg: ProcessGroup) -> None:
-    """Abort the group during the transfers."""
+    """Abort the group while the blocks are transferred."""
     mine = rank_values(pg.rank(), 300_000 + pg.rank())
     works = [pg.allgather(None, mine), pg.gather(None, mine, 0)]
     if pg.rank() == 1:

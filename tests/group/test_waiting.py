@@ -1,4 +1,4 @@
-"""Waits for works, observation of works, and the state that cancelled waits leave."""
+"""Awaits of works, drain and futures, and the state that cancelled waits leave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiocoll import GroupClosedError, GroupError, ProcessGroup, Recv, ReduceOp, 
 from ..internals import callbacks_of, comm_of
 from ..ranks import parametrize_transports, wait_until
 
-#: Seconds after which a waiting task gives up.
+#: The time in seconds after which a test cancels a wait.
 SOON = 0.01
 
 
@@ -24,13 +24,13 @@ async def give_up(waiting: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_drain_does_not_withdraw_receives(pg: ProcessGroup) -> None:
+async def test_cancelled_drain_does_not_withdraw_a_receive(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     work = pg.recv(np.zeros(1), peer)
     await give_up(pg.drain())
     assert pg.pending() == [work]
     assert callbacks_of(work) == []
-    # A receive that only `drain` waits for is withdrawn too.
+    # A receive is withdrawn with its last awaiter, even while `drain` waits for it.
     draining = asyncio.ensure_future(pg.drain())
     await give_up(work)
     await draining
@@ -56,7 +56,7 @@ async def test_future_of_a_receive_prevents_its_withdrawal_until_it_is_cancelled
 
 
 @pytest.mark.ranks(2)
-async def test_batch_without_awaiters_reports_the_failures_of_its_messages(pg: ProcessGroup) -> None:
+async def test_batch_without_awaiters_ends_with_the_error_of_its_messages(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     withdrawn = pg.batch([Recv(np.zeros(1), peer, 1), Recv(np.zeros(5), None, 2)])
     await give_up(withdrawn)
@@ -150,7 +150,7 @@ async def test_wait_revoked_ends_when_it_is_cancelled_or_the_group_is_closed(pg:
 
 
 @pytest.mark.ranks(2)
-async def test_revocation_is_reported_to_all_waiting_tasks(pg: ProcessGroup) -> None:
+async def test_wait_revoked_reports_the_revocation_to_all_waiting_tasks(pg: ProcessGroup) -> None:
     watching = [asyncio.ensure_future(pg.wait_revoked()) for _ in range(4)]
     await asyncio.sleep(0)
     watching.pop().cancel()
@@ -165,7 +165,7 @@ async def test_revocation_is_reported_to_all_waiting_tasks(pg: ProcessGroup) -> 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("taking", ["receives", "incoming", "early message"])
-async def test_tag_that_was_used_once_leaves_no_records(pg: ProcessGroup, taking: str) -> None:
+async def test_message_tag_that_was_used_once_leaves_no_records(pg: ProcessGroup, taking: str) -> None:
     peer = 1 - pg.rank()
     for tag in range(100):
         if taking == "early message":

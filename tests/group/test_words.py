@@ -1,4 +1,4 @@
-"""Wording of errors: public classes, the name of the called method, and a remedy."""
+"""Wording of errors: a public exception class, the name of the called method, and a remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ scipy_sparse = pytest.importorskip("scipy.sparse")
 
 
 class Frame:
-    """A stand-in for a Series or DataFrame of pandas or polars."""
+    """A stand-in for a Series or DataFrame of pandas or polars, which has `to_numpy`."""
 
     def to_numpy(self) -> np.ndarray:
         return np.ones(2)
@@ -39,7 +39,7 @@ WRONG: dict[str, Callable[[ProcessGroup], Any]] = {
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
 @pytest.mark.parametrize("what", WRONG)
-async def test_errors_of_calls_have_public_classes(what: str, debug: Any) -> None:
+async def test_errors_raised_by_calls_have_public_exception_classes(what: str, debug: Any) -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(Exception) as raised:  # noqa: PT011 - the class is checked below
             await WRONG[what](pg)
@@ -51,7 +51,7 @@ async def test_errors_of_calls_have_public_classes(what: str, debug: Any) -> Non
     await testing.run_ranks(2, rank, options=GroupOptions(debug=debug))
 
 
-def test_argument_errors_name_the_called_method() -> None:
+def test_qualified_names_of_process_group_methods_are_their_public_names() -> None:
     public = {name for name in dir(ProcessGroup) if not name.startswith("_")}
     functions = {name: call for name in public if inspect.isfunction(call := getattr(ProcessGroup, name))}
     assert {"allreduce", "send", "empty", "shrink", "coalescing", "split_group"} <= functions.keys()
@@ -68,14 +68,16 @@ async def test_missing_argument_error_names_the_called_method(pg: ProcessGroup) 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.PRODUCT, ReduceOp.LAND], ids=["MIN", "PRODUCT", "LAND"])
-async def test_error_names_an_unsupported_op_on_sparse_arrays(pg: ProcessGroup, op: ReduceOp) -> None:
+async def test_error_for_an_unsupported_op_on_sparse_arrays_names_the_supported_ops(
+    pg: ProcessGroup, op: ReduceOp
+) -> None:
     refused = r"is not defined on sparse arrays, since .*: use SUM or AVG, or make the arrays dense$"
     with pytest.raises(ValueError, match=refused):
         pg.allreduce(scipy_sparse.eye(3).tocoo(), op)
 
 
 @pytest.mark.ranks(2)
-async def test_overlong_object_error_names_the_limit(pg: ProcessGroup) -> None:
+async def test_error_for_an_object_above_the_size_limit_names_the_limit(pg: ProcessGroup) -> None:
     with pytest.raises(
         SerializationError, match="max_bytes is 16777216; send large arrays by the collectives on arrays"
     ):
@@ -83,7 +85,9 @@ async def test_overlong_object_error_names_the_limit(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
-async def test_error_names_a_missing_rank_argument(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_for_a_missing_rank_or_world_size_names_argument_and_variable(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(variable)
@@ -92,7 +96,7 @@ async def test_error_names_a_missing_rank_argument(variable: str, monkeypatch: p
         await new_group()
 
 
-def test_data_frame_error_names_the_conversion_to_arrays() -> None:
+def test_error_for_a_data_frame_names_its_conversion_to_an_array() -> None:
     with pytest.raises(TypeError, match=r"not Frame; pass x\.to_numpy\(\)$"):
         view(Frame(), name="x")
 

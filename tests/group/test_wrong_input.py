@@ -1,4 +1,4 @@
-"""Wrong arguments: each error names the argument and a remedy, and the refused call leaves no trace.
+"""Wrong arguments: each error names the argument and a remedy, and the refused call has no side effects.
 
 One table has the cases of all calls. Other files test dtypes of buffers, options and addresses.
 """
@@ -52,7 +52,7 @@ READ_ONLY = "is read-only, but the result is written to it; pass a writable copy
 WHOLE = ones(8)
 HEAD, TAIL = WHOLE[:4], WHOLE[4:]
 
-#: Wrong calls of rank 0 in a group of 2; rank 1 makes no call.
+#: Wrong calls with their errors. Rank 0 makes them in a group of two ranks; rank 1 does not.
 WRONG: list[Row] = [
     # memory that cannot be written
     (lambda pg: pg.allreduce(read_only_ones()), ValueError, f"tensor {READ_ONLY}"),
@@ -74,7 +74,7 @@ WRONG: list[Row] = [
         ValueError,
         r"operations\[1\].tensor " + READ_ONLY,
     ),
-    # outputs of another size or dtype
+    # outputs of a wrong size or dtype
     (lambda pg: pg.allgather([ones(3), ones()], ones()), ValueError, r"outputs\[0\] has 3 elements, tensor has 4"),
     (lambda pg: pg.allgather_into_tensor(ones(7), ones()), ValueError, "output has 7 elements, expected 8, 2 times"),
     (lambda pg: pg.gather([ones(5), ones()], ones(), 0), ValueError, r"outputs\[0\] has 5 elements, tensor has 4"),
@@ -193,7 +193,7 @@ WRONG: list[Row] = [
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_refused_call_does_not_affect_later_calls(pg: ProcessGroup) -> None:
-    """Check after each refused call that ordered calls, keyed calls and messages of both ranks still match."""
+    """Check after each refused call that ordered calls, keyed calls and messages still match."""
     for number, (call, error, message) in enumerate(WRONG, start=1):
         if pg.rank() == 0:
             with pytest.raises(error, match=message):
@@ -210,7 +210,7 @@ async def test_refused_call_does_not_affect_later_calls(pg: ProcessGroup) -> Non
 
 
 async def test_narrow_float_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that outputs of bfloat16 need ml_dtypes if aiocoll allocates them."""
+    """Check that bfloat16 outputs that aiocoll allocates need the package ml_dtypes."""
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
 
     async def rank(pg: ProcessGroup) -> None:
@@ -274,7 +274,7 @@ async def test_calls_from_another_thread_are_refused(pg: ProcessGroup, name: str
 
 @pytest.mark.ranks(2)
 @parametrize_transports("unix")
-async def test_forked_child_is_refused_without_disturbing_ranks(pg: ProcessGroup) -> None:
+async def test_group_calls_in_a_forked_child_are_refused_without_disturbing_ranks(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         out, into = os.pipe()
         child = os.fork()
@@ -293,7 +293,7 @@ async def test_forked_child_is_refused_without_disturbing_ranks(pg: ProcessGroup
 @pytest.mark.ranks(2)
 @parametrize_transports("unix")
 async def test_forked_child_that_awaits_a_work_receives_no_data_of_its_parent(pg: ProcessGroup) -> None:
-    """Check that the child does not poll the connections of its parent."""
+    """Check that the child does not read from the connections that it shares with its parent."""
     if pg.rank() == 1:
         await pg.recv(ones(), 0)
         await pg.send(ones(), 0)
@@ -324,7 +324,7 @@ def _error_texts(pg: ProcessGroup) -> Iterator[str]:
 
 @pytest.fixture
 def port() -> int:
-    """Return a port on which no process listens."""
+    """Return a free port, on which no process listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         number: int = server.getsockname()[1]
         return number
@@ -332,7 +332,7 @@ def port() -> int:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Set the environment variables of rank 1 of 2, whose master does not exist; return the patch."""
+    """Set the environment variables of rank 1 of 2 with a master that does not exist; return the patch."""
     for name in list(os.environ):
         if name.startswith(("AIOCOLL_", "TORCHELASTIC_")) and name != "AIOCOLL_TEST_LOOP":
             monkeypatch.delenv(name)
@@ -355,7 +355,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({"timeout": "1"}, "timeout must be seconds, a timedelta or None, not str"),
     ],
 )
-def test_argument_of_a_wrong_type_is_refused(
+def test_new_group_refuses_arguments_of_a_wrong_type(
     given: dict[str, Any], message: str, environment: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(TypeError, match=message):
@@ -421,8 +421,8 @@ async def test_unreachable_master_address_is_reported_with_the_reason(
         await new_group(timeout=0.3)
 
 
-async def test_master_that_does_not_answer_is_reported(environment: pytest.MonkeyPatch) -> None:
-    """Fill the backlog of the port, so that a connection attempt gets no answer, as behind a firewall."""
+async def test_error_reports_a_master_that_does_not_answer(environment: pytest.MonkeyPatch) -> None:
+    """Fill the backlog of the port, so that the connection attempt gets no answer, as with a firewall."""
     with socket.socket() as server, socket.socket() as first:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -434,7 +434,7 @@ async def test_master_that_does_not_answer_is_reported(environment: pytest.Monke
             await new_group(timeout=0.3)
 
 
-async def test_address_of_another_host_without_a_key_is_refused(environment: pytest.MonkeyPatch) -> None:
+async def test_master_address_on_another_host_without_a_job_key_is_refused(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("MASTER_ADDR", "192.0.2.1")
     with pytest.raises(
         ConnectionError, match=r"192\.0\.2\.1 can be reached from other machines, and there is no job key"
@@ -443,7 +443,7 @@ async def test_address_of_another_host_without_a_key_is_refused(environment: pyt
 
 
 async def test_different_world_sizes_are_reported_and_a_retry_succeeds() -> None:
-    """Check also that a rank can try again after the failure."""
+    """Retry on the same store after the failure."""
     store = HashStore()
 
     async def rank(number: int, world_size: int) -> Any:

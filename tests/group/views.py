@@ -1,4 +1,4 @@
-"""A record of the arrays that calls view."""
+"""A recorder of the arrays that calls examine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiocoll.elements.buffers import view
 
 @contextmanager
 def recorded_views() -> Iterator[list[Any]]:
-    """Yield a list that gets each array that calls examine, because they have no cached plan."""
+    """Yield a list that records each array that a call examines; calls with a cached plan examine none."""
     viewed: list[Any] = []
 
     def record(frame: Any, event: str, _: Any) -> None:

@@ -1,6 +1,7 @@
-"""A rank of a pair that calls NCCL through aiocoll on one device; it fails if the machine does not support this.
+"""A test process of one of two ranks on one device, which call NCCL through aiocoll.
 
-``python -m tests.gpu.on_device.two aiocoll_rank HOW KIND FOLDER`` starts both.
+``python -m tests.gpu.on_device.two aiocoll_rank HOW KIND FOLDER`` starts both ranks.
+They fail if the machine does not support two ranks on one device.
 
 sum        both ranks reduce arrays and shut the group down
 killed     rank 1 kills itself while the kernel of rank 0 waits for it
@@ -35,23 +36,24 @@ from .clocked import Clocked
 from .two import PosingCuda
 from .worlds import World, world
 
-#: The numbers of float32 elements.
+#: The element counts of the float32 arrays.
 COUNTS = (1, 1000, 1 << 20)
 ROUNDS = 20
-#: Seconds until a lost rank or an abort is reported. The promise is 1 s. The rest allows for the process that shares
-#: the device.
+#: The maximum time in seconds until a lost rank or an abort is reported. aiocoll promises 1 s; the rest is a margin for
+#: the other process on the device.
 SOON = 3.0
 #: The timeout of a call in seconds, including the creation of the communicator.
 TIMEOUT = 30.0
-#: The number of queued calls. Each call enqueues a wait, a kernel and an event; a stream holds 1,024 entries.
+#: The number of calls in the `queued` mode. Each call enqueues a wait, a kernel and an event; a stream has room for
+#: 1,024 entries.
 QUEUED = 500
-#: The largest delay of the event loop in seconds.
+#: The maximum delay of the event loop in seconds.
 LAG = 0.5
 
 
 @contextmanager
 def disguised_device(kind: str, rank: int) -> Iterator[World]:
-    """Yield the device, disguised as another device on each rank."""
+    """Yield the device, with a different bus id on each rank, so that aiocoll uses NCCL."""
     with world(kind, stuck=True, processes=True) as made:  # NCCL may keep an aborted communicator
         cuda, nccl = runtime()
         assert nccl is not None, "NCCL is not available"
@@ -69,7 +71,7 @@ async def time_allreduce(pg: ProcessGroup, made: World, count: int) -> float:
 
 
 async def make_communicator(pg: ProcessGroup, made: World) -> None:
-    """Make the first call, which creates the communicator, and check that the group uses NCCL."""
+    """Create the communicator by a first allreduce, and check that the group uses NCCL."""
     start = perf_counter()
     await time_allreduce(pg, made, 1)
     assert dispatcher_of(pg).device_calls is not None
@@ -87,7 +89,7 @@ async def make_sums(pg: ProcessGroup, made: World) -> None:
 
 
 async def start_held_up_call(pg: ProcessGroup, made: World) -> Any:
-    """Make the kernel of rank 0 wait for rank 1; return the work on rank 0, and the gate that holds it on rank 1."""
+    """Make rank 0's kernel wait for rank 1; return the work on rank 0, and the gate of the blocked stream on rank 1."""
     tensor = made.tensor(np.ones(1000, np.float32))
     if pg.rank() == 0:
         work = pg.allreduce(tensor)

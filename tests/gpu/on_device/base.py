@@ -1,4 +1,4 @@
-"""The interface of devices for tests, and measurements of the event loop."""
+"""The device interface of the on-device tests, and helpers that measure event loop delays."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 
 from aiocoll import ProcessGroup
 
-#: The environment variable with the path of the file for measurements, one JSON object per line.
+#: The environment variable with the path of the measurement file, which gets one JSON object per line.
 FIGURES = "GPU_FIGURES"
-#: Seconds of each sleep of the task that measures how late it wakes.
+#: The sleep time in seconds of the task that measures event loop delays.
 NAP = 0.001
 
 
 class Gate(Protocol):
-    """A kernel that runs until `open` is called."""
+    """A kernel that blocks its stream until `open` is called."""
 
     def open(self) -> None: ...
 
 
 class World:
-    """Devices, and one-dimensional arrays on them.
+    """The interface to a machine's devices and to one-dimensional arrays on them.
 
     Attributes:
         kind: the kind of devices and arrays; see `worlds.py`.
@@ -48,35 +48,35 @@ class World:
         raise NotImplementedError
 
     def part(self, tensor: Any, start: int, stop: int) -> Any:
-        """Return a view of consecutive elements of a device array."""
+        """Return a view of the elements `start` to `stop` of a device array."""
         raise NotImplementedError
 
     def host(self, tensor: Any) -> NDArray[Any]:
-        """Wait for the current stream of the device; return a copy of the values in host memory."""
+        """Wait for the current stream of the array's device; return a host copy of the array."""
         raise NotImplementedError
 
     def stream(self, device: int) -> Any:
-        """Make a new stream current on a device, and return it."""
+        """Create a stream, make it current on a device, and return it."""
         raise NotImplementedError
 
     def current(self, device: int) -> int:
-        """Return the current stream of a device."""
+        """Return the handle of the current stream of a device."""
         raise NotImplementedError
 
     def default_stream(self, device: int, per_thread: bool) -> None:
-        """Make the default stream of the device, or the one of the calling thread, current."""
+        """Make a device's default stream current: the legacy stream, or with `per_thread` the stream of this thread."""
         raise NotImplementedError
 
     def add(self, tensor: Any, number: float) -> None:
-        """Add a number to float64 elements, in the order of the current stream."""
+        """Enqueue a kernel on the current stream that adds a number to a float64 array."""
         raise NotImplementedError
 
     def delay(self, seconds: float, device: int) -> None:
-        """Hold up later work on the current stream of a device for some seconds."""
+        """Block later work on the current stream of a device for some seconds."""
         raise NotImplementedError
 
     def gate(self, device: int) -> Gate:
-        """Return a gate that holds up later work on the current stream of a device until it is opened."""
+        """Block later work on the current stream of a device until the returned gate is opened."""
         raise NotImplementedError
 
     def capturing(self, device: int) -> AbstractContextManager[None]:
@@ -84,17 +84,17 @@ class World:
         raise NotImplementedError
 
     def poke(self, device: int) -> None:
-        """Make CUDA runtime calls, as another thread of a program would."""
+        """Make some CUDA runtime calls, as other threads of a program might."""
         raise NotImplementedError
 
     def figure(self, name: str, value: Any) -> None:
-        """Record a measured figure of these devices."""
+        """Record a measurement on these devices."""
         record_figure(self.kind, name, value)
 
 
 @asynccontextmanager
 async def late_wakeups() -> AsyncIterator[list[float]]:
-    """Yield a list to which a sleeping task appends, during the block, the seconds by which it wakes late."""
+    """Yield a list that records, in seconds, how late a sleeping task wakes up during the block."""
     late: list[float] = []
 
     async def nap() -> None:
@@ -113,13 +113,13 @@ async def late_wakeups() -> AsyncIterator[list[float]]:
 
 
 def lag_percentiles(late: Sequence[float]) -> list[float]:
-    """Return the median, the 99th percentile and the maximum of the delays, in ms."""
+    """Return the median, the 99th percentile and the maximum of delays, converted from s to ms."""
     found: list[float] = (np.percentile(late, (50, 99, 100)) * 1e3).round(3).tolist()
     return found
 
 
 async def reduced_and_gated(pg: ProcessGroup, made: World, value: float = 1.0) -> tuple[int, Any, Gate]:
-    """Return this rank's device, an already reduced tensor on it, and a closed gate on its current stream.
+    """Return this rank's device, a tensor after a first allreduce, and a closed gate on its current stream.
 
     The first call of a group creates its communicator or locks memory, for which CUDA may wait for the device. So this
     first call comes before the gate.
@@ -131,7 +131,7 @@ async def reduced_and_gated(pg: ProcessGroup, made: World, value: float = 1.0) -
 
 
 def record_figure(kind: str, name: str, value: Any) -> None:
-    """Append a measured figure to the file in `FIGURES`, if it is set."""
+    """Append a measurement to the file in the environment variable `FIGURES`, if the variable is set."""
     if path := os.environ.get(FIGURES):
         with Path(path).open("a") as file:
             file.write(json.dumps({"world": kind, "name": name, "value": value}) + "\n")

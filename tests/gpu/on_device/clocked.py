@@ -1,4 +1,4 @@
-"""An NCCL wrapper that records when each rank last launched an allreduce."""
+"""A wrapper of NCCL that records when each rank last launched an allreduce."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .delegate import Delegate
 
 
 class Clocked(Delegate):
-    """A wrapper of any NCCL library.
+    """A wrapper of an NCCL library whose communicators record the allreduce times.
 
     Attributes:
         last: by rank, the time of its last allreduce, in seconds of `perf_counter`.
@@ -24,7 +24,7 @@ class Clocked(Delegate):
 
 
 class ClockedEnd(Delegate):
-    """A wrapper of one rank's communicator."""
+    """A wrapper of one rank's communicator that records when it launches an allreduce."""
 
     def __init__(self, end: Any, last: dict[int, float], rank: int) -> None:
         super().__init__(end)

@@ -1,4 +1,4 @@
-"""A base class for wrappers.
+"""A base class for wrappers, which finds undefined attributes in the wrapped object.
 
 This module imports only the standard library, because `run.py` must work without any package.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Delegate:
-    """A wrapper that passes all attributes that it does not define on to another object."""
+    """A wrapper that takes all attributes that it does not define from the wrapped object."""
 
     def __init__(self, other: Any) -> None:
         self._other = other

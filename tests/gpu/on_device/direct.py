@@ -1,4 +1,4 @@
-"""Memory access and kernels on real devices, by the CUDA driver alone.
+"""Memory access and kernels on real devices through the CUDA driver, without an array library.
 
 It works with the arrays of any library. The kernels are written in PTX, which the driver compiles, so that no compiler
 is needed.
@@ -76,11 +76,11 @@ done:
 }
 """
 
-#: Bytes of each piece of a copy.
+#: The number of bytes that one step of a copy transfers.
 NBYTES = 1 << 20
 
 _INT, _UINT, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
-#: CUDA's default capture mode: an unsafe call of any thread makes the capture invalid.
+#: CUDA's default capture mode: an unsafe CUDA call of any thread invalidates the capture.
 _GLOBAL = 0
 #: Functions of cuda.h that only tests call.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -94,7 +94,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Direct:
-    """Access to devices by the driver; the thread's current device does not change.
+    """An access to devices through the CUDA driver that leaves the thread's current device unchanged.
 
     Args:
         library: libcuda, loaded by `ctypes.CDLL`.
@@ -115,7 +115,7 @@ class Direct:
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Make a device current for the thread in a ``with`` block."""
+        """Make a device current for this thread during a ``with`` block."""
         before = self.cuda.current()
         self.cuda.use(device)
         try:
@@ -125,14 +125,14 @@ class Direct:
                 self.cuda.use(before)
 
     def write(self, address: int, values: NDArray[Any], device: int, stream: int) -> None:
-        """Write values to device memory, behind the current work on `stream`."""
+        """Copy values to device memory, after the work already enqueued on `stream`."""
         for piece, locked, place in self._pieces(address, values, device):
             locked[:] = piece
             self.cuda.copy_to_device(place, locked.ctypes.data, locked.nbytes, stream)
             self.finish(device, stream)
 
     def read(self, address: int, values: NDArray[Any], device: int, stream: int) -> None:
-        """Read values from device memory, behind the current work on `stream`."""
+        """Copy values from device memory, after the work already enqueued on `stream`."""
         for piece, locked, place in self._pieces(address, values, device):
             self.cuda.copy_to_host(locked.ctypes.data, place, locked.nbytes, stream)
             self.finish(device, stream)
@@ -141,7 +141,7 @@ class Direct:
     def _pieces(
         self, address: int, values: NDArray[Any], device: int
     ) -> Iterator[tuple[NDArray[Any], NDArray[Any], int]]:
-        """Yield the pieces of an array: its bytes, page-locked memory for them, and their address on the device."""
+        """Yield pieces of an array: its host bytes, page-locked memory of the same size, and the device address."""
         flat = values.reshape(-1).view(np.uint8)
         with self.on(device), self._copying:
             for start in range(0, flat.size, NBYTES):
@@ -159,7 +159,7 @@ class Direct:
                 self.cuda.event_destroy(event)
 
     def launch(self, name: str, blocks: int, threads: int, device: int, stream: int, *arguments: Any) -> None:
-        """Launch a kernel on a stream; its arguments are ctypes objects."""
+        """Launch the named kernel on a stream with ctypes objects as arguments."""
         with self.on(device):
             kernel = self._kernel(name, device)
             given = (_POINTER * len(arguments))(*map(ctypes.addressof, arguments))
@@ -167,7 +167,7 @@ class Direct:
 
     @contextmanager
     def capturing(self, device: int, stream: int) -> Iterator[None]:
-        """Capture a stream into a graph in a ``with`` block; raise an error if the capture became invalid."""
+        """Capture a stream into a graph during a ``with`` block; raise an error if the capture was invalidated."""
         graph = ctypes.c_void_p()
         with self.on(device):
             self._call("cuStreamBeginCapture_v2", stream, _GLOBAL)

@@ -1,4 +1,4 @@
-"""A process that must exit by itself: ``python -m tests.gpu.on_device.exits HOW KIND``; it prints results and errors.
+"""A test process that must exit by itself: ``python -m tests.gpu.on_device.exits HOW KIND``.
 
 aborting    the process ends while a thread aborts its communicator
 lonely      its communicator waits for a rank that does not exist
@@ -23,16 +23,16 @@ from aiocoll.store import HashStore
 from .delegate import Delegate
 from .worlds import SIMULATED, World, world
 
-#: Timeouts for a call that hangs, in seconds: on a real device and on a simulated one.
+#: The timeout of a call that hangs, in seconds: on a real device, and on a simulated one.
 LIMIT = (5.0, 0.3)
-#: Context managers that stay open at exit, since closing them would wait for the aborting thread.
+#: Context managers that must not close before the process ends, because they would wait for the aborting thread.
 _left: list[object] = []
-#: Seconds that an abort takes, longer than the rest of the process.
+#: The duration of an abort in seconds, longer than the rest of the process.
 SLOW = 1.0
 
 
 class Slow(Delegate):
-    """A wrapper of NCCL with slow aborts."""
+    """A wrapper of NCCL whose aborts are slow."""
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> Any:
         made = self._other.init(world_size, unique_id, rank)
@@ -56,7 +56,7 @@ async def aborting(made: World) -> None:
 
 
 class Lonely(Delegate):
-    """A wrapper of NCCL whose communicators expect one more rank than exists."""
+    """A wrapper of NCCL whose communicators expect one rank more than exists, so that they are never complete."""
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> Any:
         return self._other.init(world_size + 1, unique_id, rank)

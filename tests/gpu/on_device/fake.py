@@ -1,4 +1,4 @@
-"""The fake device, which aiocoll calls without an adapter."""
+"""The fake device for the on-device tests; aiocoll calls it without an adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import Gate, World
 
 
 class FakeWorld(World):
-    """Fake devices with the arrays of a torch lookalike."""
+    """A machine with fake devices and arrays of a torch lookalike."""
 
     kind, dtypes, slow = "fake", frozenset(DTYPES), 0.3
 

@@ -1,4 +1,6 @@
-"""A simulated NCCL whose two ranks are processes, for `run.py --fake`; the ranks of `FakeNccl` share a process.
+"""A simulated NCCL for two ranks in separate processes, which `run.py --fake` uses.
+
+The ranks of `FakeNccl` share a process.
 
 As in real NCCL, the kernel of a rank runs until it is aborted if its peer has ended or makes no call.
 """
@@ -26,7 +28,7 @@ _names = count()
 
 
 class FarNccl:
-    """A simulated NCCL in one of two processes, with the interface `aiocoll.gpu.api.Nccl`; rank 0 creates the id.
+    """A simulated NCCL library in one of two processes, with the interface `aiocoll.gpu.api.Nccl`.
 
     Attributes:
         complaints: always empty; `FakeNccl` has such a list.
@@ -69,7 +71,7 @@ class FarNccl:
 
 
 class FarCommunicator:
-    """The communicator of one rank, which exchanges data over a socket with its peer."""
+    """A communicator of one rank, which exchanges data with its peer over a socket."""
 
     def __init__(self, cuda: FakeCuda, end: socket.socket, rank: int) -> None:
         self._cuda, self._end, self._rank = cuda, end, rank
@@ -107,7 +109,7 @@ class FarCommunicator:
         raise NotImplementedError(f"{name}: this fake supports allreduce only")
 
     def _exchange(self, sent: bytes) -> bytes | None:
-        """Exchange data with the peer; return its data, or None if it has ended.
+        """Exchange data with the peer; return the received data, or None if the peer has ended.
 
         Rank 0 sends first, because two simultaneous sends could block each other.
         """

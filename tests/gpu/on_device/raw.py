@@ -1,6 +1,7 @@
-"""A rank of a pair that calls NCCL without aiocoll; the other steps with two ranks depend on this one.
+"""A test process of one of two ranks on one device, which call NCCL without aiocoll.
 
-``python -m tests.gpu.on_device.two raw HOW KIND FOLDER`` starts both.
+``python -m tests.gpu.on_device.two raw HOW KIND FOLDER`` starts both ranks.
+Other steps with two ranks run only after this step has passed.
 
 cupy       by CuPy
 library    by the functions of libnccl
@@ -30,14 +31,14 @@ from .base import record_figure
 from .far_nccl import FarNccl
 from .worlds import world
 
-#: The numbers of float32 elements.
+#: The element counts of the float32 arrays.
 COUNTS = (1, 1000, 1 << 20)
 ROUNDS = 20
 FLOAT32, SUM = 7, 0
 
 
 def exchange_id(rank: int, meeting: Path, unique_id: Callable[[], bytes]) -> bytes:
-    """Return the id of the communicator, which rank 0 creates and sends through a pipe in the folder `meeting`."""
+    """Return the communicator id, which rank 0 creates and sends through a pipe in the folder `meeting`."""
     pipe = meeting / "name"
     with suppress(FileExistsError):
         os.mkfifo(pipe)
@@ -75,13 +76,13 @@ def by_cupy(rank: int, meeting: Path) -> None:
 
 
 class UniqueId(ctypes.Structure):
-    """The id of a communicator, passed by value."""
+    """A communicator id of NCCL, which C passes by value."""
 
     _fields_ = (("bytes", ctypes.c_char * 128),)
 
 
 def by_library(rank: int, meeting: Path, kind: str) -> None:
-    """Make allreduces on arrays of the given kind through libnccl."""
+    """Make allreduces through libnccl, on arrays of the given library."""
     with world(kind, processes=True) as made:
         nccl = library()
         address, number = ctypes.c_void_p, ctypes.c_int
@@ -121,7 +122,7 @@ def by_library(rank: int, meeting: Path, kind: str) -> None:
 
 
 def by_fake(rank: int, meeting: Path) -> None:
-    """Make allreduces through the fake NCCL."""
+    """Make allreduces through the simulated NCCL."""
     with FakeCuda() as cuda:
         nccl = FarNccl(cuda)
         communicator = nccl.init(2, exchange_id(rank, meeting, nccl.unique_id), rank)
@@ -139,7 +140,7 @@ def by_fake(rank: int, meeting: Path) -> None:
 
 
 def check_sums(rank: int, kind: str, time_allreduce: Callable[[int], Any]) -> None:
-    """Make allreduces on arrays of several lengths, and check the sums."""
+    """Make allreduces of several array lengths, check the sums, and record the times."""
     for count in COUNTS:
         times = []
         for _ in range(ROUNDS):

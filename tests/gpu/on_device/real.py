@@ -1,4 +1,4 @@
-"""Real devices with arrays of CuPy or torch: the library makes arrays and streams, the driver does the rest."""
+"""Real devices for the on-device tests: CuPy or torch makes arrays and streams, the CUDA driver does the rest."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .direct import Direct
 
 #: Dtypes that CuPy does not support.
 NARROW = frozenset(name for name in DTYPES if not hasattr(np, name) and name != "bool")
-#: Seconds after which a kernel stops waiting for its gate, so that a failed test does not block the device for ever.
+#: The maximum time in seconds that a kernel waits for its gate, so that a failed test does not block the device.
 SHUT = 20.0
-#: The number of gates that can exist at a time; gate 0 is never opened.
+#: The number of gate flags, which limits the gates in use. Flag 0 is never set: its kernel is a pure delay.
 FLAGS = 64
 
 
 class _Flag(NamedTuple):
-    """A number in page-locked memory that a kernel reads."""
+    """A gate: a number in page-locked memory that a waiting kernel polls."""
 
     flags: NDArray[np.int32]
     place: int
@@ -34,7 +34,7 @@ class _Flag(NamedTuple):
 
 
 class RealWorld(World):
-    """A base class for real devices, with a subclass for each array library."""
+    """A base class for machines with real devices; each array library has a subclass."""
 
     slow = 1.0
 
@@ -95,31 +95,31 @@ class RealWorld(World):
         self.direct.finish(device, self.current(device))
 
     def leave(self) -> None:
-        """Make the default streams current again."""
+        """Make the default streams current again on all devices."""
         for device in range(self.devices):
             self.default_stream(device, False)
 
-    # -- methods of the subclasses
+    # -- methods that subclasses implement
 
     def empty(self, count: int, dtype: str, device: int) -> Any:
-        """Return a new array."""
+        """Return a new uninitialized array."""
         raise NotImplementedError
 
     def address(self, tensor: Any) -> int:
-        """Return the address of an array's elements."""
+        """Return the device address of an array."""
         raise NotImplementedError
 
     def device(self, tensor: Any) -> int:
-        """Return the device of an array."""
+        """Return the device number of an array."""
         raise NotImplementedError
 
     def count(self, tensor: Any) -> int:
-        """Return the number of an array's elements."""
+        """Return the number of elements of an array."""
         raise NotImplementedError
 
 
 class CupyWorld(RealWorld):
-    """Real devices with arrays of CuPy."""
+    """A machine with real devices and CuPy arrays."""
 
     def __init__(self) -> None:
         import cupy
@@ -163,7 +163,7 @@ class CupyWorld(RealWorld):
 
 
 class TorchWorld(RealWorld):
-    """Real devices with tensors of torch."""
+    """A machine with real devices and torch tensors."""
 
     def __init__(self, kind: str = "torch") -> None:
         import torch
@@ -202,7 +202,7 @@ class TorchWorld(RealWorld):
 
 
 class SimulatedWorld(TorchWorld):
-    """A simulated machine with torch alone, which looks like a real one; see `..simulated_machine`."""
+    """A simulated machine with torch but not CuPy; see `..simulated_machine`."""
 
     slow = 0.3
 

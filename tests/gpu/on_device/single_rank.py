@@ -1,4 +1,4 @@
-"""A group of one rank that reduces CuPy or torch arrays: ``python -m tests.gpu.on_device.single_rank KIND``."""
+"""A test process with one rank: ``python -m tests.gpu.on_device.single_rank KIND`` reduces CuPy or torch arrays."""
 
 from __future__ import annotations
 

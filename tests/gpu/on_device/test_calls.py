@@ -1,4 +1,4 @@
-"""Every collective, op and dtype on a device, with NCCL and staged, compared with NumPy."""
+"""Every collective, op and dtype on a device, by NCCL and staged; results are compared with NumPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTS = ("0", "1", "1000")
 
 
 class Around:
-    """A device tensor with margins; slices of it are copies in host memory."""
+    """A device tensor with margins, whose slices are host copies."""
 
     def __init__(self, made: World, tensor: Any, count: int) -> None:
         self._world, self._tensor, self._count = made, tensor, count
@@ -36,7 +36,7 @@ class Around:
 
 
 class DeviceCall(Call):
-    """A test case of collectives on one rank, with arrays on the rank's device."""
+    """A collective call of one rank in a test case, with arrays on the rank's device."""
 
     def __init__(self, case: Case, rank: int, made: World) -> None:
         super().__init__(case, rank)
@@ -61,7 +61,7 @@ async def check(pg: ProcessGroup, cases: list[Case], made: World) -> None:
 
 
 def pairs() -> Iterator[Case]:
-    """Yield a pairwise cover of all combinations of arguments; `test_groups_cover` runs all of them on the fake."""
+    """Yield a pairwise cover of arguments for simulated devices; `test_groups_cover` tests all combinations."""
     yield from cover({"kind": REDUCING, "op": OPS, "dtype": WIDE, "count": COUNTS}, valid)
     yield from cover({"kind": MOVING, "dtype": WIDE, "count": COUNTS}, valid)
 

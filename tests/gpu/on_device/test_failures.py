@@ -1,4 +1,4 @@
-"""Failures on a device: they are reported, no rank hangs, and processes end."""
+"""Failures on a device: every rank reports them, no rank hangs, and all processes end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .worlds import World, possible_ranks, world
 
 both = pytest.mark.parametrize("way", WAYS)
 ROOT = Path(__file__).parents[3]
-#: Seconds after which a process counts as hung; the start of CUDA takes most of them.
+#: The time limit of a test process in seconds, mostly for the start of CUDA.
 HUNG = 40.0
 
 
@@ -68,7 +68,7 @@ async def test_new_group_works_after_an_abort(kind: str, way: str) -> None:
 
 
 def output_of_process(how: str, kind: str) -> str:
-    """Return the output of a process that must end by itself."""
+    """Run a process of `exits.py`, which must end by itself; return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.on_device.exits", how, kind],
         cwd=ROOT,
@@ -94,8 +94,8 @@ def test_process_can_exit_with_an_open_group(kind: str) -> None:
     assert output_of_process("unclosed", kind).splitlines()[-1] == "[1.0, 1.0, 1.0]"  # after NCCL version lines
 
 
-def test_new_group_works_after_a_group_that_was_not_closed(kind: str) -> None:
-    """Check that garbage collection does not end a communicator, because its end waits for other ranks."""
+def test_new_group_works_after_an_unclosed_group_is_garbage_collected(kind: str) -> None:
+    """Check that garbage collection does not end the communicator, which would wait for other ranks."""
 
     async def forget(made: World) -> None:
         pg = await new_group(store=HashStore(), rank=0, world_size=1)

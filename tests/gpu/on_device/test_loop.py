@@ -1,4 +1,4 @@
-"""The event loop and other threads while the device works; the measured delays are recorded."""
+"""Delays of the event loop and of other threads during device work, measured and recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_event_loop_is_not_blocked_during_a_long_kernel(kind: str, way: st
             await work
             took = perf_counter() - start
         assert took > made.slow * 0.9
-        # A callback that waited for the device would delay the event loop by the length of the kernel.
+        # If a callback waited for the device, the delay would be the duration of the kernel.
         assert max(called, *late) < made.slow / 2
         made.figure(f"loop lag under a kernel of {made.slow:g} s, {way}: ms p50, p99, max", lag_percentiles(late))
         made.figure(f"the call itself, {way}: us", round(called * 1e6, 1))
@@ -45,7 +45,7 @@ async def test_event_loop_is_not_blocked_during_a_long_kernel(kind: str, way: st
         await run_ranks(1, body, made)
 
 
-async def test_delay_between_device_end_and_await_end_is_measured(kind: str) -> None:
+async def test_delay_between_the_end_of_device_work_and_the_end_of_its_await_is_measured(kind: str) -> None:
     turns = 20 if kind in SIMULATED else 200
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -55,7 +55,7 @@ async def test_delay_between_device_end_and_await_end_is_measured(kind: str) -> 
         mark = cuda.event_create()
 
         async def time_to_notice(poll: bool) -> float:
-            """Return the seconds from the end of device work to the end of an await, or of a loop that polls."""
+            """Return the seconds from the end of device work to the end of an await, or of a polling loop."""
             gate = made.gate(0)
             work = pg.allreduce(tensor)
             await work.on_stream()

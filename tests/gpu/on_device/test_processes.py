@@ -1,4 +1,4 @@
-"""Processes that share one device: staged calls compared with NumPy, and NCCL if it allows two ranks per device."""
+"""Processes that share one device: staged calls, and NCCL if its version allows two ranks on one device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from ...ranks import run_ranks
 from .two import PosingCuda, rank_settings, way_for_version
 from .worlds import SIMULATED, World, world
 
-#: The timeout of a test's processes in seconds, shorter than the step's, so that the test can show their stacks.
+#: The timeout of the test processes in seconds: shorter than the time limit of the step, so that the test itself can
+#: show the stacks of hung processes.
 LIMIT = 45.0
 
 
 async def make_checked_calls(pg: ProcessGroup, made: World) -> str:
-    """Make calls of all kinds, compare the results with NumPy, and return whether NCCL or staging was used."""
+    """Make calls of all kinds and compare the results with NumPy; return "nccl" or "staged"."""
     rank, size, device = pg.rank(), pg.size(), pg.rank() % made.devices
     for count in (0, 1, 1000, 300_000):
         values = [np.arange(count) * 1.0 + each for each in range(size)]
@@ -119,7 +120,7 @@ async def call_on_shared_device(pg: ProcessGroup, kind: str) -> str:
 
 
 @pytest.mark.gpu
-async def test_two_processes_on_one_device_reduce_by_nccl(kind: str) -> None:
+async def test_two_processes_on_one_device_can_reduce_by_nccl(kind: str) -> None:
     if kind in SIMULATED:
         pytest.skip("the ranks of the simulated NCCL share a process: see the next test")
     assert await testing.run_processes(2, call_on_shared_device, kind, timeout=LIMIT) == ["nccl"] * 2

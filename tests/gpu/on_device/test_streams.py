@@ -1,4 +1,4 @@
-"""Order of work on streams before a call and after `on_stream`; and memory that lives until the device is done."""
+"""Stream order of device work before and after a call, and lifetime of array memory during calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ both = pytest.mark.parametrize("way", WAYS)
 
 
 @both
-async def test_call_runs_after_a_long_kernel_on_the_callers_stream(kind: str, way: str) -> None:
+async def test_call_runs_after_a_long_kernel_that_is_already_on_the_callers_stream(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device = pg.rank() % made.devices
         tensor = made.tensor(np.zeros(1000), device)
@@ -34,7 +34,7 @@ async def test_call_runs_after_a_long_kernel_on_the_callers_stream(kind: str, wa
         await run_ranks(possible_ranks(made, way, 2), body, made)
 
 
-async def test_on_stream_makes_the_current_stream_wait_without_blocking_the_host(kind: str) -> None:
+async def test_on_stream_makes_the_current_stream_wait_for_the_call_without_blocking_the_host(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         _, tensor, gate = await reduced_and_gated(pg, made, 0.0)
         made.add(tensor, pg.rank() + 1.0)
@@ -56,7 +56,7 @@ async def test_on_stream_makes_the_current_stream_wait_without_blocking_the_host
         await run_ranks(possible_ranks(made, "nccl", 2), body, made)
 
 
-async def test_on_stream_makes_another_stream_wait(kind: str) -> None:
+async def test_on_stream_makes_a_given_stream_wait_for_the_call(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
         device, tensor, gate = await reduced_and_gated(pg, made)
         work = pg.allreduce(tensor)
@@ -75,7 +75,9 @@ async def test_on_stream_makes_another_stream_wait(kind: str) -> None:
 
 @both
 @pytest.mark.parametrize("per_thread", [False, True])
-async def test_work_on_default_streams_is_ordered_with_calls(kind: str, way: str, per_thread: bool) -> None:
+async def test_device_calls_keep_their_order_with_work_on_default_streams(
+    kind: str, way: str, per_thread: bool
+) -> None:
     if kind in ("torch", "simulated") and per_thread:
         pytest.skip("torch does not use the default streams of threads")
 
@@ -127,7 +129,7 @@ async def test_array_memory_is_not_reused_while_calls_read_the_array(kind: str, 
             outputs = [made.tensor(np.zeros(size * count), device) for _ in range(together)]
             works = []
             for turn, output in enumerate(outputs, start):
-                # If calls held no reference to the unreferenced source, a new array could get its memory.
+                # If calls held no reference to their source, which is deleted here, a new array could get its memory.
                 source = made.tensor(np.full(count, turn * size + rank, float), device)
                 works.append(pg.allgather_into_tensor(output, source))
                 del source

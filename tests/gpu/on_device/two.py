@@ -1,4 +1,4 @@
-"""Two NCCL ranks on one device, for tests only: NCCL takes the two processes for two hosts, connected by sockets.
+"""A starter of two NCCL ranks on one device for tests: NCCL treats their processes as two hosts.
 
 ``python -m tests.gpu.on_device.two MODULE HOW KIND FOLDER`` starts both ranks, each as ``python -m
 tests.gpu.on_device.MODULE HOW KIND MEETING RANK``. If a rank does not end as expected, the command fails and shows the
@@ -21,7 +21,7 @@ from typing import Any
 
 from .delegate import Delegate
 
-#: Environment variables of NCCL for both ranks, in each of `WAYS`.
+#: NCCL's environment variables for both ranks, whichever of `WAYS` is used.
 TWO_HOSTS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -33,37 +33,38 @@ TWO_HOSTS = {
     "NCCL_PROTO": "Simple",
     "NCCL_CUMEM_ENABLE": "0",
 }
-#: The environment variable that selects one of `WAYS`: another host name for each rank, or a setting of NCCL 2.30.
+#: The environment variable that selects one of `WAYS`: a different host id per rank, or a setting of NCCL 2.30.
 TWO_BY = "GPU_TWO_BY"
 WAYS = ("hostid", "multi-rank")
-#: The first NCCL version with the setting for several ranks per device.
+#: The first NCCL version with a setting that allows several ranks per device.
 MULTI_RANK = 23000
-#: The timeout of both ranks in seconds, shorter than the limit of the step, so that the output names the hung rank.
+#: The timeout of both ranks in seconds: shorter than the time limit of the step, so that the output names the hung
+#: rank.
 LIMIT = 45.0
-#: Seconds for a rank to end after its peer has failed, and between two checks of the ranks.
+#: The maximum time in seconds for a rank to end after its peer has failed, and the polling interval.
 GRACE, CHECK_EVERY = 10.0, 0.1
-#: Seconds for a rank to write the stacks of its threads.
+#: The maximum time in seconds for a hung rank to write the stacks of its threads.
 STACK_SECONDS = 3.0
 
 
-#: The number of lines shown of each rank's NCCL log after a failure.
+#: The number of lines to print from each rank's NCCL log after a failure.
 SHOWN = 40
 
 
 def rank_settings(rank: int, by: str) -> dict[str, str]:
-    """Return the environment variables of a rank."""
+    """Return the NCCL environment variables of a rank."""
     if by == WAYS[0]:
         return {**TWO_HOSTS, "NCCL_HOSTID": f"rank{rank}"}
     return {**TWO_HOSTS, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 def way_for_version(version: int) -> str:
-    """Return the setting for two ranks on one device that this version of NCCL supports."""
+    """Return the way to run two ranks on one device that this NCCL version supports."""
     return WAYS[version >= MULTI_RANK]
 
 
 class PosingCuda(Delegate):
-    """A wrapper of CUDA with a different bus id on each rank, since aiocoll stages calls of ranks on one device.
+    """A wrapper of CUDA with a different bus id per rank; with equal ids, aiocoll would stage the calls.
 
     Attributes:
         staged: the number of copies to the host.
@@ -88,7 +89,7 @@ def nccl_log(meeting: Path, rank: int) -> Path:
 
 
 def run_pair(module: str, how: str, kind: str, meeting: Path, expected: Sequence[int]) -> list[int]:
-    """Run both ranks; return their exit codes.
+    """Run the processes of both ranks; return their exit codes.
 
     A negative code is the number of a signal: SIGABRT for a rank that hung.
     """
@@ -112,7 +113,7 @@ def run_pair(module: str, how: str, kind: str, meeting: Path, expected: Sequence
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], expected: Sequence[int]) -> None:
-    """Wait for both ranks; shorten the wait when one has failed."""
+    """Wait for both processes; after a failure, wait only briefly for the other process."""
     end = monotonic() + LIMIT
     while any(process.poll() is None for process in ranks) and monotonic() < end:
         for process, code in zip(ranks, expected, strict=True):
@@ -122,7 +123,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], expected: Sequence[int]) -> 
 
 
 def main(module: str, how: str, kind: str, folder: str) -> str | None:
-    """Run both ranks; return a message about the ranks that failed, or None."""
+    """Run both ranks; return a message that names the failed ranks, or None."""
     expected = [0, -signal.SIGKILL if how == "killed" else 0]
     with tempfile.TemporaryDirectory() as name:
         meeting = Path(name)

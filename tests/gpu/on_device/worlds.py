@@ -1,4 +1,4 @@
-"""The devices on which the same tests run: simulated ones, and real ones with arrays of CuPy or torch.
+"""The machines on which the on-device tests run: simulated ones, and real ones with arrays of CuPy or torch.
 
 fake        fake CUDA and NCCL, which aiocoll calls without an adapter
 simulated   a simulated machine with torch and without CuPy, where aiocoll finds driver, NCCL and torch
@@ -33,7 +33,7 @@ _WORLDS = {"simulated": SimulatedWorld, "cupy": CupyWorld, "torch": TorchWorld}
 
 
 def missing(kind: str) -> str | None:
-    """Return the reason why this machine does not have devices of a kind, or None."""
+    """Return the reason why this machine has no devices of this kind, or None if the devices exist."""
     if kind in SIMULATED:
         return None
     if not _gpus():
@@ -55,7 +55,7 @@ def missing(kind: str) -> str | None:
 def world(
     kind: str, way: str = "nccl", devices: int = 1, *, stuck: bool = False, processes: bool = False
 ) -> Iterator[World]:
-    """Yield devices, and make groups use them.
+    """Yield devices of a kind, and make groups use them in the ``with`` block.
 
     Args:
         kind: of the devices; see above.
@@ -87,5 +87,5 @@ def world(
 
 
 def possible_ranks(made: World, way: str, wanted: int) -> int:
-    """Return the number of ranks, at most `wanted`; NCCL needs a device for each."""
+    """Return the possible number of ranks up to `wanted`; NCCL needs one device per rank."""
     return min(wanted, made.devices) if way == "nccl" else wanted

@@ -1,4 +1,4 @@
-"""The call cache: the arrays for which a cached plan is found, and the plans found."""
+"""The call cache: which calls find a cached plan, and the contents of the plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocoll.group.dispatch.planner import Planner
 from ...internals import dispatcher_of, observe_methods
 
 SUM = ReduceOp.SUM
-#: Two dtypes of the same width, which NumPy treats as equal but which are distinct objects.
+#: Two dtypes that NumPy treats as equal on most platforms, although they are distinct objects.
 ONE, OTHER = np.dtype("l"), np.dtype("q")
 
 
@@ -53,7 +53,7 @@ def read_only() -> Any:
 
 
 class Array(np.ndarray):
-    """An array of another type."""
+    """An array of a subclass of `np.ndarray`."""
 
 
 @pytest.mark.ranks(1)
@@ -90,7 +90,7 @@ async def test_calls_on_unusual_arrays_are_not_cached(pg: ProcessGroup, tensor: 
 
 
 @pytest.mark.ranks(1)
-async def test_array_with_an_alias_dtype_misses_the_call_cache(pg: ProcessGroup) -> None:
+async def test_array_whose_dtype_is_only_equal_to_the_cached_dtype_misses_the_call_cache(pg: ProcessGroup) -> None:
     aliases = [dtype for dtype in (ONE, OTHER) if np.dtype(np.int64) is not dtype]
     if ONE.itemsize != OTHER.itemsize or not aliases:
         pytest.skip("all dtypes of this width are one")
@@ -111,7 +111,7 @@ async def test_array_with_an_alias_dtype_misses_the_call_cache(pg: ProcessGroup)
 
 @pytest.mark.ranks(1)
 async def test_cached_plan_keeps_its_op_alive(pg: ProcessGroup) -> None:
-    """Check that a cached plan keeps its op alive, since another op could get the same id."""
+    """Check that the plan references its op; otherwise, another op could get the same id."""
     op = ReduceOp.PREMUL_SUM(2.0)
     alive = weakref.ref(op) if hasattr(op, "__weakref__") else None
     plan = one(pg, np.ones(3), op)
@@ -136,7 +136,7 @@ async def test_call_cache_keeps_a_limited_number_of_plans(pg: ProcessGroup) -> N
 
 
 @pytest.mark.ranks(1)
-async def test_planner_function_is_called_once_per_plan(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeated_call_does_not_call_the_planner_again(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Any] = []
     observe_methods(monkeypatch, Planner, plan=lambda *args, **_: planned.append(args[1]))
     signature = Signature("ALLGATHER_ALLOCATED", "float64", (), None, None)
@@ -159,7 +159,7 @@ async def test_planner_function_is_called_once_per_plan(pg: ProcessGroup, monkey
 
 @pytest.mark.ranks(1)
 async def test_inlined_cache_lookup_agrees_with_the_call_cache(pg: ProcessGroup) -> None:
-    """Check `Dispatcher.one`, into which `CallCache.one` is inlined."""
+    """Compare `Dispatcher.one`, which contains an inlined `CallCache.one`, with the original."""
     plans = dispatcher_of(pg).plans
     for tensor in (np.ones(3), np.ones((2, 2), "f4"), np.ones(4)[::2], np.ones(3, ONE), np.ones(3, OTHER)):
         plans.known.clear()
@@ -171,7 +171,7 @@ async def test_inlined_cache_lookup_agrees_with_the_call_cache(pg: ProcessGroup)
 
 @pytest.mark.ranks(2)
 async def test_plan_of_a_gather_stores_no_counts_of_other_ranks(pg: ProcessGroup) -> None:
-    """Check a gather, where only the two ends of a message know its count, and an allgather, where all ranks know."""
+    """Compare with an allgather, where every rank knows the counts of all ranks."""
     plans = dispatcher_of(pg).plans
     outputs = [np.ones(3), np.ones(3)]
     found = plans.lists("gather", outputs if pg.rank() == 0 else None, np.ones(3), root=0)

@@ -1,4 +1,4 @@
-"""Devices of another kind: a backend that a plugin registers, without changes to the core."""
+"""Device backends of plugins: a new kind of device works in groups without changes to aiocoll."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LINES: list[str] = []
 
 
 class Beads(aiocoll_abacus.Beads):
-    """An array of the plugin's array library."""
+    """An array of beadlib, the array library that the plugin supports."""
 
     __module__ = "beadlib"
 
 
 class AbacusCalls(aiocoll_abacus.AbacusCalls):
-    """The device calls of one group, which record their names in `LINES`."""
+    """The device calls of one group; its methods record their names in `LINES`."""
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
         return all(each is None or each.device == 0 for each in arrays)
@@ -56,7 +56,7 @@ class AbacusBackend(aiocoll_abacus.AbacusBackend):
 
 @pytest.fixture(autouse=True)
 def abacus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register the device, and unregister it at the end."""
+    """Register the plugin's adapter and device backend; restore the registries after the test."""
     LINES.clear()
     for registry in (adapters, devices):
         for name in ("_targets", "_has_read"):
@@ -71,7 +71,7 @@ def abacus(monkeypatch: pytest.MonkeyPatch) -> None:
     names.serve_device("abacus", "beads")
 
 
-def test_calls_are_carried_out_by_the_device_backend_of_their_arrays() -> None:
+def test_device_backend_of_a_plugin_carries_out_calls_on_its_arrays() -> None:
     async def body(pg: ProcessGroup) -> None:
         beads = Beads(np.full(3, pg.rank() + 1.0))
         assert await pg.allreduce(beads) is beads
@@ -84,7 +84,7 @@ def test_calls_are_carried_out_by_the_device_backend_of_their_arrays() -> None:
     assert sorted(LINES) == sorted(2 * ["first call, forced=False", "2 messages together", "closed", "released"])
 
 
-def test_arrays_of_two_kinds_of_devices_are_refused_in_one_group() -> None:
+def test_group_refuses_arrays_of_a_second_kind_of_device() -> None:
     class Pebbles(Beads):
         pass
 
@@ -116,7 +116,7 @@ def test_arrays_of_two_kinds_of_devices_are_refused_in_one_group() -> None:
     asyncio.run(run_ranks(1, body))
 
 
-def test_library_of_a_device_is_listed_as_a_backend() -> None:
+def test_backend_name_of_a_registered_device_is_listed() -> None:
     assert BackendConfig("beads").device_backend_map == {"abacus": "beads"}
     assert BackendConfig().device_backend_map == {"cpu": "aio", "cuda": "aio", "abacus": "aio"}
     assert names.sole_backend({"cpu": "aio", "abacus": "beads"}) == "aio"
@@ -136,7 +136,7 @@ def test_device_that_is_registered_twice_is_listed_once() -> None:
     assert Backend.default_device_backend_map["abacus"] == "beads"
 
 
-async def test_library_of_a_device_can_be_required_as_backend() -> None:
+async def test_backend_of_a_registered_device_can_be_required_by_name() -> None:
     async with new_group("cpu:aio,abacus:beads", store=HashStore(), rank=0, world_size=1) as pg:
         await pg.allreduce(Beads(np.ones(3)))
     assert LINES[0] == "first call, forced=True"
