@@ -55,8 +55,6 @@ _AF_UNIX = getattr(socket, "AF_UNIX", None)  # does not exist on Windows
 
 _SILENT = "it does not answer"
 
-_AF_UNIX = getattr(socket, "AF_UNIX", None)  # does not exist on Windows
-
 
 class DialAddress(NamedTuple):
     """An address at which to dial a peer.
