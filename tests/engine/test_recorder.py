@@ -165,7 +165,7 @@ async def test_recorder_entry_keeps_no_objects_of_the_caller_alive(pg: ProcessGr
 
 @pytest.mark.ranks(1, 2)
 async def test_recorder_keeps_a_limited_number_of_entries(pg: ProcessGroup) -> None:
-    """Let a single rank make only collectives, and two ranks also exchange messages."""
+    """Fill the recorder with collectives on a single rank, and with collectives and messages on two ranks."""
     world_size = pg.size()
     x = np.zeros(3)
     for _ in range(HISTORY + 9):

@@ -21,19 +21,19 @@ from ..internals import comm_of
 from ..ranks import parametrize_transports
 from .test_slot_program import Started, finish, jobs, overwrite_freed_slots, posts, until_revoked
 
-#: More elements of float64 than a slot holds.
+#: A number of float64 elements that exceeds every slot.
 LARGE = 8193
-#: Elements of a block: none, in the line of a slot, in a small slot, in a middle slot, in frames.
+#: Block lengths in float64 elements: empty, for the 64-byte line of a slot, small slots, middle slots, and frames.
 COUNTS = [0, 1, 5, 6, 512, 513, 8192, LARGE]
 
-#: A function that starts a call with counts and a root, which alltoall ignores.
+#: A function that starts a call with element counts and a root; alltoall ignores the root.
 Call = Callable[..., Started]
-#: A function that returns the number of elements that the first rank sends to the second.
+#: A function (rank, rank) that returns the number of elements that the first rank sends to the second rank.
 Counts = Callable[[int, int], int]
 
 
 def block(count: int, source: int, target: int) -> np.ndarray:
-    """Return the block that rank `source` has for rank `target`."""
+    """Return the block that rank `source` sends to rank `target`."""
     return np.full(count, 100.0 * source + target)
 
 
@@ -103,7 +103,7 @@ async def test_small_blocks_are_sent_through_slots(call: Call, world_size: int) 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 async def test_small_blocks_use_slots_even_if_other_blocks_are_large(call: Call, world_size: int) -> None:
-    """Check ranks with large blocks, which run a schedule and find their small blocks in slots and in frames."""
+    """Check ranks that exchange large blocks in frames, and receive their small blocks through slots or in frames."""
     seen = set()
     async with jobs(world_size) as (pgs,):
         for large in range(world_size):
@@ -125,7 +125,7 @@ async def test_small_blocks_use_slots_even_if_other_blocks_are_large(call: Call,
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("late", [False, True])
 async def test_gather_root_without_counts_receives_all_blocks(world_size: int, late: bool) -> None:
-    """Let the root call first or last, and find blocks in small slots, in middle slots and in frames."""
+    """Let the root call first or last, with blocks in small slots, in middle slots and in frames."""
     async with jobs(world_size) as (pgs,):
         for root in range(world_size):
             for first in range(len(COUNTS)):
@@ -248,7 +248,7 @@ DIFFERENT = [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)]
 
 @CALLS
 async def test_mismatched_counts_are_reported(call: Call) -> None:
-    """Check small and large blocks of rank 2."""
+    """Let ranks 0 and 1 pass different counts, while rank 2 exchanges small or large blocks."""
 
     async def differ(counts: tuple[int, int], large: bool) -> None:
         async with jobs(3) as (pgs,):

@@ -12,7 +12,7 @@ GROUP, OP = 7, 3
 
 
 class Job:
-    """The outbox of one peer, a group and a clock.
+    """A stand-in for one rank: its group, its clock, and the outbox of one peer.
 
     Attributes:
         timers: pending callbacks.
