@@ -1,4 +1,4 @@
-"""The logged reasons why collectives of a group run in Python although the accelerator is available."""
+"""Log messages that explain why collectives of a group run in Python although the accelerator is available."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _debug_level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def reasons(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
-    """Return the reasons that rank 0 has logged since the last check; all must have this level."""
+    """Return the reasons that rank 0 has logged since the last check; check that all have the given log level."""
     found = [
         record
         for record in caplog.records
