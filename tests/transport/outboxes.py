@@ -67,7 +67,7 @@ class Host:
     def close(self) -> None:
         for outbox in self.boxes:
             outbox.close()
-        # Clear the objects, so that no reference keeps a mapping: before Python 3.13, a mapping keeps its own descriptor.
+        # Clear the objects, since before Python 3.13 each mapping that is still referenced keeps a descriptor open.
         for each in (self, *self.used):
             vars(each).clear()
 
