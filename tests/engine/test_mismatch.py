@@ -262,7 +262,7 @@ DELAYS = {"together": (0.0, 0.0), "odd-late": (0.0, 10.0), "odd-early": (10.0, 0
 PLACES = [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 0), (4, 2), (4, 3)]
 
 
-#: Combinations of a frame latency (None: links in memory without latency) and an order of the calls.
+#: Combinations of a frame latency (None: the ranks use shared memory) and an order of the calls.
 TERMS = [(latency, order) for latency in (None, LATENCY) for order in DELAYS]
 
 
@@ -390,7 +390,7 @@ def test_message_of_another_size_is_reported_as_a_mismatch_at_both_ends(
     ],
     ids=["recv", "recv_anysource", "send"],
 )
-def test_timeout_names_a_rank_that_sends_or_receives_instead(call: Any, named: str) -> None:
+def test_timeout_of_a_collective_names_a_rank_that_waits_in_a_send_or_receive(call: Any, named: str) -> None:
     """Check that the ranks wait until the timeout, since another task of a rank may still make the matching call."""
 
     async def rank(pg: ProcessGroup) -> None:

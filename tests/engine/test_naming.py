@@ -1,4 +1,4 @@
-"""Names of missing ranks in the timeouts and warnings of all waiting ranks."""
+"""Timeout errors and warnings, in which all waiting ranks name the same missing ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One-round schedules, converted into posts to shared-memory slots, reads of slots, and reductions."""
+"""Schedules of one round, converted into posts to shared-memory slots, reads of slots, and reductions."""
 
 from __future__ import annotations
 

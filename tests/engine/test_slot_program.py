@@ -1,4 +1,4 @@
-"""Small reductions in shared memory: slots, frames used instead, and slots of failed groups."""
+"""Small reductions in shared memory: through slots, in frames if no slot is free, and after a failure."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def overwrite_freed_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_contributions_that_fit_are_sent_through_slots(world_size: int, count: int) -> None:
+async def test_contributions_that_fit_a_slot_are_sent_through_slots(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, count) for pg in pgs]

@@ -1,4 +1,4 @@
-"""Small allgathers and reduce_scatters in shared memory: slots, frames used instead, and failed groups."""
+"""Small allgathers and reduce_scatters in shared memory: through slots, in frames if no slot is free, and failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CALLS = pytest.mark.parametrize("call", [start_allgather, start_reduce_scatter])
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_contributions_that_fit_are_sent_through_slots(call: Call, world_size: int, count: int) -> None:
+async def test_contributions_that_fit_a_slot_are_sent_through_slots(call: Call, world_size: int, count: int) -> None:
     counts = [count] * world_size
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]

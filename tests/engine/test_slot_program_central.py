@@ -1,4 +1,4 @@
-"""Small reductions of many ranks in shared memory, through rank 0: in slots and in frames."""
+"""Small reductions of many ranks in shared memory, which rank 0 computes for all ranks: in slots and in frames."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fits_slot(pg: ProcessGroup, count: int) -> bool:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-async def test_ranks_post_to_rank_0_which_posts_to_all(world_size: int) -> None:
+async def test_ranks_post_to_rank_0_which_posts_the_result_to_all_ranks(world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         ends = [(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         for count in COUNTS:
@@ -130,7 +130,7 @@ async def test_mismatched_call_is_reported_on_all_ranks(wrong: int) -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 1, 4])
-async def test_abort_of_one_rank_fails_the_call_on_all(gone: int) -> None:
+async def test_abort_of_one_rank_fails_the_call_on_all_ranks(gone: int) -> None:
     async with jobs(5) as (pgs,):
         works = [call(pg)[1] for pg in pgs if pg.rank() != gone]
         pgs[gone].abort("a test")

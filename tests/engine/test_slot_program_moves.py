@@ -1,4 +1,4 @@
-"""Small gathers, scatters and alltoalls in shared memory, alone and together with large blocks."""
+"""Small gathers, scatters and alltoalls through shared-memory slots, alone and together with large blocks."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ async def test_gather_root_without_counts_does_not_read_a_freed_slot(monkeypatch
 
 
 async def test_peer_whose_contribution_has_arrived_is_not_reported_as_awaited() -> None:
-    """Check a schedule with larger blocks, and a gather without known lengths."""
+    """Check a call that also has large blocks, and a gather whose root does not know the lengths of the blocks."""
     async with jobs(3) as (pgs,):
         for start in (
             lambda pg: alltoall(pg, lambda a, b: 3 if 2 in (a, b) else LARGE, 0),
@@ -203,7 +203,7 @@ async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int,
 
 @pytest.mark.parametrize("unsized", [False, True])
 async def test_slot_is_reused_after_its_contribution_was_read(unsized: bool) -> None:
-    """Check a reader that runs a schedule with larger blocks, or a gather without known lengths."""
+    """Let the reader make a call that also has large blocks, or a gather without the lengths of the blocks."""
     async with jobs(3) as (pgs,):
         before = posts(pgs[1], 0)
         for _ in range(SMALL_SLOTS + 3):
@@ -242,7 +242,7 @@ async def test_calls_of_subgroups_give_the_closed_form_results(call: Call) -> No
             await finish([call(group, lambda a, b: 4 + a + b, root) for group in groups])
 
 
-#: Lengths of the block between ranks 0 and 1, as rank 0 and rank 1 pass them.
+#: Pairs of different lengths that ranks 0 and 1 pass for the block between them.
 DIFFERENT = [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)]
 
 

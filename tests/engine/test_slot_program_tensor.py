@@ -1,4 +1,4 @@
-"""Small broadcasts, reduces and scans in shared memory: slots, frames used instead, and mismatched calls."""
+"""Small broadcasts, reduces and scans in shared memory: through slots, in frames, and mismatched calls."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def key() -> bytes:
 
 
 def serve() -> None:
-    """Host the store."""
+    """Host the store until a line of input arrives; report the descriptors and the memory of this process."""
     server = StoreServer(os.environ["HOST"], 29500, key=key(), encryption=os.environ["AIOCOLL_ENCRYPTION"])
     server.start()
     before = resources()

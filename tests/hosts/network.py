@@ -274,7 +274,7 @@ class Process:
 
     @classmethod
     async def start(cls, host: Host, command: Sequence[str], env: Mapping[str, str], user: int = 0) -> Process:
-        """Start a Python program on `host` as `user`, who may read all files even without being root."""
+        """Start a Python program on `host` as `user`, with permission to read all files even if `user` is not root."""
         become = ["--reuid", str(user), "--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
         return cls(
             await asyncio.create_subprocess_exec(

@@ -36,7 +36,7 @@ class Job:
         self._encryption = encryption
 
     async def start(self) -> list[str]:
-        """Start all processes; return the handshakes that the attacker's host has recorded."""
+        """Start all processes; return the first bytes of each connection, which the attacker's host has recorded."""
         one, _, three = self._network.hosts
         relay = await self._ranks.start_program(
             three, RELAY, json.dumps([(port, one.ipv4, port) for port in (PORT, WORK)])

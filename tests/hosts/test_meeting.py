@@ -132,7 +132,7 @@ async def test_default_route_selects_the_network_interface(
 # -- the name of the master
 
 
-async def test_master_name_that_resolves_to_loopback_on_its_own_host_works(
+async def test_ranks_meet_by_a_master_name_that_resolves_to_loopback_on_its_own_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     """Use the /etc/hosts entry that Debian writes, which maps the host's own name to a loopback address."""
@@ -144,7 +144,7 @@ async def test_master_name_that_resolves_to_loopback_on_its_own_host_works(
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_master_name_that_resolves_to_loopback_on_the_launchers_host_works(
+async def test_ranks_meet_by_a_master_name_that_resolves_to_loopback_on_the_launchers_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(2)
@@ -154,7 +154,9 @@ async def test_master_name_that_resolves_to_loopback_on_the_launchers_host_works
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
-async def test_service_address_in_front_of_the_launcher_works(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_ranks_meet_by_a_service_address_that_leads_to_the_launcher(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     net = network(2)
     service = "10.96.0.9"
     translate(net, service)
@@ -163,7 +165,7 @@ async def test_service_address_in_front_of_the_launcher_works(network: Callable[
 
 
 @pytest.mark.parametrize("bind", ["any", "10.77.0.1"])
-async def test_service_address_in_front_of_the_master_works(
+async def test_ranks_meet_by_a_service_address_that_leads_to_the_master(
     network: Callable[[int], Network], ranks: Ranks, bind: str
 ) -> None:
     """Use an address that no host has; address translation on the host of rank 1 leads to the real address."""

@@ -1,4 +1,4 @@
-"""Fixtures that start ranks of `program.py` as processes, and check that no process and no file is left."""
+"""Fixtures that start ranks of `program.py` as processes, and check that the ranks leave no temporary files."""
 
 from __future__ import annotations
 

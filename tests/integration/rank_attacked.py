@@ -1,4 +1,4 @@
-"""One of two ranks that another user attacks, for `test_other_user`. Argument: a JSON description.
+"""A rank of a pair that another user attacks, for `test_other_user`. Argument: a JSON description.
 
 It prints its listener address, works until rank 0 reads a line, meets the other rank again, and prints the last sum.
 """

@@ -73,7 +73,7 @@ def key(tmp_path: Path) -> str:
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_torchrun_starts_the_readme_program(hello: str, tmp_path: Path) -> None:
-    """Check that the ranks meet at a loopback address, although torchrun could advertise the host name."""
+    """Use `--local-addr` to meet on loopback instead of the host name, and `--no-python` to print in one piece."""
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--no-python"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", *options, sys.executable, hello]
     # Show warnings without failing, since torch itself emits warnings.
@@ -93,7 +93,7 @@ def test_openmpi_starts_the_readme_program(openmpi: Launch, hello: str, tmp_path
 
 
 def test_slurm_with_pmi_starts_the_readme_program(slurm: Slurm, hello: str) -> None:
-    """Use two nodes, whose ranks can meet only through the PMI connection to the launcher."""
+    """Use two nodes without a job key: the ranks exchange the store address and a key through PMI."""
     assert slurm.srun("--mpi=pmi2", "-n3", script=hello, AIOCOLL_BIND="127.0.0.1") == LauncherResult(0, [SUM] * 3, "")
 
 

@@ -39,7 +39,7 @@ def _accelerator() -> None:
 
 @pytest.fixture
 def set_job(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that starts each process of a job with the implementation that its letter names."""
+    """Return a function that makes each process of a job use the implementation that its letter names."""
 
     def choose(job: str) -> None:
         def environment(original: Any, rank: int, *args: Any) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Attacks by another user, who cannot join, read or stop a job that has a job key or uses unix sockets."""
+"""Attacks by another user: they cannot join, read or stop a job that has a job key or uses unix sockets."""
 
 from __future__ import annotations
 

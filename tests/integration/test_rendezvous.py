@@ -1,4 +1,4 @@
-"""Rendezvous of processes with every init method. The ranks make every call and leave nothing behind."""
+"""Rendezvous of processes with every init method. The ranks make every call, and leave no temporary files."""
 
 from __future__ import annotations
 

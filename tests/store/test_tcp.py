@@ -505,7 +505,7 @@ async def test_handshake_deadline_does_not_end_a_session_with_unread_data():
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_timeout_does_not_discard_an_unread_reply(server, name, waits):
-    """Block the client's loop until the reply has arrived and the timeout has expired."""
+    """Block the client's event loop until the reply has arrived and the timeout has passed."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
 

@@ -26,7 +26,7 @@ from aiocoll.transport.stream.tls_stream import open_tls
 
 from .record_stream import open_records
 
-#: "records" runs over `RecordStream`, which imitates the difficulties of an encrypted stream.
+#: The kinds of links. "records" uses `RecordStream`, which behaves like an encrypted stream.
 KINDS = ("memory", "unix", "tcp", "shm", "records", "tls", "striped")
 
 

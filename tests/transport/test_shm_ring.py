@@ -138,7 +138,7 @@ def test_frames_of_any_size_arrive_at_a_reader_with_any_delay(ranks: int, seed: 
 
 
 def test_frame_stamp_is_written_last() -> None:
-    """Check also the fence before the stamp that machines with weak memory ordering need."""
+    """Check the order of writes, and the memory fence before the stamp, which weakly ordered machines need."""
     ring = Ring(2)
     seen_words: list[int] = []
     at = ring.direction.ring
