@@ -484,7 +484,7 @@ def test_several_slow_ranks_are_reported_in_one_warning(
     assert more == ["rank 1 answers again", "rank 2 answers again"]
 
 
-def test_rank_that_is_soon_slow_again_is_not_logged_again(
+def test_rank_that_is_soon_slow_again_is_logged_only_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def silent(rank: int, now: float) -> float | None:

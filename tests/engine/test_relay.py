@@ -233,7 +233,7 @@ async def test_waiting_relay_has_no_runnable_step() -> None:
         await check([*calls, call(one, 10 * PIECE)], 2)
 
 
-async def test_chunks_of_an_operation_that_the_reader_has_not_called_delay_no_other_operation() -> None:
+async def test_unread_chunks_of_an_early_operation_delay_no_other_operation() -> None:
     async with jobs(2) as ((zero, one),):
         held = [call(zero, 300_000, "later")]
         assert holds_queue(zero) == [True]

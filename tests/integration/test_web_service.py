@@ -208,7 +208,9 @@ def test_fastapi_application_starts_and_stops_the_total(ranks: Ranks, environ: d
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_web_server_returns_its_own_exit_code(ranks: Ranks, environ: dict[str, str], number: int) -> None:
+def test_serve_script_returns_the_exit_code_of_a_stopped_web_server(
+    ranks: Ranks, environ: dict[str, str], number: int
+) -> None:
     environ["WORKERS"] = "1"
     script = "import os, sys; os.setpgid(0, 0); sys.argv = sys.argv[1:]; exec(open(sys.argv[0]).read())"
     command = ("-c", script, str(serve_script(environ)), "tests.integration.asgi_server", APP)
@@ -224,7 +226,7 @@ def test_stopped_web_server_returns_its_own_exit_code(ranks: Ranks, environ: dic
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(("this",), 75), (("tests.integration.asgi_server", "none:app"), 1)])
-def test_web_server_that_ends_by_itself_returns_an_exit_code(
+def test_serve_script_returns_an_exit_code_for_a_web_server_that_ends_by_itself(
     ranks: Ranks, environ: dict[str, str], arguments: tuple[str, ...], code: int
 ) -> None:
     """Use `python -m this` as a server that ends with code 0, and a server that does not find its module."""
@@ -233,7 +235,9 @@ def test_web_server_that_ends_by_itself_returns_an_exit_code(
     assert process.returncode == code
 
 
-def test_killed_web_server_returns_an_exit_code(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
+def test_serve_script_returns_an_exit_code_for_a_killed_web_server(
+    ranks: Ranks, environ: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     process: Any = ranks.start(str(serve_script(environ)), "killed", env=environ)
     process.communicate(timeout=LIMIT)

@@ -190,7 +190,7 @@ async def test_merge_fails_if_the_store_is_lost() -> None:
     await run_on_worlds(2, fn=rank)
 
 
-async def test_merge_fails_if_a_rank_gives_up() -> None:
+async def test_merge_fails_on_all_ranks_if_one_rank_is_cancelled() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:

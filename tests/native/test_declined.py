@@ -478,7 +478,7 @@ async def test_pending_native_works_are_listed_oldest_first(ranks: Ranks, limits
     assert zero.pending() == []
 
 
-async def test_counters_and_records_of_native_ranks_equal_those_of_pure_ranks() -> None:
+async def test_native_and_pure_ranks_have_equal_counters_and_records() -> None:
     found = []
     for native in (True, False):
         async with group_of_ranks([native, native], "counted") as pgs:

@@ -62,7 +62,7 @@ async def test_group_that_runs_natively_logs_no_reason_against_native_calls(capl
     assert reasons(caplog) == []
 
 
-async def test_log_names_a_hook_that_prevents_native_calls_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_names_once_a_hook_that_prevents_native_calls(caplog: pytest.LogCaptureFixture) -> None:
     async with group_of_ranks([True, True], "watched") as pgs:
         handles = [pg.add_hook(Quiet()) for pg in pgs]
         (record, _) = [each for each in caplog.records if REASON in each.getMessage()]

@@ -531,7 +531,7 @@ async def test_error_names_both_mismatched_large_native_calls(job: str) -> None:
                     await work
 
 
-async def test_counters_and_records_of_native_relays_equal_those_of_python() -> None:
+async def test_native_and_python_relays_have_equal_counters_and_records() -> None:
     async with group_of_ranks([True, True]) as pgs, group_of_ranks([False, False], "pure") as pure:
         for group in (pgs, pure):
             await check_sums([start_allreduce(pg, 8 * CHUNK) for pg in group], 2)

@@ -300,7 +300,7 @@ async def test_done_callbacks_are_called_once_in_a_separate_loop_iteration(kind:
     assert called == [work, work]
 
 
-async def test_other_thread_can_wait_for_a_work(kind: str, ranks: Ranks) -> None:
+async def test_thread_outside_the_event_loop_can_wait_for_a_work(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start_allreduce(kind, zero, array)
@@ -316,7 +316,7 @@ async def test_other_thread_can_wait_for_a_work(kind: str, ranks: Ranks) -> None
     assert await asyncio.to_thread(work.wait) is array
 
 
-async def test_other_thread_can_inspect_a_work(kind: str, ranks: Ranks) -> None:
+async def test_thread_outside_the_event_loop_can_inspect_a_work(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start_allreduce(kind, zero, array)

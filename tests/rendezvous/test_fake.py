@@ -89,7 +89,7 @@ async def test_fake_calls_take_sequence_numbers_and_keys() -> None:
         assert pg.barrier().seq == 4
 
 
-async def test_fake_object_calls_return_the_objects_of_the_own_rank() -> None:
+async def test_fake_object_calls_return_the_objects_of_this_rank() -> None:
     mine = {"rank": 2, "numbers": (1, 2)}
     async with fake_group(2, 4) as pg:
         assert await pg.broadcast_object(mine, 2) is mine

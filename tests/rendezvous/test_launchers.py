@@ -371,7 +371,7 @@ def test_any_text_is_parsed_or_refused_as_slurm_list(nodes: str) -> None:
 # -- local ranks
 
 
-def test_local_numbers_are_read_from_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_and_local_world_size_are_read_from_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, env, _ in ROWS[0], *ROWS[2:]:
         assert local_numbers(env) == ((0, 1) if name == "Kubernetes" else (1, 2))
     assert local_numbers({}) == local_numbers(EXPLICIT) == (None, None)

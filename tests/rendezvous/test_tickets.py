@@ -148,7 +148,7 @@ def test_meetings_with_invalid_world_sizes_are_refused(size: Any, error: type[Ex
         Meeting(size)
 
 
-def test_meeting_that_was_not_entered_is_refused() -> None:
+def test_ticket_of_a_meeting_that_was_not_entered_is_refused() -> None:
     for make_ticket in (Meeting(1).ticket, Meeting(1).newcomer):
         with pytest.raises(ValueError, match="the meeting has not been entered: use"):
             make_ticket()

@@ -62,7 +62,9 @@ async def test_unknown_host_name_raises_an_error_after_the_timeout(monkeypatch: 
         await found_address(monkeypatch, "master", NameServer(unknown=100))
 
 
-async def test_store_chooses_the_own_address_among_several_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_store_chooses_the_address_of_this_host_among_several_addresses_of_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert await found_address(monkeypatch, "localhost", NameServer(FOREIGN, "127.0.0.1")) == ("127.0.0.1", None)
 
 

@@ -38,7 +38,7 @@ def test_route_to_an_ipv6_loopback_master_is_ipv6_loopback() -> None:
     assert route.routable_address("::1", bind="any") == "::"
 
 
-def test_wildcard_bind_is_refused_except_for_any() -> None:
+def test_wildcard_bind_address_is_refused_but_the_value_any_is_accepted() -> None:
     assert route.routable_address(None, bind="any") == "0.0.0.0"
     assert route.routable_address("127.0.0.1", bind="any") == "0.0.0.0"
     for wildcard in ("0.0.0.0", "::"):

@@ -452,7 +452,7 @@ def test_frame_ring_that_cannot_grow_raises_enomem(code: int, make_region_ends: 
 
 
 @each_code
-async def test_frames_that_fit_are_sent_without_new_memory(code: int, kernel: Kernel) -> None:
+async def test_frames_that_fit_the_reserved_memory_are_sent_without_new_memory(code: int, kernel: Kernel) -> None:
     async with linked("shm") as (near, far):
         kernel.fail_with(code)
         for end in near, far:

@@ -393,7 +393,7 @@ async def test_lower_rank_uses_the_link_that_the_higher_rank_has_promised() -> N
         link.close()
 
 
-async def test_accepted_link_cancels_the_own_dial() -> None:
+async def test_accepted_link_cancels_the_dial_of_this_rank() -> None:
     async with (
         started(2, handshake_timeout=3600.0, connect_timeout=3600.0) as (a, b),
         stuck_dial(b, a) as (dial, _),
