@@ -1,4 +1,4 @@
-"""Dump files of flight recorders."""
+"""Dump files, to which flight recorders write the last operations of a rank."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def check(case: Case, odd: int, world_size: int, reports: list[CaseReport]) -> N
 
 
 def run(case: Case, world_size: int, odd: int, delays: tuple[float, float], latency: Any, seed: int = 0) -> None:
-    # In cases of several calls, some of the failing works are never awaited.
+    # In cases with several calls, the test does not await all failing works.
     reports = run_virtual(world_size, disagree, case, odd, delays, seed=seed, latency=latency, allow_unretrieved=True)
     check(case, odd, world_size, reports)
 

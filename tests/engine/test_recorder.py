@@ -1,4 +1,4 @@
-"""Records of operations: their calls, times and errors, and no references to user objects."""
+"""The flight recorder's records of operations: calls, times and errors, without references to user objects."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ async def test_ranks_meet_on_copies_of_one_machine(network: Callable[[int], Netw
 
 
 async def test_ranks_of_two_users_of_one_host_meet_by_tcp(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Use users that can reach each other only by TCP, like a rootless container and its host."""
+    """Run the ranks as users that can reach each other only by TCP, like a rootless container and its host."""
     (host,) = network(1).hosts
     method = f"tcp://{host.ipv4}:29500"
     started = [await ranks.start(host, "total", rank, 3, method, user=user) for rank, user in enumerate([7, 8, 8])]
