@@ -1,4 +1,4 @@
-"""Dump files of flight recorders."""
+"""Dump files, to which flight recorders write the last operations of a rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: A program that writes a dump as pid 1, as in every container; with a second argument, it dies before the rename.
+#: A program that writes a dump with process id 1, as in containers. With a second argument, it exits before it renames
+#: the temporary file.
 WRITE = """
 import os, sys
 from aiocoll.dump.files import write_json

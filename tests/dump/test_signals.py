@@ -1,4 +1,4 @@
-"""SIGUSR2 without a directory for dumps: a summary on standard error, and handlers of the program that stay."""
+"""SIGUSR2 without a dump directory: aiocoll prints a summary, and keeps signal handlers of the program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def single_rank_group(name: str | None = None) -> ProcessGroup:
 
 @pytest.fixture
 def default() -> Iterator[None]:
-    """Restore the default action of the signal, and collect groups that other tests have left, since they listen."""
+    """Restore the default action of SIGUSR2, and collect leftover groups of other tests, which listen to the signal."""
     gc.collect()
     old = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     yield
@@ -117,7 +117,7 @@ async def test_signal_summary_of_many_operations_is_truncated(default: None, cap
 
 
 def test_garbage_collected_signal_listener_is_not_called(default: None) -> None:
-    """Check a later signal handler of the program, which calls aiocoll's handler without the deleted listener."""
+    """Check that aiocoll calls no deleted listener after the program has installed another signal handler."""
     received: list[object] = []
 
     class Listener:

@@ -23,9 +23,9 @@ __all__ = ["Hosts"]
 
 #: Shortest and longest latency of a frame in seconds.
 LATENCY = (0.0005, 0.02)
-#: Seconds of silence after which a watchdog reports a lost process, and the kernel a lost connection.
+#: Seconds of silence after which the watchdog reports a lost process and the kernel reports a lost connection.
 SILENCE = 5.0
-#: Virtual seconds after which a run times out.
+#: Virtual seconds after which a simulation times out.
 LIMIT = 3600.0
 
 _process: ContextVar[int] = ContextVar("process")
@@ -73,7 +73,7 @@ class Hosts:
         def loop() -> VirtualLoop:
             return VirtualLoop(self.seed, LATENCY)
 
-        # Without debug mode, in which thousands of jobs would take minutes.
+        # Disable asyncio's debug mode, which would make thousands of jobs take minutes.
         with self._simulated(), asyncio.Runner(debug=False, loop_factory=loop) as runner:
             return runner.run(bounded())
 
@@ -153,7 +153,7 @@ class Hosts:
     # -- simulation
 
     def state(self, process: ProcessId | None, pidfd: PidFd | None = None) -> str:
-        """Return the state of a simulated process."""
+        """Return whether a simulated process runs, is stopped, is gone or has an unknown state."""
         if process is None:
             return UNKNOWN
         return GONE if process.pid in self.killed else STOPPED if process.pid in self.stopped else "running"
@@ -162,7 +162,7 @@ class Hosts:
         return [endpoint for endpoint, owner in self.endpoints.items() if owner == process]
 
     def _shared_networks(self, one: int, other: int) -> Iterator[tuple[Hub, int, int]]:
-        """Yield each network that has both processes, and their ranks in it."""
+        """Yield each network that connects the two processes, with the rank of each process in this network."""
         for hub in self._networks:
             ranks = {transport.process: rank for rank, transport in hub.ranks.items()}  # type: ignore[attr-defined]
             if one in ranks and other in ranks:
@@ -267,14 +267,14 @@ class _StandInWatchdog:
 
 
 def _break_soon(link: Link) -> None:
-    """Accept a link to a dead rank, and break it in the next loop iteration."""
+    """Accept a link to a dead rank, and break the link in the next loop iteration."""
     assert isinstance(link, MemoryLink)
     link.sink = _DroppingSink()
     asyncio.get_running_loop().call_soon(link.break_off, ConnectionResetError(errno.ECONNRESET, "killed"))
 
 
 class _DroppingSink:
-    """The sink of links to a dead rank, which drops all frames."""
+    """A frame receiver for links to a dead rank: drops all frames."""
 
     def route(self, link: Link, header: Header) -> None:
         pass

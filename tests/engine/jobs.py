@@ -15,14 +15,14 @@ from aiocoll import ProcessGroup
 
 from ..internals import clear_stall_reports, comm_of, early_bytes, unmade_groups
 
-#: Bytes of the messages of a flood: short ones are eager, long ones need a grant.
+#: Message sizes of `flood` in bytes: short messages are sent eagerly, long messages need the receiver's permission.
 SHORT, LONG = 64 * 1024, 1024 * 1024
 #: Seconds that the slow rank sleeps before each message.
 SLOW = 0.004
 
 
 class Usage(NamedTuple):
-    """The memory use of one rank: most early bytes, growth of its resident memory, and received bytes."""
+    """The memory use of one rank: maximum of early bytes, growth of resident memory, and received bytes."""
 
     early: int
     resident: int
@@ -44,7 +44,7 @@ def unclaimed_bytes(pg: ProcessGroup) -> int:
 
 
 async def flood(pg: ProcessGroup, seconds: float) -> Usage:
-    """Let rank 0 send as fast as the windows allow, in four ways at once, and rank 1 receive slowly."""
+    """Let rank 0 send as fast as flow control allows, by sends and broadcasts, to rank 1, which receives slowly."""
     buffers = [np.full(size, 1, "uint8") for size in (SHORT, LONG, SHORT, LONG)]
     end = asyncio.get_running_loop().time() + seconds
     before = resident()
@@ -76,7 +76,7 @@ async def flood(pg: ProcessGroup, seconds: float) -> Usage:
 
 
 async def operate(pg: ProcessGroup, count: int) -> None:
-    """Carry out `count` operations of every kind, about a hundred of them in flight."""
+    """Carry out `count` operations of all kinds, with about a hundred operations in flight at a time."""
     peer = 1 - pg.rank()
     small, large = np.zeros(16), np.zeros(2048)
     for number in range(0, count, 100):
@@ -96,7 +96,7 @@ async def operate(pg: ProcessGroup, count: int) -> None:
 
 
 async def operate_long(pg: ProcessGroup, count: int, warm: int) -> tuple[int, int]:
-    """Return the growth in memory blocks and bytes over `count` operations, after `warm` operations."""
+    """Return the growth in memory blocks and bytes during `count` operations, after `warm` warm-up operations."""
     await operate(pg, warm)
     before = memory_in_use()
     await operate(pg, count)

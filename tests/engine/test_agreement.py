@@ -1,4 +1,4 @@
-"""Messages of one rank in the agreement on a successor of a failed group, as coordinator and as voter."""
+"""Messages that one rank sends in the agreement on a new group after a failure, as coordinator and as voter."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class LoneEndpoint:
         self.sent.append((rank, note))
 
     def flood(self, note: dict[str, Any], ranks: Sequence[int]) -> None:
-        """Ignore a message for several ranks."""
+        """Ignore messages to several ranks, which these tests do not check."""
 
     def probe(self, rank: int) -> None:
-        """Do nothing, since no rank is unreachable."""
+        """Skip the probe of an unreachable rank, since no rank is unreachable in these tests."""
 
     def look(self, rank: int) -> None:
-        """Do nothing, since every process runs."""
+        """Skip the check whether a rank's process runs, since all processes run in these tests."""
 
     def call_later(self, delay: float, callback: Any, *args: Any) -> asyncio.TimerHandle:
         handle = self.loop.call_later(1000, callback, *args)
@@ -100,7 +100,7 @@ async def test_shrink_coordinator_requests_all_votes_after_the_first_vote() -> N
 
 
 async def test_coordinator_counts_its_own_promise_before_its_program_calls_shrink() -> None:
-    """Check that rank 1 does not wait for rank 2, since the promises of ranks 0 and 1 are a quorum of three ranks."""
+    """Check that rank 1 does not wait for rank 2: of three ranks, the promises of ranks 0 and 1 are a quorum."""
     alone = LoneEndpoint(0, 3)
     sent = alone.vote(1, 0, exclude=[0, 2])
     assert [each for each in sent if each[1] == "propose"] == [(1, "propose", 0), (2, "propose", 0), (1, "propose", 0)]

@@ -1,4 +1,4 @@
-"""The reported place of a blocked thread: its innermost frame, and the user's lines that led there."""
+"""Reports about a blocked thread: its innermost frame, and the lines of user code that called this frame."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..internals import Limits
 
 
 def frame_in(function: Callable[[Any], object]) -> FrameType:
-    """Return the frame of `function` while it calls its argument."""
+    """Call `function` with a callback; return the frame that called the callback."""
     found: list[FrameType] = []
     function(lambda *_: found.append(sys._getframe(1)))
     return found[0]

@@ -45,12 +45,12 @@ def send_device_message(link: Link, group: int) -> None:
     send_control_message(link, t="device", g=group, card=card)
 
 
-#: A narrow window, a payload that is large for this window, and a low limit for the number of items.
+#: A small window and a payload size in bytes, and a low limit for the number of items. Only a few payloads fit.
 NARROW, SOME, FEW = LINK_WINDOW // 10, bytes(10_000), 300
 SEGMENT_OF_ONES = bytes([1]) * SEGMENT
 
-#: For each flood: the sent item, the limit and words of the error. The limit is a number of items, or a window in bytes
-#: with the bytes that each item takes of it. Windows are a tenth of the usual ones.
+#: For each flood: a function that sends one item, the limit, and words of the error. The limit is a number of items, or
+#: a window in bytes with the bytes that each item uses. Windows have 10 % of the usual size.
 FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
     "bytes for an unknown group": (
         lambda link, pg, number: send_frame(link, DATA, EAGER, 0, UNMADE, number, 0, 0, payload=SOME),
@@ -170,7 +170,7 @@ async def test_flood_of_messages_for_an_unknown_group_takes_little_memory(pg: Pr
 
 @pytest.fixture
 def _narrow(limits: Limits) -> None:
-    """Narrow the windows to a few dozen frames, so that they often fill and reopen."""
+    """Reduce the windows to a few dozen frames, so that the windows often fill and reopen."""
     limits(link_window=40 * LEAST, ready_window=60 * LEAST, window_batch=10 * LEAST)
 
 
@@ -179,7 +179,7 @@ def _narrow(limits: Limits) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("transport", LINKS)
 async def test_ranks_that_obey_the_windows_never_reach_the_limits_of_early_messages(transport: str, seed: int) -> None:
-    """Let calls run far ahead of the windows in order, and as far as the windows allow in another order."""
+    """Receive 300 messages in the order of the sends, and then 50 messages in another order."""
     chance = random.Random(seed)
     sizes = [chance.choice([0, 0, 1, 100, 1000, 9000]) for _ in range(300)]
     others = list(range(50))

@@ -17,11 +17,11 @@ from ..internals import comm_of
 from ..ranks import parametrize_transports, run_ranks
 
 SIZE = 3
-#: Numbers of float64 elements: a few, and more than an eager message may have.
+#: Array lengths in float64 elements: one that is sent eagerly, and one that is too long for an eager message.
 COUNTS = (5, 70_001)
 #: The latency of a frame in seconds; all events between two frames then form one step.
 LATENCY = 0.001
-#: More steps than any call takes; a test that needs more steps has hung.
+#: More steps than any call takes. A test that exceeds this number has hung.
 MOST = 400
 
 
@@ -81,7 +81,7 @@ CALLS: dict[str, Call] = {
 
 
 async def cancel_after(waiting: asyncio.Task[Any], steps: int, seconds: float) -> bool:
-    """Cancel `waiting` after some steps; return whether it was still pending."""
+    """Cancel the task `waiting` after some steps; return whether the task was still pending."""
     for _ in range(steps):
         if waiting.done():
             break
@@ -92,7 +92,7 @@ async def cancel_after(waiting: asyncio.Task[Any], steps: int, seconds: float) -
 
 
 async def cancel_at_every_step(pg: ProcessGroup, call: Call, n: int, seconds: float) -> None:
-    """Repeat a call, cancelling its await one step later each time, on one rank or on all ranks."""
+    """Repeat a call, and cancel its await one step later each time, on one rank or on all ranks."""
     for steps in count():
         assert steps < MOST
         early = []
@@ -132,7 +132,7 @@ async def test_collective_over_sockets_continues_after_its_await_is_cancelled(pg
             await cancel_at_every_step(pg, CALLS[name], n, 0)
 
 
-#: A function that runs a test; its steps are loop iterations, or (except over sockets) virtual time between frames.
+#: A function that runs a test in steps. A step is a loop iteration, or a period of virtual time between two frames.
 Runner = Callable[[Callable[[ProcessGroup, float], Any]], None]
 
 
@@ -149,7 +149,7 @@ def step_over_sockets(fn: Callable[[ProcessGroup, float], Any]) -> None:
 
 
 RUNNERS = pytest.mark.parametrize("run", [step_by_iteration, step_by_latency, step_over_sockets])
-#: The number of messages in a test. Most are sent before the call of their receive, some after it.
+#: The number of messages in a test. Most messages are sent before the matching receive is posted, some afterwards.
 MESSAGES = 60
 
 
@@ -237,7 +237,7 @@ def test_cancelled_object_and_batch_receives_are_withdrawn(run: Runner) -> None:
 @pytest.mark.parametrize("steps", range(8))
 @RUNNERS
 def test_cancelled_incoming_iterator_loses_no_message(run: Runner, steps: int) -> None:
-    """Let a task that is repeatedly cancelled and restarted receive a thousand messages of two lengths."""
+    """Receive a thousand messages of two lengths in a task that the test repeatedly cancels and restarts."""
 
     async def rank(pg: ProcessGroup, seconds: float) -> None:
         if pg.rank() == 0:
@@ -258,7 +258,7 @@ def test_cancelled_incoming_iterator_loses_no_message(run: Runner, steps: int) -
         for extra in count():
             if len(got) == 1000:
                 break
-            # Vary the step, since with cancellations always at the same step no receive might reach its message.
+            # Vary the step of the cancellation. Otherwise every receive might be cancelled before its message arrives.
             await cancel_after(asyncio.ensure_future(take_messages()), steps + extra % 2, seconds)
         assert got == list(range(1000))
 

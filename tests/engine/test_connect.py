@@ -1,4 +1,4 @@
-"""Repeated dials of a rank that does not answer, as long as its process lives: its loop may be blocked."""
+"""Repeated dials of a rank that does not answer: while its process lives, its event loop may only be blocked."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_timeout_expires_within_one_report_period_of_its_deadline(timeout: float
             with pytest.raises(CollectiveTimeoutError, match=f"within {timeout:g} s") as raised:
                 await pg.allreduce(np.zeros(3), timeout=timeout)
             assert raised.value.ranks == ((2,) if timeout > 0.1 else ())
-        # The first of the two timeouts expires in time, and the rank that timed out notifies the others.
+        # One of the two waiting ranks times out first, on time, and notifies the other ranks.
         assert abs(now() - started - timeout) < 0.1
 
     run_virtual(3, rank, latency=LATENCY)
@@ -81,14 +81,14 @@ def test_missing_rank_is_logged_before_the_timeout(caplog: pytest.LogCaptureFixt
     for rank, warning in zip((0, 2), sorted(warnings), strict=True):
         assert f"rank {rank}: ALLREDUCE (sequence 2), called as ALLREDUCE(shape=[3], dtype=float64" in warning
         assert "has been waiting for 30." in warning
-        # The last operation of rank 1 is old, but rank 1 has reported it recently.
+        # The last operation of rank 1 ended 30 s ago, but rank 1 has reported the operation recently.
         assert re.search(r"it waits for rank 1 \(last in BARRIER\(.*SequenceNumber=1\), 30\.\d s ago\)$", warning)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_results_do_not_depend_on_the_latency(seed: int) -> None:
-    """Use seeds that each make the frames of different links overtake each other in another order."""
+    """Check several seeds: each one gives frames other latencies, so that frames of different links are reordered."""
 
     async def rank(pg: ProcessGroup) -> list[bytes]:
         chance = random.Random(seed)

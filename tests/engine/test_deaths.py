@@ -1,4 +1,4 @@
-"""Reports of a death to all groups of the dead rank, on ranks with and without a link to it."""
+"""Reports of a death to all groups of the dead rank, on ranks with and without a link to the dead rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_shrink import Job, now
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None:
-    """Include a group of two ranks, whose death only ranks outside the group can report."""
+    """Include groups of two ranks: if one rank dies, only ranks outside the group can report the death."""
     for victim in range(world_size):
         job = Job()
 
@@ -29,7 +29,7 @@ def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None
                 if rank != victim
             ]
             if pg.rank() == victim:
-                # The victim dies early, since a receiver that waits for longer would open a link by itself.
+                # Kill the victim early, since a rank that waits longer in a receive would open a link by itself.
                 await asyncio.sleep(0.1)
                 job.kill(victim)
                 await asyncio.get_running_loop().create_future()
@@ -50,7 +50,7 @@ def test_death_is_reported_to_every_rank_in_every_group(world_size: int) -> None
 
 
 def test_death_handler_raises_no_exceptions() -> None:
-    """Check with a loop exception handler, since an exception in a callback would only be logged."""
+    """Set an exception handler of the event loop, since asyncio only logs exceptions that callbacks raise."""
     job = Job()
     contexts: list[dict[str, Any]] = []
 
@@ -68,7 +68,7 @@ def test_death_handler_raises_no_exceptions() -> None:
 
 @pytest.mark.ranks(2)
 async def test_process_check_does_nothing_after_the_shutdown_of_the_rank(pg: ProcessGroup) -> None:
-    """Close a group before the process check runs, as a program may before `shrink`."""
+    """Close a group before the process check runs, as a program may do before it calls `shrink`."""
     failure_detector = comm_of(pg).endpoint.failure_detector
     failure_detector._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))
     failure_detector.check_process(1 - pg.rank())

@@ -32,7 +32,7 @@ from ..internals import replace_call
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes can be observed on Linux only")
 
 ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO, errno.EAGAIN, errno.EINTR)
-#: Functions that the detector and its thread call, with the module that looks each of them up.
+#: Functions that the failure detector and its watchdog thread call, with the module that calls each function.
 CALLS = {
     "open": "aiocoll.process",
     "os.stat": "aiocoll.process",
@@ -44,9 +44,9 @@ CALLS = {
     "logger.log": "aiocoll.engine.failure.watchdog",
     "sys._current_frames": "aiocoll.engine.failure.watchdog",
 }
-#: Calls that fail inside the stand-ins for a thread and for a heartbeat stream.
+#: Calls that fail inside the stand-ins `Thread` and `Heartbeat`.
 INSIDE = ("Thread.start", "send", "receive")
-#: The other ranks: a living process of this host, one of another host, and a killed one of this host.
+#: The other ranks: a living process on this host, a process on another host, and a killed process on this host.
 LIVING, AWAY, KILLED = 0, 1, 2
 SLEEP = ["sleep", "3600"]
 
@@ -144,7 +144,7 @@ class Heartbeat:
 
 
 class Thread:
-    """A stand-in for threads: a log thread runs at once, the watchdog thread never."""
+    """A stand-in for `threading.Thread` that runs the log thread at once, and never runs the watchdog thread."""
 
     ident = None
 

@@ -35,7 +35,7 @@ def many(pg: ProcessGroup, count: int = 5) -> None:
         pg.allreduce(x())
 
 
-#: The calls of most ranks, the calls of one rank, and a pattern of the members in the error.
+#: The calls of most ranks, the calls of one rank, and a pattern for the differing calls ("members") in the error text.
 CASES: dict[str, tuple[Record, Record, str]] = {
     "op": (
         lambda pg: (many(pg), pg.allreduce(x())),
@@ -100,14 +100,14 @@ CASES: dict[str, tuple[Record, Record, str]] = {
 
 
 async def block_mismatch(pg: ProcessGroup, most: Record, one: Record, odd: int, text: str) -> str:
-    """Record calls in a block, different ones on rank `odd`; return the text of the mismatch error."""
+    """Record calls in a block, with different calls on rank `odd`; return the text of the mismatch error."""
     loop = asyncio.get_running_loop()
     await pg.barrier()
     start = loop.time()
     with pytest.raises(CollectiveMismatchError) as caught:  # noqa: PT012
         async with pg.coalescing():
             (one if pg.rank() == odd else most)(pg)
-        # The block may complete on this rank, since a sender does not detect a mismatch that only its reader finds.
+        # The block may complete on this rank: only the receiver detects some mismatches, the sender does not.
         await pg.wait_revoked()
         raise comm_of(pg).cause  # type: ignore[misc]
     assert loop.time() - start < 1.0

@@ -18,7 +18,7 @@ from ..internals import comm_of, observe_calls
 #: Shortest and longest latency of a frame in seconds. Only frames of the same link stay in order: half of all goodbyes
 #: on a control link arrive before earlier data on the data link.
 LATENCY = (0.001, 0.5)
-#: Elements of float64: an array of one frame, and one of several frames.
+#: Array lengths in float64 elements: an array that fits into one frame, and an array of several frames.
 COUNTS = (3, 30_000)
 
 
@@ -50,7 +50,7 @@ def test_data_sent_before_a_goodbye_arrives(ends: bool, world_size: int, count: 
 
 
 def test_group_created_after_the_end_of_its_peer_receives_the_data_sent_before() -> None:
-    """Let the notice that a rank has ended arrive on the control link long before its last data frames."""
+    """Let the notice about a rank's end arrive on the control link long before the rank's last data frames."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
@@ -70,7 +70,7 @@ def test_group_created_after_the_end_of_its_peer_receives_the_data_sent_before()
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_rank_can_leave_the_group_as_soon_as_it_has_its_result(world_size: int) -> None:
-    """Let a rank finish a collective while its last messages are still on their way."""
+    """Let a rank finish a collective and leave while its last messages are still in flight."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)

@@ -19,9 +19,9 @@ from ..ranks import wait_until
 from .jobs import memory_in_use
 
 SHM = GroupOptions(transport="shm")
-#: The number of groups open at the same time, of splits before the measurement of memory, and of splits in total.
+#: Number of concurrently open groups, number of splits before the memory measurement, and total number of splits.
 BATCH, WARM, SPLITS = 20, 20_000, 1_000_000
-#: Virtual seconds until the last goodbyes have arrived.
+#: Virtual seconds after which even the last goodbyes of closed groups have arrived.
 CALM = 10.0
 
 
@@ -127,7 +127,7 @@ def test_collisions_of_16_bit_group_ids_are_detected_on_all_ranks(limits: Limits
 
 
 async def _split(pg: ProcessGroup, count: int) -> None:
-    """Split off `count` groups, use some of them, and close all."""
+    """Split off `count` groups, use some of them, and close all groups."""
     everyone = list(range(pg.size()))
     for _ in range(0, count, BATCH):
         groups = [await pg.split_group(everyone) for _ in range(BATCH)]
@@ -137,7 +137,7 @@ async def _split(pg: ProcessGroup, count: int) -> None:
 
 @pytest.mark.soak
 async def test_a_million_splits_do_not_increase_memory_use() -> None:
-    """Split a million times: a split takes 1.3 ms of CPU time on both ranks together."""
+    """Split off a million groups. Each split takes 1.3 ms of CPU time, summed over both ranks."""
 
     async def rank(pg: ProcessGroup) -> tuple[int, int]:
         await _split(pg, WARM)
@@ -158,7 +158,7 @@ async def test_closed_groups_leave_no_record_on_any_rank(options: GroupOptions |
     async def rank(pg: ProcessGroup) -> None:
         await _split(pg, 5 * BATCH)
         for _ in range(3):
-            # The group is revoked; one rank may close the group first, and the goodbyes may cross.
+            # Revoke the group. Either rank may then close the group first, so that both may send a goodbye at once.
             group = await pg.split_group([0, 1])
             if pg.rank() == 0:
                 group.abort("a test")

@@ -42,7 +42,7 @@ from ..ranks import parametrize_transports
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
 
 SHM = GroupOptions(transport="shm")
-#: Elements of float64: the largest block that fits a slot, and a block of several segments.
+#: Block lengths in float64 elements: the largest block that fits a slot, and a block of several segments.
 FITS, LARGE = 8192, 5 * SEGMENT // 8 + 3
 SIZES = [2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)]
 
@@ -105,7 +105,7 @@ CALLS: dict[str, Call] = {
 
 
 def prefer_reading_in_place(pg: ProcessGroup, way: str = "in place") -> None:
-    """Make this rank read large arrays in place, or through chunk queues with ``way="through queues"``."""
+    """Make this rank read large arrays in place, or with ``way="through queues"`` receive them through chunk queues."""
     comm = comm_of(pg)
     if way != "through queues":
         plan_without_accelerator(pg)
@@ -226,7 +226,7 @@ async def test_array_in_memory_that_peers_cannot_read_is_sent_in_frames(
 @pytest.mark.ranks(3)
 @parametrize_transports("shm")
 async def test_elements_that_do_not_divide_the_segment_size_are_not_split(pg: ProcessGroup) -> None:
-    """Use elements of 24 and 12 bytes, of which a segment is not a multiple."""
+    """Use elements of 24 and 12 bytes, which do not divide the segment size."""
     three = np.dtype([("a", "f8"), ("b", "f8"), ("c", "i8")])
     pair = np.dtype([("value", "f8"), ("index", "i4")])
     prefer_reading_in_place(pg)
@@ -254,7 +254,7 @@ async def test_reading_in_place_supports_all_ops(pg: ProcessGroup, op: ReduceOp)
     assert (tensor == (2 if op == ReduceOp.AVG else 3)).all()
 
 
-# -- the choice to read in place
+# -- conditions for reading in place
 
 
 @pytest.mark.parametrize("forbidding", [None, 0, 1])
@@ -312,14 +312,14 @@ async def test_message_below_the_size_limit_is_not_read_in_place(kind: str, refe
 # -- aborted, late and mismatched calls
 
 PATTERN = -7.0
-#: Paths of large arrays: read in place, or through chunk queues if all ranks have the accelerator.
+#: Paths of large arrays: read in place by the receiver, or sent through chunk queues if all ranks have the accelerator.
 WAYS = ("in place", "through queues")
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CALLS)
 async def test_aborted_call_never_delivers_data_written_after_the_abort(kind: str, way: str) -> None:
-    """Let rank 0 abort at various moments of a call and overwrite its array; other groups of the link continue."""
+    """Let rank 0 abort at various moments of a call, and then overwrite its array. Other groups must continue."""
     count = 64 * SEGMENT // 8
     outcomes = set()
 
@@ -421,7 +421,7 @@ MISMATCHES: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGrou
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MISMATCHES)
 async def test_mismatched_calls_are_reported_within_a_second(name: str, way: str) -> None:
-    """Check that a rank whose call has already finished detects the mismatch, since the group is revoked."""
+    """Check that the group is also revoked on a rank whose own call has already finished."""
 
     async def rank(pg: ProcessGroup, swapped: bool) -> None:
         prefer_reading_in_place(pg, way)
@@ -439,7 +439,7 @@ async def test_mismatched_calls_are_reported_within_a_second(name: str, way: str
 
 @pytest.mark.parametrize("given", ["longer", "an address"])
 async def test_mismatched_message_is_not_read_in_place(given: str) -> None:
-    """Check that no part of a longer message is written, and bytes of a small message are not used as an address."""
+    """Check that a longer message is not written, and that the bytes of a small message are not used as an address."""
 
     async def rank(pg: ProcessGroup) -> None:
         prefer_reading_in_place(pg)

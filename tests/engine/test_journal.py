@@ -176,7 +176,7 @@ def test_pending_operations_are_listed_and_never_replaced_in_the_journal() -> No
 
 
 def test_operation_that_ends_during_a_journal_read_is_listed_once() -> None:
-    """Read in a signal handler between the write of the record and the end of `Communicator.ended`."""
+    """Read the journal after the record was written, but before the operation leaves the pending operations."""
     group, ending = Group(), operation(3, 1.0)
     group.pending[ending] = None
     ending.done = True
@@ -267,7 +267,7 @@ def test_recent_waits_are_counted_per_whole_second() -> None:
     assert group.journal.waited(999 + MINUTE)[1] == (2000, 500.0, 0, 0.0)
 
 
-def test_recent_waits_include_a_rank_first_waited_for_late_in_a_second() -> None:
+def test_recent_waits_include_ranks_whose_first_wait_ends_late_in_a_second() -> None:
     group = Group()
     for rank, now in ((0, 500.25), (1, 500.5), (0, 500.75), (1, 501.5)):
         group.end(operation(1, now - 0.25, waited_for=rank), now)

@@ -32,7 +32,7 @@ from ..internals import group_of, wrap_methods
 LATENCY = (0.0005, 0.02)
 #: Guard elements on either side of each array, which no call may write.
 GUARD = 64
-#: Fill byte of the odd rank's arrays: in every dtype larger than any sum of the other ranks.
+#: Fill byte of the odd rank's arrays. In every dtype, an element of such bytes exceeds all sums of other ranks' values.
 MARK = 0x7E
 #: Seconds after the last call within which every rank must report a mismatch (contract).
 SOON = 1.0
@@ -43,7 +43,7 @@ Silent = Callable[[int, float], float | None]
 
 
 class Memory:
-    """The arrays of one rank, each between guard elements, and a check of their contents."""
+    """The arrays of one rank, each between guard elements, with a check that no call has changed them."""
 
     def __init__(self, rank: int, odd: bool) -> None:
         self._value = MARK if odd else rank + 1
@@ -58,7 +58,7 @@ class Memory:
         return whole[GUARD:-GUARD]
 
     def check(self, alone: bool) -> None:
-        """Check that arrays are unchanged, unless ranks with equal calls may have reduced among themselves."""
+        """Check that arrays are unchanged; without `alone`, ranks with equal calls may have reduced their arrays."""
         for whole, before in self._made:
             assert whole[:GUARD].tobytes() == before[:GUARD].tobytes()
             assert whole[-GUARD:].tobytes() == before[-GUARD:].tobytes()
@@ -141,7 +141,7 @@ def counting(kind: str, count: int, dtype: str = "float64", key: str | None = No
 
 
 SIZED = ("allreduce", "reduce", "broadcast", "scan", "exscan", "allgather", "reduce_scatter")
-#: Kinds in which only the two ends of a transfer know its length.
+#: Kinds of calls in which only the sender and the receiver know the length of a transfer.
 PRIVATE = ("gather", "scatter", "alltoall")
 ROOTED: dict[str, Callable[[int], Call]] = {
     "reduce": lambda root: lambda pg, m: pg.reduce(m.array(10), root),
@@ -205,7 +205,7 @@ class CaseReport(NamedTuple):
 
 
 async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, float]) -> CaseReport:
-    """Make this rank's calls of `case` after its delay; check their outcome and return the report."""
+    """Make this rank's calls of `case` after its delay; return the report of the mismatch that ends the group."""
     is_odd = pg.rank() == odd
     memory = Memory(pg.rank(), is_odd)
     clock = asyncio.get_running_loop().time
@@ -230,14 +230,14 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
         pg.barrier()
     assert raised.value.__cause__ is cause
     assert pg.pending() == []
-    # Let frames that are still in flight arrive; they must not write to the arrays.
+    # Let the frames in flight arrive: even late frames must not write to the arrays.
     await asyncio.sleep(0)
     memory.check(alone=pg.size() == 2)
     return CaseReport(str(cause), cause.ranks, called, failed)
 
 
 def check(case: Case, odd: int, world_size: int, reports: list[CaseReport]) -> None:
-    """Check that all ranks have the same report, in time."""
+    """Check that all ranks have got the same mismatch report in time."""
     assert {each.text for each in reports} == {reports[0].text}
     text, ranks, *_ = reports[0]
     assert len(ranks) == 2
@@ -252,17 +252,17 @@ def check(case: Case, odd: int, world_size: int, reports: list[CaseReport]) -> N
 
 
 def run(case: Case, world_size: int, odd: int, delays: tuple[float, float], latency: Any, seed: int = 0) -> None:
-    # In cases of several calls, some of the failing works are never awaited.
+    # In cases with several calls, the test does not await all failing works.
     reports = run_virtual(world_size, disagree, case, odd, delays, seed=seed, latency=latency, allow_unretrieved=True)
     check(case, odd, world_size, reports)
 
 
-#: Seconds before the calls of most ranks, and before those of the odd rank.
+#: Seconds that most ranks wait before their calls, and seconds that the odd rank waits.
 DELAYS = {"together": (0.0, 0.0), "odd-late": (0.0, 10.0), "odd-early": (10.0, 0.0)}
 PLACES = [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 0), (4, 2), (4, 3)]
 
 
-#: The latency (None for shared memory), and the order of the calls.
+#: Combinations of a frame latency (None: the ranks use shared memory) and an order of the calls.
 TERMS = [(latency, order) for latency in (None, LATENCY) for order in DELAYS]
 
 
@@ -277,7 +277,7 @@ def run_with_terms(case: Case, place: tuple[int, int], terms: tuple[Any, str]) -
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: TABLE[number].name)
 def test_mismatch_error_is_raised_on_every_rank(number: int) -> None:
-    """Check one order and latency per odd rank; `..._in_all_orders_and_latencies` below checks all combinations."""
+    """Check one call order and one latency per odd rank; the soak test below checks all combinations."""
     for index, place in enumerate(PLACES):
         run_with_terms(TABLE[number], place, TERMS[(number + index) % len(TERMS)])
 
@@ -318,7 +318,7 @@ def test_mismatched_call_of_one_rank_fails_all_sixteen_ranks(kind: str, odd: int
 
 @pytest.mark.parametrize("seed", range(8))
 def test_mismatch_report_is_the_same_on_all_ranks(seed: int) -> None:
-    """Let ranks make three different calls, so that several pairs find a mismatch at the same time."""
+    """Let ranks make three different calls, so that several pairs of ranks find a mismatch at the same time."""
 
     async def rank(pg: ProcessGroup) -> str:
         kinds = [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN]
@@ -353,7 +353,7 @@ P2P_TABLE = [
 
 
 async def misfit(pg: ProcessGroup, send: Call, receive: Call, fields: str, delay: float) -> str:
-    """Let ranks 0 and 1 exchange a message that does not fit; return the error, which rank 2 gets in a barrier."""
+    """Let rank 0 send rank 1 a message that does not fit its array; return the error text, which all ranks get."""
     memory = Memory(pg.rank(), odd=True)
     clock = asyncio.get_running_loop().time
     await asyncio.sleep(delay if pg.rank() == 0 else 0)
@@ -390,8 +390,8 @@ def test_message_of_another_size_is_reported_as_a_mismatch_at_both_ends(
     ],
     ids=["recv", "recv_anysource", "send"],
 )
-def test_timeout_names_a_rank_that_sends_or_receives_instead(call: Any, named: str) -> None:
-    """Check that no earlier error is raised, since another task of either rank may still make the matching call."""
+def test_timeout_of_a_collective_names_a_rank_that_waits_in_a_send_or_receive(call: Any, named: str) -> None:
+    """Check that the ranks wait until the timeout, since another task of a rank may still make the matching call."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -430,7 +430,7 @@ def test_silent_coordinator_does_not_delay_a_mismatch_report(monkeypatch: pytest
 def test_late_stall_report_does_not_mark_an_answering_rank_slow(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Let rank 0 answer rank 2 after three silent seconds, before rank 1 sends rank 2 an older stall report."""
+    """Let rank 0 answer after three silent seconds; an older stall report about rank 0 then arrives from rank 1."""
 
     def handle(original: Any, stalls: StallInspector, peer: int, message: Any) -> None:
         here = (group_of(stalls).rank, peer)
@@ -456,7 +456,7 @@ def test_late_stall_report_does_not_mark_an_answering_rank_slow(
 
 
 def slow_warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silent: Silent) -> list[str]:
-    """Let ranks 0 and 3 wait for ranks 1 and 2, which are `silent` at times; return rank 3's log messages."""
+    """Let ranks 0 and 3 wait for ranks 1 and 2, which pause as `silent` defines; return the log messages of rank 3."""
 
     def handle(original: Any, stalls: StallInspector, peer: int, message: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -484,7 +484,7 @@ def test_several_slow_ranks_are_reported_in_one_warning(
     assert more == ["rank 1 answers again", "rank 2 answers again"]
 
 
-def test_rank_that_is_soon_slow_again_is_not_logged_again(
+def test_rank_that_is_soon_slow_again_is_logged_only_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def silent(rank: int, now: float) -> float | None:
@@ -537,7 +537,7 @@ def test_mismatch_with_a_call_older_than_the_history_is_still_reported() -> None
 
 
 def test_late_message_for_a_finished_keyed_call_is_reported_as_a_mismatch() -> None:
-    """Use a gather root that expects no elements and so finishes at once."""
+    """Use a gather whose root expects no elements and therefore finishes before the message arrives."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(5 * pg.rank())

@@ -36,7 +36,7 @@ async def test_monitored_barrier_waits_for_all_ranks(transport: str) -> None:
 def failures(
     missing: set[int], timeouts: dict[int, Any], wait_all_ranks: bool, latency: tuple[float, float] | None = None
 ) -> dict[int, CollectiveTimeoutError]:
-    """Let all of four ranks except `missing` call `monitored_barrier`; return their errors."""
+    """Call `monitored_barrier` on all of four ranks except the `missing` ones; return the error of each rank."""
 
     async def rank(pg: ProcessGroup) -> CollectiveTimeoutError | None:
         await pg.barrier()
@@ -79,7 +79,7 @@ def test_monitored_barrier_error_names_missing_rank_0() -> None:
 
 
 def test_monitored_barrier_error_without_a_report_refers_to_rank_0() -> None:
-    # No answer can reach rank 2 within its timeout.
+    # The timeout of rank 2 is shorter than the latency, so that no reply can reach rank 2 in time.
     for error in failures({3}, {2: 0.01}, True, (0.02, 0.02)).values():
         assert "check its log, which names the missing ranks" in str(error)
         assert error.ranks == (0,)
@@ -88,7 +88,7 @@ def test_monitored_barrier_error_without_a_report_refers_to_rank_0() -> None:
 @pytest.mark.ranks(5)
 @parametrize_transports(*LINKS)
 async def test_monitored_barrier_error_uses_the_rank_numbers_of_its_subgroup(pg: ProcessGroup) -> None:
-    """Let ranks 2 and 4 of the world make no call; in the subgroup they are ranks 1 and 2."""
+    """Let global ranks 2 and 4, which are ranks 1 and 2 of the subgroup, make no call."""
     part = await pg.split_group([1, 2, 4])
     if part is None:
         return

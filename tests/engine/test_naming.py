@@ -1,4 +1,4 @@
-"""Names of missing ranks in the timeouts and warnings of all waiting ranks."""
+"""Timeout errors and warnings, in which all waiting ranks name the same missing ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_timeout_error_names_a_missing_rank_that_has_made_no_calls() -> None:
 
 
 def test_timeout_error_shows_the_last_reported_operation_of_a_missing_rank() -> None:
-    """Let rank 1 make other calls after the first query about its operations."""
+    """Let the missing rank 1 make other calls after the other ranks have queried its operations for the first time."""
 
     async def rank(pg: ProcessGroup) -> None:
         works: list[Work[Any]] = []
@@ -110,7 +110,7 @@ def test_number_of_stall_report_messages_grows_linearly_with_the_ranks(monkeypat
         await pg.barrier()
 
     run_virtual(32, rank, latency=LATENCY)
-    # Messages per rank and second: a report, its answer, a query, its answer, and a summary of the answers.
+    # Messages per rank and second: a stall report with its reply, a query with its reply, and a summary of the replies.
     assert 32 * 10 <= messages_sent <= 32 * 11 * 6
 
 
@@ -132,7 +132,7 @@ def test_late_rank_is_logged_once_per_waiting_rank_and_operation(caplog: pytest.
 
 
 def test_timeout_error_of_a_message_names_its_peer(caplog: pytest.LogCaptureFixture) -> None:
-    """Check a pending message, about which ranks send no queries because only its two ends know of it."""
+    """Check a pending message: ranks send no stall queries about messages, which only their two ends know."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:

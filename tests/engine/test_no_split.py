@@ -22,9 +22,9 @@ from tests.engine.hosts import Hosts
 #: refuses variables with unknown names.
 FEW = 200
 MANY = int(os.environ.pop("AIOCOLL_SPLIT_SEEDS", "20000"))
-#: Virtual second by which all faults have begun, and the one by which cuts have healed and stopped ranks continue.
+#: Virtual time in seconds when the last fault has begun, and when all cuts have healed and all stopped ranks continue.
 CALM, HEALED = 30.0, 60.0
-#: Virtual second at which continuing ranks record their group. Every agreement has ended by then.
+#: Virtual time in seconds when the remaining ranks record their group. All agreements have ended by then.
 END = 150.0
 
 
@@ -76,7 +76,7 @@ class Trial:
                     task.result()
 
     def _fault(self) -> Any:
-        """Draw a fault, and return a function that injects it."""
+        """Choose a random fault; return a function that injects the fault."""
         hosts, chance = self.hosts, self.chance
         processes = range(len(hosts.hosts))
         one, other = chance.sample(processes, 2) if len(processes) > 1 else (0, 0)
@@ -163,7 +163,7 @@ class Trial:
                 return
 
     async def _grow(self, pg: ProcessGroup, store: HashStore) -> ProcessGroup:
-        """Grow the group by one newcomer; return the old group if none joins."""
+        """Grow the group by one newcomer; return the new group, or the old group if no newcomer joins."""
         if pg.rank() == 0 and self.spares:
             spare = self.spares.pop()
             self.hosts.start(spare, partial(self._newcomer, spare, store))
@@ -188,7 +188,7 @@ class Trial:
         assert all(len(outcomes) == 1 for outcomes in decided.values()), f"{details}, {decided}"
 
 
-#: Seeds that failed once: a rank got a new link before it had noticed the end of the old one.
+#: Seeds that failed once: a rank got a new link before the rank had noticed the end of the old link.
 FAILED = [17391, 19108]
 
 

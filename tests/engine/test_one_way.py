@@ -37,7 +37,7 @@ def unanswering_address() -> Iterator[tuple[str, int]]:
 
 
 class DisguisingStore(Store):
-    """A store that shows one rank the cards of the `hidden` ranks with a wrong address."""
+    """A store view of one rank, in which the cards of the `hidden` ranks contain an address that does not answer."""
 
     def __init__(self, store: Store, where: tuple[str, int], hidden: list[int]) -> None:
         super().__init__(store.timeout)
@@ -65,7 +65,7 @@ class DisguisingStore(Store):
 
 
 async def run(world_size: int, barred: set[tuple[int, int]], work: Callable[[ProcessGroup], Awaitable[None]]) -> None:
-    """Run `work` on all ranks. In each pair of `barred`, the first rank cannot connect to the second."""
+    """Run `work` on all ranks. In each pair in `barred`, the first rank cannot connect to the second rank."""
     store = HashStore()
 
     async def rank(number: int) -> None:
@@ -81,7 +81,7 @@ async def run(world_size: int, barred: set[tuple[int, int]], work: Callable[[Pro
     await store.aclose()
 
 
-#: Pairs in which the first rank cannot connect to the second. All ranks must reach rank 0, where they meet.
+#: World sizes, with the pairs of ranks in which the first rank cannot connect to the second rank.
 BARRED = [(2, {(0, 1)}), (3, {(0, 1)}), (3, {(1, 2)}), (3, {(2, 1)}), (4, {(0, 1), (0, 2), (0, 3), (1, 2), (3, 2)})]
 
 

@@ -19,7 +19,7 @@ from .test_slot_program import call, check, check_failure, jobs, posts
 
 
 def common_lane(pg: ProcessGroup) -> CommonWriter:
-    """Return the writer of a rank's common lane."""
+    """Return the writer of a rank's common lane, the shared memory that all other ranks read."""
     shared = next(channel.shared for channel in comm_of(pg).channels if channel.shared is not None)
     writer = shared.common_writer
     assert isinstance(writer, CommonWriter)
@@ -33,7 +33,7 @@ def common_posts(pg: ProcessGroup) -> int:
 
 @pytest.mark.parametrize(("world_size", "uses"), [(2, 0), (3, 1), (4, 1)])
 async def test_contribution_for_several_readers_is_written_to_shared_memory_once(world_size: int, uses: int) -> None:
-    """Check that only a contribution for a single reader goes to the lane of that reader."""
+    """Check that a contribution uses the common lane once, or the lane of its reader if there is only one reader."""
     async with jobs(world_size) as (pgs,):
         before = [common_posts(pg) for pg in pgs]
         await check([call(pg) for pg in pgs], world_size)
@@ -103,7 +103,7 @@ async def test_two_jobs_of_one_process_have_separate_outboxes() -> None:
 
 
 async def test_readers_without_a_link_receive_a_frame_and_other_readers_use_a_slot() -> None:
-    """Call while some links are being opened, whose channels have no shared memory yet."""
+    """Make a call while one link is still being opened, so that its channel has no shared memory yet."""
     async with jobs(3) as (pgs,):
         channel = comm_of(pgs[0]).channels[2]
         shared, channel.shared = channel.shared, None
@@ -175,7 +175,7 @@ async def test_partial_element_in_a_slot_is_refused_with_an_error_that_names_the
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_overlapping_groups_may_call_in_any_order(seed: int) -> None:
-    """Let each rank shuffle its calls, whose arrays fit small slots, middle slots or frames."""
+    """Let each rank make its calls in random order, with arrays for small slots, for middle slots and for frames."""
     chance = random.Random(seed)
     members = [(0, 1, 2, 3), (0, 1, 2), (1, 2, 3), (0, 3), (0, 2, 3), (1, 2, 3)]
     sizes = [chance.choice([1, 5, 100, 513, 2000]) for _ in range(12)]
@@ -207,7 +207,7 @@ async def test_overlapping_groups_may_call_in_any_order(seed: int) -> None:
 
 
 async def test_groups_that_call_alternately_use_different_slots() -> None:
-    """Let ranks post for the second group, whose calls have the same numbers, before the first is read."""
+    """Let ranks post for two groups with the same call numbers, before the last rank reads a post of either group."""
     async with jobs(3, "abcd") as groups:
         shifts = {comm_of(group[0]).id % SMALL_SLOTS: group for group in groups}
         assert len(shifts) > 1, "all four group ids select the same slots, by a chance of one in two million"

@@ -15,15 +15,15 @@ from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 from ..internals import comm_of, plan_without_accelerator
 from ..ranks import LINKS, run_ranks
 
-#: Surplus bytes: two elements.
+#: Number of bytes beyond the announced length: two elements.
 EXTRA = 16
-#: Elements of messages: in one frame, in one frame received directly into the array, and in several frames.
+#: Message lengths in float64 elements: one frame, one frame that is received directly into the array, several frames.
 COUNTS = (5, 20_000, 2 * SEGMENT // 8 + 7)
 MARK = -7.0
 
 
 class StretchingLink:
-    """A link that appends bytes to the last frame of every message, and adds them to its length."""
+    """A link that appends surplus bytes to the last frame of every message and increases the announced length."""
 
     def __init__(self, link: Any) -> None:
         self._link = link
@@ -42,12 +42,12 @@ class StretchingLink:
 
 
 def gather(pg: ProcessGroup, array: Any) -> Work[Any]:
-    """Start an allgather in which surplus bytes of rank 0 would overwrite the array part of rank 1."""
+    """Start an allgather in which surplus bytes from rank 0 would overwrite the block of rank 1."""
     half = len(array) // 2
     return pg.allgather_into_tensor(array, array[pg.rank() * half : (pg.rank() + 1) * half].copy())
 
 
-#: The length of the array in messages, and the call.
+#: For each call: the number of messages whose elements fit into the array, and a function that makes the call.
 CALLS: dict[str, tuple[int, Callable[[ProcessGroup, Any], Work[Any]]]] = {
     "broadcast": (1, lambda pg, array: pg.broadcast(array, 0)),
     "reduce": (1, lambda pg, array: pg.reduce(array, 1)),
@@ -80,7 +80,7 @@ async def test_message_longer_than_announced_fails_the_group(transport: str, nam
             ready.set()
             with pytest.raises(GroupError, match=r"rank 0 sent more than the \d+ bytes of its message"):
                 await work
-            # The message may have been written to its array part, but no byte beyond this part.
+            # The message may have filled its part of the array, but must not have written any byte beyond this part.
             assert (array[count:] == MARK).all()
         await pg.wait_revoked()
         assert (whole[:2] == MARK).all()

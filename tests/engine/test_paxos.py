@@ -1,4 +1,4 @@
-"""The agreement on one shrunk group when messages are lost or late: promises and acceptances of voters hold.
+"""The agreement on one shrunk group when messages are lost or late: voters keep their promises and acceptances.
 
 Ranks run on a virtual clock, and their links never break. Only messages of the agreement are lost or late.
 """
@@ -60,7 +60,7 @@ def shrunk_groups(
             except GroupError:
                 pass
             break
-        # Every rank stays until all have decided: a rank that has ended has no vote.
+        # Stay until all ranks have decided, since a rank that has ended has no vote.
         await asyncio.sleep(200)
         if small is None:
             return None
@@ -76,7 +76,7 @@ def shrunk_groups(
 def test_value_that_may_already_be_decided_is_proposed_again(
     world_size: int, reached: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let rank 0 decide with the acceptances of a minimal quorum and fall silent; another coordinator takes over."""
+    """Let rank 0 decide with the acceptances of a minimal quorum, and then send nothing; another rank takes over."""
     silent = False
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ def test_value_that_may_already_be_decided_is_proposed_again(
 
 @pytest.mark.parametrize("world_size", [3, 5])
 def test_voter_accepts_no_ballot_below_its_promise(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the proposals of rank 0 arrive after all other ranks have skipped rank 0 and sent votes to rank 1."""
+    """Delay rank 0's proposals until all other ranks have skipped rank 0 and sent their votes to rank 1."""
     kept: list[tuple[Voter, int, dict[str, Any]]] = []
     voted: set[int] = set()
 
@@ -119,7 +119,7 @@ def test_voter_accepts_no_ballot_below_its_promise(world_size: int, monkeypatch:
 
 
 def test_latest_accepted_value_is_proposed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let only rank 4 accept rank 0's proposal; then ranks 1 to 3 decide another one, and rank 1 falls silent."""
+    """Let only rank 4 accept rank 0's proposal. Then ranks 1 to 3 decide another value, and rank 1 sends no more."""
     silent = False
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def test_latest_accepted_value_is_proposed_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_voter_keeps_its_latest_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let rank 0 alone accept its own proposal, and later accept the proposal that ranks 1 and 2 decide."""
+    """Let rank 0 first accept its own proposal, and later the proposal on which ranks 1 and 2 decide."""
     decided = False
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ def test_voter_keeps_its_latest_acceptance(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_new_coordinator_requests_votes_of_ranks_that_voted_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let only rank 2 receive rank 0's messages; rank 2 must not stay with rank 0 and be excluded by the others."""
+    """Let only rank 2 receive rank 0's messages; the other ranks must not decide on a group without rank 2."""
 
     def between(self: Voter, rank: int, note: dict[str, Any]) -> None:
         if self.rank != 0 or rank in (0, 2):
@@ -174,7 +174,7 @@ def test_new_coordinator_requests_votes_of_ranks_that_voted_elsewhere(monkeypatc
 
 
 def test_coordinator_learns_dead_ranks_from_a_vote() -> None:
-    """Let only rank 2 know that rank 3 is dead; after its vote, the other ranks do not wait for rank 3."""
+    """Let only rank 2 know that rank 3 is dead; after rank 2's vote, no rank waits for rank 3."""
 
     async def rank(pg: ProcessGroup) -> Ranks | None:
         if pg.rank() == 3:

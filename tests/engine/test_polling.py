@@ -1,4 +1,4 @@
-"""Polling by one rank, on a clock that the test moves: how long and how often the rank polls and yields."""
+"""Polling of one rank on a simulated clock: the duration of polling, and yields to other processes and tasks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from aiocoll.engine.polling import DOUBT, TURN, Polling
 from aiocoll.runtime import BUDGET
 
-#: Seconds that a rank polls without a result, and seconds that one poll takes.
+#: Seconds after which a rank stops polling if nothing has arrived, and simulated seconds of one poll.
 SPIN, LOOK = 50e-6, 1e-6
 
 
 class Clock:
-    """A runtime whose clock moves forward by `LOOK` at every reading."""
+    """A runtime whose clock advances by `LOOK` seconds at every reading."""
 
     may_spin = True
     due = False
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Bench:
-    """A stand-in for a rank with one link, whose polls return `results` and then False."""
+    """A stand-in for a rank with one link; polls of the link return the values in `results`, and then False."""
 
     def __init__(self, results: list[bool], *, crowded: bool = False, spin: float = SPIN) -> None:
         self.clock = Clock()

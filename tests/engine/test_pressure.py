@@ -35,7 +35,7 @@ async def fill_the_window(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2, timeout=5)
 @parametrize_transports(*LINKS)
 async def test_message_that_exceeds_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
-    """Check the receive of a message that, unannounced, would hang or get a later message with the same tag."""
+    """Check that a receive gets its own message: unannounced, it would hang or get a later message of the same tag."""
     await fill_the_window(pg)
     if pg.rank() == 0:
         work = pg.send(np.full(nbytes, 1, "uint8"), 1)
@@ -59,7 +59,7 @@ async def test_object_that_exceeds_a_full_window_is_announced(pg: ProcessGroup) 
 
 
 async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> None:
-    """Reduce one large array per key in the order of `keys`: all calls before the first await, or in tasks."""
+    """Reduce one large array per key, in the order of `keys`, in one task or with one task per array."""
     arrays = {key: np.full(nbytes // 4, pg.rank() + 1, "float32") for key in keys}
     if tasks:
         async with asyncio.TaskGroup() as group:
@@ -75,7 +75,7 @@ async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> Non
 @pytest.mark.parametrize("tasks", [False, True], ids=["calls", "tasks"])
 @pytest.mark.parametrize("transport", LINKS)
 async def test_large_messages_in_opposite_orders_do_not_block_other_calls(transport: str, tasks: bool) -> None:
-    """Let each rank call two groups in its own order, with small calls that must not wait for large messages."""
+    """Let ranks make large calls in two groups in different orders; small calls must not wait for large messages."""
 
     async def body(one: ProcessGroup, two: ProcessGroup) -> None:
         rank = one.rank()
@@ -170,7 +170,7 @@ async def test_fast_sender_buffers_no_more_than_the_windows_at_a_slow_receiver(s
     fast, slow = await run_processes(2, jobs.flood, seconds)
     assert LINK_WINDOW / 2 < slow.early <= LINK_WINDOW
     assert fast.early <= LINK_WINDOW
-    # The limit covers the waiting bytes, their copy during delivery, and memory that the allocator keeps.
+    # The limit covers waiting bytes, the copy of these bytes during delivery, and memory that the allocator keeps.
     assert max(fast.resident, slow.resident) <= 4 * LINK_WINDOW
     assert slow.received > 8 * LINK_WINDOW, "rank 1 received too little to show that the window is reused"
 
@@ -188,7 +188,7 @@ async def test_memory_use_does_not_grow_over_many_operations(count: int, warm: i
 
 @pytest.mark.ranks(2)
 async def test_used_key_takes_only_the_memory_of_its_name_and_a_counter(pg: ProcessGroup) -> None:
-    """Check that the count of a key is kept, since other ranks may not have used the key yet."""
+    """Check that a used key leaves only a call counter, which is needed while other ranks may still use the key."""
     count = 2000
     names = [f"step {number}" for number in range(count)]
     for name in names:

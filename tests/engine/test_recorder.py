@@ -1,4 +1,4 @@
-"""Records of operations: their calls, times and errors, and no references to user objects."""
+"""The flight recorder's records of operations: calls, times and errors, without references to user objects."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_recorder_keeps_messages_separate_from_collectives(pg: ProcessGrou
 
 @pytest.mark.ranks(2)
 @parametrize_transports("unix")
-async def test_recorded_start_of_a_message_is_its_first_frame(pg: ProcessGroup) -> None:
+async def test_recorded_start_of_a_message_is_the_time_of_its_first_frame(pg: ProcessGroup) -> None:
     x = np.zeros(3 * SEGMENT, np.uint8)
     await (pg.recv(x, 0) if pg.rank() else pg.send(x, 1))
     await (pg.recv(x[:8], 0) if pg.rank() else pg.send(x[:8], 1))
@@ -82,7 +82,7 @@ async def test_recorded_start_of_a_message_is_its_first_frame(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(2)
-async def test_recorded_end_of_a_call_is_the_end_of_its_last_operation(pg: ProcessGroup) -> None:
+async def test_recorded_end_of_a_call_is_the_time_when_its_last_operation_ends(pg: ProcessGroup) -> None:
     async with pg.coalescing():
         pg.allreduce(np.ones(2))
         pg.allreduce(np.ones(2, np.float32))
@@ -165,7 +165,7 @@ async def test_recorder_entry_keeps_no_objects_of_the_caller_alive(pg: ProcessGr
 
 @pytest.mark.ranks(1, 2)
 async def test_recorder_keeps_a_limited_number_of_entries(pg: ProcessGroup) -> None:
-    """Let a single rank make only collectives, and two ranks also exchange messages."""
+    """Fill the recorder with collectives on a single rank, and with collectives and messages on two ranks."""
     world_size = pg.size()
     x = np.zeros(3)
     for _ in range(HISTORY + 9):

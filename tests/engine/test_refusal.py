@@ -1,4 +1,4 @@
-"""Malformed messages and failing handlers: the groups of the rank at fault end with an error that names it."""
+"""Malformed messages and failing handlers: all groups of the faulty rank fail with an error that names the rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Misuse = Callable[[ProcessGroup, ProcessGroup], Any]
 
 CAUSE = {"kind": "GroupError", "text": "x", "op": None, "seq": None, "group": None, "ranks": [], "how": None}
 REPORT = {"upto": 0, "missing": [], "keyed": []}
-#: Seconds within which every rank gets the error, by contract, and a limit for large sends on a shared core.
+#: Seconds within which every rank must get the error (contract), and the limit in seconds for tests with large sends.
 SOON, OVER = 1.0, 10.0
 
 
@@ -175,7 +175,7 @@ async def check_failure(pg: ProcessGroup, work: Any, words: str) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_group_ignores_frames_of_ranks_outside_the_group(transport: str) -> None:
-    """Send frames that may belong to another group with the same id."""
+    """Send frames of rank 2 with the id of a group without rank 2: a group of rank 2 may have the same id."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)
@@ -221,7 +221,7 @@ async def test_malformed_message_fails_its_groups_with_an_error_that_names_the_r
 
 
 class _GroupId:
-    """A stand-in for a group, with its id only."""
+    """A stand-in for a group that has only a group id."""
 
     def __init__(self, identity: int) -> None:
         self._comm = self
@@ -259,7 +259,7 @@ async def test_exception_in_a_frame_handler_fails_its_groups_with_an_error_that_
 async def test_exception_in_a_control_message_handler_fails_its_groups_and_names_the_sender(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the error names the author of a relayed message, not the rank that relayed the message."""
+    """Check that the error names the rank that wrote the relayed message, not the rank that relayed it."""
 
     def refuse(stalls: StallInspector, peer: int, _: dict[str, Any]) -> None:
         if group_of(stalls).rank == 1 and peer == 2:
@@ -286,7 +286,7 @@ async def test_exception_in_a_control_message_handler_fails_its_groups_and_names
 @pytest.mark.ranks(2, 4, 7)
 @parametrize_transports(*LINKS)
 async def test_refused_rank_receives_the_reason_of_the_refusal(pg: ProcessGroup) -> None:
-    """Refuse the hub and other ranks, with large transfers to the refused rank in flight."""
+    """Let rank 0, the hub, send an invalid message while large transfers from and to rank 0 are in flight."""
     await open_links(pg)
     last = pg.size() - 1
     big = np.ones(500_000)
@@ -305,7 +305,7 @@ async def test_refused_rank_receives_the_reason_of_the_refusal(pg: ProcessGroup)
 
 
 async def error_of_failing_handler(pg: ProcessGroup) -> str:
-    """Let rank 0 fail while it handles a frame of rank 1; return rank 0's error text."""
+    """Let rank 0 fail while it handles a frame of rank 1; return the error text that this rank gets."""
     await open_links(pg)
     work = pg.recv(np.zeros(1), 1 - pg.rank(), tag=1)
     if pg.rank() == 0:
@@ -335,7 +335,7 @@ async def test_exception_in_a_frame_handler_is_reported_to_ranks_in_other_proces
 
 # -- errors in timers and operations
 
-#: Functions that timers call: after a long wait of an operation, and when the answers about it are complete.
+#: Functions that make a timer callback fail: the stall report, or the reply to stall requests.
 CALLBACKS: dict[str, Callable[[pytest.MonkeyPatch, Exception], None]] = {
     "a report": lambda patch, error: make_methods_fail(patch, error, StallInspector, "report"),
     "an answer": lambda patch, error: make_calls_fail(patch, error, "answer_stall_requests"),
@@ -355,7 +355,7 @@ async def test_exception_in_a_timer_fails_the_group_with_an_error_that_names_the
             await work
 
 
-#: Steps of an operation: the internal call that fails, and a user's call that reaches it.
+#: Steps of an operation: the class and the method that fail, and a user's call that runs this method.
 STEPS: dict[str, tuple[type, str, Callable[[ProcessGroup], Any]]] = {
     "at the call": (PostedReceive, "enter", lambda pg: pg.recv(np.zeros(1), 0)),
     "as bytes leave": (OutboundMessage, "sent", lambda pg: pg.send(np.zeros(1), 0)),
@@ -390,7 +390,7 @@ async def test_exception_in_an_operation_fails_the_group_with_an_error_that_name
     await run_ranks(3, rank, transport=transport)
 
 
-#: Frame lengths of a broadcast of 100 elements of eight bytes, and a pattern of the error about the last frame.
+#: Frame lengths in bytes for a broadcast of 800 bytes, and a pattern of the error text about the last frame.
 TOO_MUCH: dict[str, tuple[list[int], str]] = {
     "a frame beyond the end": ([792, 16], "more than the 800 bytes"),
     "a frame without bytes": ([0], "sent an empty frame for a message of 800 bytes"),

@@ -18,9 +18,9 @@ from ..shared_memory import QUEUE
 from .test_slot_program import call, check, check_failure, jobs, rank_array, shrunk_groups
 
 MIB = 1024 * 1024
-#: Elements of float64 in a chunk, and chunks that a queue holds.
+#: Number of float64 elements in a chunk, and number of chunks in a chunk queue.
 PIECE, CHUNKS = QUEUE.chunk_nbytes // 8, QUEUE.chunks_count
-#: Chunks of a short queue, which two operations can fill.
+#: Number of chunks in a short queue, which two operations can fill.
 FEW = 4
 
 
@@ -47,14 +47,14 @@ def test_relay_schedule_contains_each_chunk_once_after_its_dependencies(steps: i
     for step in range(steps):
         order_of_step = [piece for each, piece, _ in found if each == step]
         assert all(one < other for one, other in pairwise(order_of_step))
-    # `order` has no rank argument, so all ranks get the same order; the uncached function must return it again.
+    # All ranks need the same order: without the cache, `order` must return equal results for equal arguments.
     assert order.__wrapped__(steps, pieces) == found
 
 
 @pytest.mark.parametrize("pieces", range(1, 10))
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 def test_relay_schedule_does_not_deadlock_with_the_chunks_of_a_queue(world_size: int, pieces: int) -> None:
-    """Check the worst case, in which each rank does all it can before the next rank has its turn."""
+    """Simulate the worst case: each rank makes all possible progress before the next rank runs."""
     found = order(2 * (world_size - 1), pieces)
     put, taken = [0] * world_size, [0] * world_size
     moved = True
@@ -75,7 +75,7 @@ def test_relay_schedule_does_not_deadlock_with_the_chunks_of_a_queue(world_size:
 
 
 def pieces_put(pg: ProcessGroup, peer: int) -> int:
-    """Return the number of chunks that this rank has put into its queue to `peer`."""
+    """Return the number of chunks that this rank has put into the chunk queue to `peer`."""
     shared = comm_of(pg).channels[peer].shared
     assert shared is not None
     return shared.chunks.number
@@ -114,7 +114,7 @@ async def test_large_arrays_are_sent_in_frames_until_a_link_exists(pg: ProcessGr
 
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_array_pieces_larger_than_a_chunk_are_sent_in_frames(world_size: int) -> None:
-    """Use a link whose chunk size is smaller than the one that the peers' cards announce."""
+    """Use a link with a smaller chunk size than the ranks have announced."""
     async with jobs(world_size) as (pgs,):
         for pg in pgs:
             disable_accelerator(pg)
@@ -140,7 +140,7 @@ async def test_chunk_queue_is_used_by_one_operation_while_other_operations_use_f
 
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_chunks_of_a_rank_that_has_left_are_still_read(world_size: int, limits: Limits) -> None:
-    """Let rank 0 leave while its peers have read a part of the data; a time limit allows one chunk per look."""
+    """Let rank 0 finish and leave before its peers have read all of rank 0's chunks."""
     async with jobs(world_size) as (pgs,):
         limits(loop_budget=-1.0)
         calls = [call(pg, 300_000) for pg in pgs]
@@ -191,7 +191,7 @@ async def test_large_keyed_calls_finish_in_opposite_orders(tasks: bool) -> None:
 
 
 class GatedLink:
-    """A link that accepts one frame, and more frames only while its gate is open."""
+    """A link that accepts a first frame, and further frames only while the attribute `open` is set."""
 
     def __init__(self, link: Any) -> None:
         self._link = link
@@ -233,7 +233,7 @@ async def test_waiting_relay_has_no_runnable_step() -> None:
         await check([*calls, call(one, 10 * PIECE)], 2)
 
 
-async def test_chunks_of_an_operation_that_the_reader_has_not_called_delay_no_other_operation() -> None:
+async def test_unread_chunks_of_an_early_operation_delay_no_other_operation() -> None:
     async with jobs(2) as ((zero, one),):
         held = [call(zero, 300_000, "later")]
         assert holds_queue(zero) == [True]
@@ -257,7 +257,7 @@ async def test_next_ordered_call_queues_its_chunks_behind_unread_chunks() -> Non
     async with jobs(2) as (pgs,):
         for pg in pgs:
             disable_accelerator(pg)
-        # Rank 0 has put all its chunks of the first call, and rank 1 has read none.
+        # Rank 0 has put all its chunks of the first call into the queue, and rank 1 has not read any chunk.
         calls = [call(pgs[1], PIECE + 1), call(pgs[0], PIECE + 1), call(pgs[0], 300_000)]
         assert holds_queue(pgs[0])[-1]
         await check([*calls, call(pgs[1], 300_000)], 2)
@@ -292,14 +292,14 @@ async def test_chunks_queued_after_the_peer_has_failed_block_no_other_group() ->
 
 @pytest.fixture
 def _short_queues(limits: Limits) -> None:
-    """Limit queues to `FEW` chunks."""
+    """Limit each chunk queue to `FEW` chunks."""
     if CHUNKS > FEW:
         limits(chunk_count=FEW)
 
 
 @pytest.mark.usefixtures("_short_queues")
 async def test_writer_that_waits_for_a_free_chunk_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the wake-up of ranks in other processes, which may sleep; ranks of one loop would find a chunk anyway."""
+    """Count the wake-up messages, which only ranks in other processes need: ranks of one loop find free chunks."""
     async with jobs(2) as (pgs,):
         for pg in pgs:
             disable_accelerator(pg)
@@ -313,7 +313,7 @@ async def test_writer_that_waits_for_a_free_chunk_is_woken_once(monkeypatch: pyt
         look(pgs[1])
         await check(calls, 2)
         assert full
-        # One announcement adds no new chunk, since it reports the first freed chunk.
+        # Only one announcement comes without a new chunk: the announcement of the first freed chunk.
         assert [one == other for one, other in pairwise(put)].count(True) == 1
 
 
@@ -359,7 +359,7 @@ async def test_chunk_queue_stays_usable_after_a_reduce_function_raises(world_siz
 
 @pytest.mark.parametrize("world_size", [2, 3])
 async def test_mismatch_error_from_the_chunk_queue_names_both_calls(world_size: int) -> None:
-    """Check that the error is raised before all ranks have reported their operations."""
+    """Check that the chunk headers reveal the mismatch before all ranks have reported their operations."""
     async with jobs(world_size) as (pgs,):
         works = [pg.allreduce(rank_array(pg, 300_000), ReduceOp.MAX if pg.rank() else ReduceOp.SUM) for pg in pgs]
         assert holds_queue(pgs[0]) == [True]

@@ -1,4 +1,4 @@
-"""Deaths reported by the program: of unreachable ranks, and of ranks that still live."""
+"""`report_death` by the program, about unreachable ranks and about ranks that still live."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REASON = "the operator has pulled the plug"
 @pytest.mark.parametrize("when", ["before", "within", "after"])
 @pytest.mark.parametrize("lost", [[0, 1], [0, 2, 3], [1, 2, 3]])
 def test_remaining_ranks_continue_after_a_reported_death(lost: list[int], when: str) -> None:
-    """Put each rank on a separate host: lost ranks are unreachable, and only the report leaves a quorum."""
+    """Put each rank on a separate host, so that the survivors have a quorum only if the program reports the deaths."""
     job = Job(Hosts(range(4)))
     left = [rank for rank in range(4) if rank not in lost]
 
@@ -102,7 +102,7 @@ def test_living_rank_that_is_reported_dead_is_excluded(victim: int, reporter: in
 
 
 def test_living_rank_with_a_late_report_learns_of_its_exclusion() -> None:
-    """Cut off rank 2, which still waits for votes when the other ranks continue without it."""
+    """Cut off rank 2, which still waits for votes when the other ranks continue without rank 2."""
     job = Job(Hosts(range(3)))
 
     async def body(pg: ProcessGroup) -> Any:

@@ -1,4 +1,4 @@
-"""Schedules of one round, converted into contributions, reads and folds for slots."""
+"""Schedules of one round, converted into posts to shared-memory slots, reads of slots, and reductions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rounds(kind: str, algorithm: str, world: int = WORLD, small: int = SMALL) ->
 def test_every_posted_contribution_of_a_slot_program_is_read_once(
     kind: str, algorithm: str, world: int, small: int
 ) -> None:
-    """Check that the writer and the reader of each contribution use the same lane and slots."""
+    """Check that the writer and the reader of each contribution choose the same lane and the same slots."""
     made = rounds(kind, algorithm, world, small)
     posted = sorted(
         (rank, reader, contribution.nbytes, *contribution[3:])
@@ -46,7 +46,7 @@ def test_every_posted_contribution_of_a_slot_program_is_read_once(
 
 @pytest.mark.parametrize(("kind", "algorithm"), IN_SLOTS)
 def test_group_of_two_ranks_does_not_use_the_common_lane(kind: str, algorithm: str) -> None:
-    """Check that two groups of two ranks that share a rank never wait for each other's slots."""
+    """Check that two pairs of ranks with one rank in common never wait for each other's slots."""
     for each in rounds(kind, algorithm, 2):
         assert not any(part.is_common for part in (*each.first, *each.last, *each.takes))
 

@@ -15,17 +15,17 @@ from aiocoll import GroupError, HashStore, ProcessGroup, ReduceOp, new_group
 from tests.ranks import options, run_ranks
 from tests.shared_memory import mapped
 
-#: Elements of float64 that take several chunks of a queue.
+#: Array length in float64 elements that takes several chunks of a chunk queue.
 LARGE = 400_003
 
 
 class Broken(Exception):
-    """The error of a user's reduce function."""
+    """The exception that a user's reduce function raises."""
 
 
 @pytest.mark.parametrize("count", [8, LARGE])
 async def test_exception_in_a_reduce_function_frees_the_lane(count: int) -> None:
-    """Check that each chunk is freed once, by its operation or with all chunks of the failed group."""
+    """Check that each chunk is freed only once, either by its operation or together with the failed group."""
 
     async def rank(number: int, store: Any) -> None:
         def function(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
@@ -49,7 +49,7 @@ async def test_exception_in_a_reduce_function_frees_the_lane(count: int) -> None
 
 
 async def test_operation_that_fails_during_a_scan_fails_the_other_operations_of_its_group() -> None:
-    """Let a scan reach an operation that has already failed and must not write to the caller's array."""
+    """Let one of two pending operations fail during a poll; the other one must not write to the caller's array."""
     tensors = [np.ones(4), np.ones(4)]
     entered = asyncio.Event()
 

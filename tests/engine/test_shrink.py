@@ -30,7 +30,7 @@ def now() -> float:
 
 
 class Job:
-    """Ranks on a virtual clock that can be killed. By default they share one host."""
+    """A simulated job on a virtual clock, whose ranks can be killed. By default all ranks share one host."""
 
     def __init__(self, hosts: Hosts | None = None) -> None:
         self.hosts = hosts or Hosts([])
@@ -41,7 +41,7 @@ class Job:
         return self.hosts.killed
 
     def run(self, world_size: int, body: Body, seed: int = 0, linked: bool = True) -> list[Any]:
-        """Run `body` on each rank; return the results, None for killed ranks."""
+        """Run `body` on each rank; return the result of each rank, or None for a killed rank."""
         if not self.hosts.hosts:
             self.hosts = Hosts([0] * world_size, seed)
         hosts = self.hosts
@@ -66,17 +66,17 @@ class Job:
         return found
 
     def kill(self, rank: int) -> None:
-        """End `rank` as SIGKILL does."""
+        """End the simulated process of `rank` as SIGKILL does."""
         self.hosts.kill(rank)
 
     async def die(self, rank: int) -> None:
-        """Kill `rank`, which calls this, once all other ranks wait for this rank."""
+        """Kill the calling rank, `rank`, once all other ranks wait for this rank."""
         await asyncio.sleep(1)
         self.kill(rank)
         await asyncio.get_running_loop().create_future()
 
     def cut(self, one: Iterable[int], other: Iterable[int]) -> None:
-        """Hold back all frames between two sets of ranks. No rank notices it."""
+        """Hold back all frames between two sets of ranks, without a notice to any rank."""
         network = hub_of(self.groups[0])
         for a in one:
             for b in other:
@@ -85,7 +85,7 @@ class Job:
 
 
 async def wait_for_loss(pg: ProcessGroup) -> PeerLostError:
-    """Reduce repeatedly until the group fails; return the cause."""
+    """Repeat allreduces until the group fails; return the cause of the failure."""
     try:
         while True:
             await pg.allreduce(np.ones(30_000))
@@ -97,7 +97,7 @@ async def wait_for_loss(pg: ProcessGroup) -> PeerLostError:
 
 
 async def recover(pg: ProcessGroup) -> tuple[int, ...]:
-    """Repeat `shrink` until a group works, as a program would; return its ranks."""
+    """Call `shrink` until the new group works, as programs do; return the ranks of this group."""
     while True:
         pg = await pg.shrink()
         try:
@@ -138,7 +138,7 @@ def test_quorum_is_a_majority_or_half_with_the_lowest_rank_or_all_living_ranks(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_two_partitions_of_a_group_never_both_have_a_quorum(size: int) -> None:
-    """Check all partitions; a dead rank may have belonged to the other partition before its death."""
+    """Check all partitions, also with dead ranks, which may have belonged to either partition."""
     group = range(size)
     for parts in itertools.product(("here", "there", "dead, was there"), repeat=size):
         here, there, dead = ([rank for rank in group if parts[rank] == part] for part in ("here", "there", parts[-1]))
@@ -197,7 +197,7 @@ def test_agreement_succeeds_despite_another_death_at_any_message(
     steps = 0
 
     def run(step: int, seed: int) -> bool:
-        """Kill the sender or the receiver of message number `step`; return whether there was one."""
+        """Kill the sender or the receiver of message number `step`; return whether so many messages were sent."""
         job = Job()
         sent = 0
 
@@ -400,7 +400,7 @@ def test_rank_that_has_left_the_group_has_no_vote_in_the_agreement() -> None:
 
 @pytest.mark.parametrize("lost", [{2, 3}, {0, 1}])
 def test_unreachable_ranks_are_dialled_again_and_count_toward_the_quorum(lost: set[int]) -> None:
-    """Lose half of the ranks without proof of death: the others need a quorum of all ranks, or `assume_dead`."""
+    """Cut off half of the ranks without a proof of death: without rank 0, the other half needs `assume_dead`."""
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
@@ -425,7 +425,7 @@ def test_unreachable_ranks_are_dialled_again_and_count_toward_the_quorum(lost: s
 
 
 def test_death_of_a_rank_is_proven_by_a_process_on_the_same_host() -> None:
-    """Let ranks 2 and 3 see the death of rank 1 and report it to rank 0 on another host."""
+    """Let ranks 2 and 3, on the host of rank 1, report the death of rank 1 to rank 0 on another host."""
     hosts = Hosts([0, 1, 1, 1])
 
     async def body(pg: ProcessGroup) -> Any:

@@ -1,4 +1,4 @@
-"""Small reductions in shared memory: slots, frames used instead, and slots of failed groups."""
+"""Small reductions in shared memory: through slots, in frames if no slot is free, and after a failure."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from aiocoll.work import Work
 from ..internals import comm_of, use_same_slots
 from ..ranks import options, parametrize_transports, wait_until
 
-#: Elements of float64 that fit into the line of a slot, into a small slot, and into a middle slot.
+#: Array lengths in float64 elements: two each for the 64-byte line of a slot, for a small slot and for a middle slot.
 COUNTS = [1, 5, 6, 512, 513, 8192]
 
-#: A started call: its work, and a function that checks the results.
+#: A started call: its `Work`, and a function that checks the results.
 Started = tuple[Work[Any], Callable[[], None]]
 
 
 async def open_links(pgs: list[ProcessGroup]) -> None:
-    """Open all data links."""
+    """Open the data links between all ranks, and wait for their shared memory."""
     await asyncio.gather(*(pg.allgather(None, np.zeros(1)) for pg in pgs))
     await wait_until(lambda: all(comm_of(pg).channels[peer].shared for pg in pgs for peer in comm_of(pg).others))
 
 
 @asynccontextmanager
 async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[ProcessGroup]]]:
-    """Yield the linked ranks of one group for each of `names`; calls of all groups use the same numbers and slots."""
+    """Yield the ranks of one group per name in `names`; all groups use the same call numbers and the same slots."""
     store = HashStore()
     pgs = [
         await asyncio.gather(
@@ -58,7 +58,7 @@ async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[Pro
 
 
 def posts(pg: ProcessGroup, peer: int) -> int:
-    """Return how often this rank has posted to `peer`."""
+    """Return the number of contributions that this rank has posted to `peer`."""
     shared = comm_of(pg).channels[peer].shared
     assert shared is not None
     return int(shared.lane_writer.total)
@@ -89,13 +89,13 @@ async def finish(calls: list[Started]) -> None:
 
 
 async def until_revoked(*pgs: ProcessGroup) -> None:
-    """Wait until a group is revoked on these ranks."""
+    """Wait until the group is revoked on each of these ranks."""
     async with asyncio.timeout(20):
         await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
 
 
 def overwrite_freed_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overwrite each slot as soon as its reader frees it, like a peer that posts at once."""
+    """Overwrite each slot as soon as the reader frees the slot, like a writer that posts again at once."""
     view, free = SlotReader.view, SlotReader.free
     read: dict[tuple[int, int], list[np.ndarray]] = {}
 
@@ -115,7 +115,7 @@ def overwrite_freed_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_contributions_that_fit_are_sent_through_slots(world_size: int, count: int) -> None:
+async def test_contributions_that_fit_a_slot_are_sent_through_slots(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, count) for pg in pgs]
@@ -253,7 +253,7 @@ async def check_failure(work: Work[object]) -> None:
 
 
 async def check_free_slots(pgs: list[ProcessGroup]) -> None:
-    """Check that all slots are free: calls that fill all slots complete before the peer has read any."""
+    """Check that all slots are free: rank 0 can post to every slot before rank 1 reads any slot."""
     zero, one = pgs
     for count, slots in ((1, SMALL_SLOTS), (8192, MIDDLE_SLOTS)):
         before = posts(zero, 1)
@@ -286,7 +286,7 @@ async def test_barrier_waits_for_all_ranks(world_size: int) -> None:
 
 
 async def test_barrier_received_in_frames_frees_no_slot() -> None:
-    """Use a barrier whose slot is in use by a gather that the root reads later."""
+    """Use a barrier that needs the slot of an earlier gather, which the root has not read yet."""
     async with jobs(2) as (pgs,):
         root, peer = pgs
         number = comm_of(root).entered + 1

@@ -1,4 +1,4 @@
-"""Small allgathers and reduce_scatters in shared memory: slots, frames used instead, and failed groups."""
+"""Small allgathers and reduce_scatters in shared memory: through slots, in frames if no slot is free, and failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..internals import comm_of
 from ..ranks import parametrize_transports
 from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts
 
-#: A function that starts a call; it returns the work and a function that checks the results.
+#: A function that starts a call, and returns the `Work` and a function that checks the results.
 Call = Callable[..., Started]
 
 
@@ -53,7 +53,7 @@ CALLS = pytest.mark.parametrize("call", [start_allgather, start_reduce_scatter])
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("count", COUNTS)
-async def test_contributions_that_fit_are_sent_through_slots(call: Call, world_size: int, count: int) -> None:
+async def test_contributions_that_fit_a_slot_are_sent_through_slots(call: Call, world_size: int, count: int) -> None:
     counts = [count] * world_size
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
@@ -68,7 +68,7 @@ async def test_contributions_that_fit_are_sent_through_slots(call: Call, world_s
 @CALLS
 @pytest.mark.parametrize("counts", [[0, 1, 600], [600, 0, 0], [5, 6, 7], [0, 0, 8192], [0, 0, 0]])
 async def test_blocks_of_different_lengths_give_the_closed_form_results(call: Call, counts: list[int]) -> None:
-    """Use blocks of different lengths; the longest block determines which slots all blocks use."""
+    """Check that the longest block determines the kind of slot that all blocks use."""
     async with jobs(3) as (pgs,):
         for _ in range(3):
             await finish([call(pg, counts) for pg in pgs])
@@ -125,7 +125,7 @@ async def test_calls_of_subgroups_give_the_closed_form_results(call: Call) -> No
 
 @pytest.mark.parametrize("op", ["AVG", "affine"])
 async def test_reduction_through_slots_is_computed_in_rank_order(op: str) -> None:
-    """Check the rank order also for an op that is not commutative, and that AVG divides once."""
+    """Check the rank order with an op that is not commutative, and check that AVG divides only once."""
     size = 3
 
     def subtract(a: Any, b: Any, out: Any) -> None:

@@ -1,4 +1,4 @@
-"""Small reductions of many ranks in shared memory, through rank 0: in slots and in frames."""
+"""Small reductions of many ranks in shared memory, which rank 0 computes for all ranks: in slots and in frames."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fits_slot(pg: ProcessGroup, count: int) -> bool:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-async def test_ranks_post_to_rank_0_which_posts_to_all(world_size: int) -> None:
+async def test_ranks_post_to_rank_0_which_posts_the_result_to_all_ranks(world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         ends = [(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         for count in COUNTS:
@@ -49,7 +49,7 @@ async def test_calls_before_a_shared_memory_link_exists_use_frames(pg: ProcessGr
 @pytest.mark.parametrize("late", [0, 1, 4])
 @pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
 async def test_full_slots_do_not_delay_calls(late: int, count: int, slots: int) -> None:
-    """Let rank 0 be late, which then reads contributions in frames, or another rank, which reads results in frames."""
+    """Let one rank call late: rank 0 then receives contributions in frames, another rank receives results in frames."""
     async with jobs(5) as (pgs,):
         others = [pg for pg in pgs if pg.rank() != late]
         calls = [call(pg, count) for pg in others for _ in range(3 * slots)]
@@ -59,7 +59,7 @@ async def test_full_slots_do_not_delay_calls(late: int, count: int, slots: int) 
 
 
 async def test_contributions_are_sent_in_frames_when_slots_are_in_use() -> None:
-    """Let another group occupy the same slots: its rank 0 waits for rank 1, which has not called."""
+    """Let another group occupy the same slots: rank 0 of that group waits for rank 1, which has not called."""
     async with jobs(5, "ab") as (a, b):
         held = [call(a[0])]
         held += [call(pg) for pg in a[2:]]
@@ -72,14 +72,14 @@ async def test_contributions_are_sent_in_frames_when_slots_are_in_use() -> None:
 
 
 async def test_result_without_a_free_slot_is_not_reduced_twice() -> None:
-    """Let another group fill all slots and rings of rank 0, so that the result waits until its readers free them."""
+    """Let another group fill all slots and frame rings of rank 0, so that rank 0 cannot post the result at once."""
     count = 8192
     async with jobs(5, "ab") as (a, b):
         fill = [np.full(count, float(number)) for number in range(MIDDLE_SLOTS + 64)]
         sent = [b[0].broadcast(each, 0) for each in fill]
         arrays = [rank_array(pg, count) for pg in a]
         works = [pg.allreduce(array, ReduceOp.AVG) for pg, array in reversed([*zip(a, arrays, strict=True)])]
-        # Fill the slots that the result has freed with other contributions.
+        # Overwrite the slots of the contributions, which rank 0 has already reduced and freed.
         keys = [str(number) for number in range(16 * MIDDLE_SLOTS)]
         later = [call(pg, count, key) for pg in b[1:] for key in keys]
         (operation,) = comm_of(a[0]).in_flight.pending
@@ -102,7 +102,7 @@ async def test_freed_slot_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_results_are_bitwise_equal_on_all_ranks() -> None:
-    """Check float sums, which depend on the order of the additions; the order is the rank order."""
+    """Check float sums, whose bits depend on the order of the additions: all ranks must add in rank order."""
     tenths = [np.array([0.1 * (rank + 1), 1e16, -1e16 if rank else 1.0]) for rank in range(7)]
     expected = tenths[0].copy()
     for each in tenths[1:]:
@@ -130,7 +130,7 @@ async def test_mismatched_call_is_reported_on_all_ranks(wrong: int) -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 1, 4])
-async def test_abort_of_one_rank_fails_the_call_on_all(gone: int) -> None:
+async def test_abort_of_one_rank_fails_the_call_on_all_ranks(gone: int) -> None:
     async with jobs(5) as (pgs,):
         works = [call(pg)[1] for pg in pgs if pg.rank() != gone]
         pgs[gone].abort("a test")

@@ -1,4 +1,4 @@
-"""Small gathers, scatters and alltoalls in shared memory, alone and together with large blocks."""
+"""Small gathers, scatters and alltoalls through shared-memory slots, alone and together with large blocks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ..internals import comm_of
 from ..ranks import parametrize_transports
 from .test_slot_program import Started, finish, jobs, overwrite_freed_slots, posts, until_revoked
 
-#: More elements of float64 than a slot holds.
+#: A number of float64 elements that exceeds every slot.
 LARGE = 8193
-#: Elements of a block: none, in the line of a slot, in a small slot, in a middle slot, in frames.
+#: Block lengths in float64 elements: empty, for the 64-byte line of a slot, small slots, middle slots, and frames.
 COUNTS = [0, 1, 5, 6, 512, 513, 8192, LARGE]
 
-#: A function that starts a call with counts and a root, which alltoall ignores.
+#: A function that starts a call with element counts and a root; alltoall ignores the root.
 Call = Callable[..., Started]
-#: A function that returns the number of elements that the first rank sends to the second.
+#: A function (rank, rank) that returns the number of elements that the first rank sends to the second rank.
 Counts = Callable[[int, int], int]
 
 
 def block(count: int, source: int, target: int) -> np.ndarray:
-    """Return the block that rank `source` has for rank `target`."""
+    """Return the block that rank `source` sends to rank `target`."""
     return np.full(count, 100.0 * source + target)
 
 
@@ -103,7 +103,7 @@ async def test_small_blocks_are_sent_through_slots(call: Call, world_size: int) 
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 async def test_small_blocks_use_slots_even_if_other_blocks_are_large(call: Call, world_size: int) -> None:
-    """Check ranks with large blocks, which run a schedule and find their small blocks in slots and in frames."""
+    """Check ranks that exchange large blocks in frames, and receive their small blocks through slots or in frames."""
     seen = set()
     async with jobs(world_size) as (pgs,):
         for large in range(world_size):
@@ -125,7 +125,7 @@ async def test_small_blocks_use_slots_even_if_other_blocks_are_large(call: Call,
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("late", [False, True])
 async def test_gather_root_without_counts_receives_all_blocks(world_size: int, late: bool) -> None:
-    """Let the root call first or last, and find blocks in small slots, in middle slots and in frames."""
+    """Let the root call first or last, with blocks in small slots, in middle slots and in frames."""
     async with jobs(world_size) as (pgs,):
         for root in range(world_size):
             for first in range(len(COUNTS)):
@@ -151,7 +151,7 @@ async def test_gather_root_without_counts_does_not_read_a_freed_slot(monkeypatch
 
 
 async def test_peer_whose_contribution_has_arrived_is_not_reported_as_awaited() -> None:
-    """Check a schedule with larger blocks, and a gather without known lengths."""
+    """Check a call that also has large blocks, and a gather whose root does not know the lengths of the blocks."""
     async with jobs(3) as (pgs,):
         for start in (
             lambda pg: alltoall(pg, lambda a, b: 3 if 2 in (a, b) else LARGE, 0),
@@ -203,7 +203,7 @@ async def test_full_slots_do_not_delay_calls(call: Call, count: int, slots: int,
 
 @pytest.mark.parametrize("unsized", [False, True])
 async def test_slot_is_reused_after_its_contribution_was_read(unsized: bool) -> None:
-    """Check a reader that runs a schedule with larger blocks, or a gather without known lengths."""
+    """Let the reader make a call that also has large blocks, or a gather without the lengths of the blocks."""
     async with jobs(3) as (pgs,):
         before = posts(pgs[1], 0)
         for _ in range(SMALL_SLOTS + 3):
@@ -242,13 +242,13 @@ async def test_calls_of_subgroups_give_the_closed_form_results(call: Call) -> No
             await finish([call(group, lambda a, b: 4 + a + b, root) for group in groups])
 
 
-#: Lengths of the block between ranks 0 and 1, as rank 0 and rank 1 pass them.
+#: Pairs of different lengths that ranks 0 and 1 pass for the block between them.
 DIFFERENT = [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)]
 
 
 @CALLS
 async def test_mismatched_counts_are_reported(call: Call) -> None:
-    """Check small and large blocks of rank 2."""
+    """Let ranks 0 and 1 pass different counts, while rank 2 exchanges small or large blocks."""
 
     async def differ(counts: tuple[int, int], large: bool) -> None:
         async with jobs(3) as (pgs,):

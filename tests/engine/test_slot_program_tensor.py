@@ -1,4 +1,4 @@
-"""Small broadcasts, reduces and scans in shared memory: slots, frames used instead, and mismatched calls."""
+"""Small broadcasts, reduces and scans in shared memory: through slots, in frames, and mismatched calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..ranks import parametrize_transports
 from ..steady_loop import run_steadily
 from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_freed_slots, posts, until_revoked
 
-#: Starts a call with a number of elements and a root, which scans ignore; returns its work and a check of its results.
+#: A function (group, number of elements, root) that starts a call, and returns its `Work` and a check of the results.
 Call = Callable[..., Started]
 
 
@@ -60,7 +60,7 @@ CALLS = pytest.mark.parametrize("call", [broadcast, reduce, scan, exscan])
 
 
 def is_posted(call: Call, size: int, root: int, rank: int, peer: int) -> bool:
-    """Return whether `rank` posts to `peer`."""
+    """Return whether `rank` must post its tensor to `peer`."""
     if call is broadcast:
         return rank == root
     return peer == root if call is reduce else rank < peer
@@ -137,7 +137,7 @@ async def test_calls_of_subgroups_give_the_closed_form_results(call: Call) -> No
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 async def test_reduction_through_slots_is_computed_in_rank_order(world_size: int) -> None:
-    """Check the rank order also for an op that is not commutative, and that AVG divides once, at the root."""
+    """Check the rank order with an op that is not commutative, and check that only the root divides for AVG."""
 
     def first(a: Any, b: Any, out: Any) -> None:
         np.subtract(2 * a, b, out=out)
@@ -193,7 +193,7 @@ PAIRS: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], A
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("late", [0, 1])
 def test_mismatch_through_slots_is_reported_within_a_second(pair: str, late: int) -> None:
-    """Let either rank call first, and let both calls finish before the mismatch is found."""
+    """Let either rank call first. Both calls may finish before a rank finds the mismatch."""
     run_steadily(check_mismatch(pair, late))
 
 
@@ -218,7 +218,7 @@ async def check_mismatch(pair: str, late: int) -> None:
 
 @pytest.mark.parametrize("late", [1, 2])
 async def test_early_post_is_not_reported_as_stray(late: int) -> None:
-    """Check a post that stays in its slot until the reader calls, and is compared only then."""
+    """Check a post that stays unread until its reader calls; the reader then compares the post with its own call."""
     async with jobs(3) as (pgs,):
         works = [pg.broadcast(np.full(2, 7.0), 0) for pg in pgs if pg.rank() != late]
         await works[0]
@@ -249,7 +249,7 @@ async def test_failed_group_frees_its_slots_for_other_groups(call: Call) -> None
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 async def test_coalesced_calls_use_slots(world_size: int) -> None:
-    """Check calls of a block, which form one operation; a logical op also maps the rank's own values to 0 or 1."""
+    """Check the calls of a block, which form one operation, including a logical op, which returns only 0 and 1."""
     async with jobs(world_size) as (pgs,):
         root = world_size - 1
 

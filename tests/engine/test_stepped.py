@@ -1,4 +1,4 @@
-"""Calls written as generators of steps: results, errors, and the end of the generator."""
+"""Calls that are implemented as generators of steps: results, errors, and the close of the generator."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_step_error_on_one_rank_fails_the_call_on_all_ranks(place: str) ->
 
 
 async def test_failed_call_closes_the_generator_of_its_steps() -> None:
-    """Fail a call while its thread runs; the result of the thread is dropped."""
+    """Fail a call while a step runs in a thread; the generator must not continue with the result of this thread."""
     held, begun, closed, continued = threading.Event(), [], [], []
 
     async def one(pg: ProcessGroup) -> None:
@@ -132,7 +132,7 @@ async def test_failed_call_closes_the_generator_of_its_steps() -> None:
 
 
 async def test_long_calculation_is_not_blamed_on_other_ranks() -> None:
-    """Check that the timeout names no ranks, since the other ranks have finished their parts."""
+    """Check that the timeout error names no ranks, since the other ranks have finished the call."""
     held = threading.Event()
 
     async def one(pg: ProcessGroup) -> None:

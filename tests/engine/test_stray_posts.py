@@ -12,7 +12,7 @@ GROUP, OP = 7, 3
 
 
 class Job:
-    """The outbox of one peer, a group and a clock.
+    """A stand-in for one rank: its group, its clock, and the outbox of one peer.
 
     Attributes:
         timers: pending callbacks.
@@ -75,7 +75,7 @@ def test_post_for_an_unknown_group_is_not_reported() -> None:
     assert job.mismatches == []
 
 
-def test_unread_chunk_is_compared_after_two_checks() -> None:
+def test_unread_chunk_is_compared_with_the_local_call_after_two_checks() -> None:
     job = Job()
     heads: list[tuple[int, tuple[int, int, int]] | None] = [(1, (OP, GROUP, 1)), (5, (OP, GROUP, 1)), None]
     link: Any = SimpleNamespace(chunks=SimpleNamespace(head=lambda: heads[0]))

@@ -1,4 +1,4 @@
-"""The watchdog thread with shortened times, and groups without a watchdog."""
+"""The watchdog thread with shortened time constants, and groups without a watchdog."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..ranks import LINKS, parametrize_transports
 
 
 class Reports:
-    """The reports of a watchdog."""
+    """A recorder of the ranks that a watchdog reports as lost or ended."""
 
     def __init__(self) -> None:
         self.lost: list[tuple[int, str, float]] = []
@@ -134,7 +134,7 @@ async def test_watchdog_reports_an_ended_process() -> None:
 
 
 async def test_watchdog_reports_a_stopped_process_despite_missing_observations() -> None:
-    """Check that rounds without an observation neither count nor restart the count."""
+    """Check that an unknown process state neither counts as stopped nor resets the count."""
     reports = Reports()
     seen = iter([STOPPED, UNKNOWN] * 11)
     watch = make_watchdog(reports, lambda rank: next(seen))
@@ -177,7 +177,7 @@ async def test_warning_is_logged_by_the_event_loop_if_no_thread_can_start(
 
 
 async def test_watchdog_can_stop_while_a_warning_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a crowded host, on which `stop` does not wait long enough for the start of the warning thread."""
+    """Simulate a busy host: `stop` returns before the thread that logs a warning has started."""
     begun, go_on, start = threading.Event(), threading.Event(), threading.Thread.start
 
     def start_late(thread: threading.Thread) -> None:

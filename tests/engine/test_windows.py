@@ -38,7 +38,7 @@ class FrameRecorder:
         return sum(peer == sender and header[0] == kind for peer, header in self.frames)
 
     def eager(self, sender: int) -> Counter[int]:
-        """Return the number of eager bytes from `sender` for each operation."""
+        """Return the number of bytes that `sender` has sent eagerly for each operation."""
         sums: Counter[int] = Counter()
         for peer, header in self.frames:
             if peer == sender and header[0] == FrameKind.DATA and header[1] & EAGER:
@@ -52,12 +52,12 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> FrameRecorder:
 
 
 def waiting_early_bytes(pg: ProcessGroup) -> int:
-    """Return the number of bytes that this rank has received for calls not made yet."""
+    """Return the number of received bytes that belong to calls which this rank has not made yet."""
     return early_bytes(pg)
 
 
 async def settle(pg: ProcessGroup) -> None:
-    """Wait until all sent frames have arrived: the reply comes after them on the same link."""
+    """Wait until all sent frames have arrived, by a round trip: frames of one link keep their order."""
     peer = 1 - pg.rank()
     if pg.rank():
         await pg.send(np.zeros(1), peer, tag=99)
@@ -112,7 +112,7 @@ async def test_large_messages_in_opposite_orders_complete(pg: ProcessGroup, op: 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKS)
 async def test_ten_thousand_early_operations_stay_within_the_window(transport: str, tap: FrameRecorder) -> None:
-    """Start operations with about three times as many bytes as the window."""
+    """Start ten thousand operations, which together exceed the window about three times."""
     count, nbytes = 10_000, 1200
 
     async def rank(pg: ProcessGroup) -> None:
@@ -151,7 +151,7 @@ async def test_frames_of_several_messages_are_interleaved(tap: FrameRecorder) ->
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_failed_group_returns_its_eager_bytes_to_the_window(transport: str) -> None:
-    """Let two groups share a link; early bytes of the failed group must not fill the other group's window forever."""
+    """Fail a group that has filled most of the window of a shared link; the other group must get the window back."""
 
     async def body(one: ProcessGroup, two: ProcessGroup) -> None:
         rank = one.rank()
@@ -172,7 +172,7 @@ async def test_failed_group_returns_its_eager_bytes_to_the_window(transport: str
 
 
 async def check_window(pg: ProcessGroup) -> None:
-    """Check that rank 0 can use the whole window to rank 1, except one batch of bytes that is not returned yet."""
+    """Check that rank 0 can use the whole window to rank 1, except one incomplete batch of returned bytes."""
     nbytes = LINK_WINDOW // 16
     works = []
 
@@ -193,7 +193,7 @@ async def check_window(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_all_consumed_bytes_are_returned_to_the_window(pg: ProcessGroup) -> None:
-    """Send messages with several times the bytes of the window, which never fill a returned batch exactly."""
+    """Send five times the bytes of the window, in messages that do not divide a batch of returned bytes."""
     plan_without_accelerator(pg)  # the accelerator sends no frames
     nbytes = 200_003
     for number in range(5 * LINK_WINDOW // nbytes):
@@ -209,7 +209,7 @@ async def test_all_consumed_bytes_are_returned_to_the_window(pg: ProcessGroup) -
 @pytest.mark.parametrize("fate", ["received", "aborted", "never made"])
 @pytest.mark.parametrize("sort", ["collectives", "messages"])
 async def test_data_that_precedes_its_group_is_returned_to_the_window(pg: ProcessGroup, sort: str, fate: str) -> None:
-    """Let rank 0 send 75 % of the window, twice, for a group that rank 1 makes later or never."""
+    """Let rank 0 twice send 75 % of the window for a group that rank 1 makes later or never."""
     count, nbytes = 12, LINK_WINDOW // 16
 
     def call(group: ProcessGroup) -> Work[Any]:

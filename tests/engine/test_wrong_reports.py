@@ -1,4 +1,4 @@
-"""Wrong reports of deaths: two groups of one job must never both continue."""
+"""Wrong death reports: two groups of one job must never both continue."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .hosts import Hosts
 from .test_shrink import Job, check_group, now, wait_for_loss
 
 REASON = "by mistake"
-#: Virtual second of the first report, and the one at which the groups that continue are recorded.
+#: Virtual time in seconds of the first death report, and of the record of the groups that still communicate.
 START, END = 1.0, 30.0
 Ranks = tuple[int, ...]
 
 
 class Trial:
-    """A job with wrong reports, all drawn from the seed.
+    """A job with wrong death reports, all drawn from the seed.
 
     Args:
         seed: seed of all random choices.
@@ -48,7 +48,7 @@ class Trial:
         self.world_size = world_size or chance.randrange(2, 6)
         self.latency = chance.choice([(0.0, 0.001), (0.0, 0.05), (0.001, 0.002)])
         self.reports = self._draw() if reports is None else reports
-        #: In some trials, only these ranks communicate, in a group of their own.
+        #: The ranks of a split-off group. In some trials, only this group communicates.
         self.part = sorted(chance.sample(range(self.world_size), chance.randrange(2, self.world_size + 1)))
         self.splits = chance.random() < 0.3
         self.made: dict[int, set[Ranks]] = {}
@@ -66,7 +66,7 @@ class Trial:
         return reports
 
     def run(self) -> Trial:
-        """Run the job, and check that no two of its groups continued."""
+        """Run the job, and check that at most one of its groups continued."""
         run_virtual(self.world_size, self._rank, seed=self.seed, latency=self.latency)
         details = (
             f"seed {self.seed}: {self.world_size} ranks, {self.reports}: made {self.made}, at the end {self.continued}"
@@ -109,7 +109,7 @@ class Trial:
         await asyncio.sleep(2 * END - loop.time())  # ranks stay, since departures are not tested here
 
 
-#: Seed that failed once: a majority of a split-off group decided, and then the other ranks reported its members dead.
+#: A seed that failed once: a split-off group decided by a majority, and then other ranks reported its members dead.
 FAILED = [947]
 
 
@@ -164,7 +164,7 @@ def _ballot(pg: ProcessGroup) -> ControlMessage:
 def test_rank_is_excluded_by_any_message_that_reports_its_death(
     make: Callable[[ProcessGroup], ControlMessage], relayed: bool, ignored: list[int]
 ) -> None:
-    """Check that a message from a rank that counts as dead is enough, since no majority of the job is left."""
+    """Accept such a message even from a rank that counts as dead, since no majority of the job is left."""
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(START - now())
@@ -188,7 +188,7 @@ def test_rank_is_excluded_by_any_message_that_reports_its_death(
 
 @pytest.mark.parametrize(("world_size", "killed"), [(2, [0]), (3, [0, 1]), (4, [0, 1, 3])])
 def test_report_of_a_real_death_is_not_doubted(world_size: int, killed: list[int]) -> None:
-    """End a process: its broken links prove its death."""
+    """Kill processes: their broken links prove the deaths, so that the remaining rank shrinks at once."""
     job = Job(Hosts([0] * world_size))
     left = tuple(rank for rank in range(world_size) if rank not in killed)
 
@@ -206,7 +206,7 @@ def test_report_of_a_real_death_is_not_doubted(world_size: int, killed: list[int
 
 
 def test_death_report_about_a_silent_rank_is_doubted_for_a_second() -> None:
-    """Remove the host of a rank, whose connection stays open until the kernel gives up."""
+    """Cut off the host of a rank: the connection to this rank stays open, so that nothing proves its death."""
     job = Job(Hosts([0, 1]))
 
     async def body(pg: ProcessGroup) -> Any:
@@ -225,7 +225,7 @@ def test_death_report_about_a_silent_rank_is_doubted_for_a_second() -> None:
 
 
 def test_lost_majority_makes_a_rank_accept_its_reported_death() -> None:
-    """Let ranks 0 and 1 report each other as dead; then rank 0 counts rank 2 as dead, too."""
+    """Let ranks 0 and 1 report each other as dead. Rank 0 accepts its death when rank 2 is lost, too."""
 
     async def rank(pg: ProcessGroup) -> Any:
         await asyncio.sleep(START - now())

@@ -1,4 +1,4 @@
-"""A program that writes the packets of a network interface, its argument, to its output until its input ends."""
+"""A program that writes all packets of a network interface to its standard output. Argument: the interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of tests on several hosts, which are skipped where network namespaces cannot be made."""
+"""Fixtures for tests on several hosts, which skip these tests on machines without network namespaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hosts.network import ROOT, Host, Network, Process, obstacle
 PROGRAM = str(Path(__file__).with_name("program.py"))
 #: The job key of all jobs in these tests.
 KEY = b"of this test and no other"
-#: The port of the store. Every network is new, so that every port is free.
+#: The port of the store. This port is always free, since each test has a new network.
 PORT = 29500
 
 _obstacle = cache(obstacle)
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def network() -> Iterator[Callable[..., Network]]:
-    """Return a function that makes a network of a number of hosts, or with ``pods=True`` of pods, once per test."""
+    """Return a function that makes a network of hosts, or of pods with ``pods=True``; a test may call it once."""
     if reason := _obstacle():
         pytest.skip(reason)
     with ExitStack() as stack:
@@ -40,12 +40,12 @@ def network() -> Iterator[Callable[..., Network]]:
 
 
 class Ranks:
-    """Processes of `program.py` on hosts; all of them end with the test."""
+    """The processes of a test, which run programs such as `program.py` on the hosts, and end with the test."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_")}
-        # Debug mode reports slow callbacks, and these tests expect silence.
+        # Disable asyncio's debug mode, which reports slow callbacks; these tests expect no error output.
         kept.pop("PYTHONASYNCIODEBUG", None)
         self.environment = kept | {
             "PYTHONPATH": str(ROOT),
@@ -56,7 +56,7 @@ class Ranks:
     async def start(
         self, host: Host, what: str, rank: int, world_size: int, method: str, user: int = 0, **env: str
     ) -> Process:
-        """Start one rank that meets the others by the init method `method`, as root or as the `user` with this id."""
+        """Start one rank with the init method `method`, as root or as the user with the id `user`."""
         place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "METHOD": method}
         return await self.start_program(host, PROGRAM, what, user=user, **place, **env)
 
@@ -68,7 +68,7 @@ class Ranks:
         return process
 
     async def start_all(self, network: Network, what: str, method: str | None = None, **env: str) -> list[Process]:
-        """Start one rank on each host; rank 0 hosts the store unless `method` names another one."""
+        """Start one rank on each host; rank 0 hosts the store unless `method` names another store."""
         method = f"tcp://{network.hosts[0].ipv4}:{PORT}" if method is None else method
         size = len(network.hosts)
         return [await self.start(host, what, host.number, size, method, **env) for host in network.hosts]
@@ -76,7 +76,7 @@ class Ranks:
     async def start_launchers(
         self, network: Network, what: str, master: str, each: int = 1, **env: str
     ) -> list[Process]:
-        """Start `each` ranks per host by `aiocoll run`; the launcher of host 0, at `master`, hosts the store."""
+        """Start `each` ranks per host with `aiocoll run`; the launcher of host 0 hosts the store at `master`."""
         return [await self.start_launcher(network, host, what, master, each, **env) for host in network.hosts]
 
     async def start_launcher(
@@ -94,7 +94,7 @@ class Ranks:
     async def start_doctor(
         self, host: Host, nnodes: int, master: str, *more: str, key: bytes = KEY, **env: str
     ) -> Process:
-        """Start `aiocoll doctor` on one of several hosts; `master` is the address of the first one."""
+        """Start `aiocoll doctor` on one of several hosts; `master` is the address of the first host."""
         file = self._path / f"{key.hex()}.key"
         file.touch(mode=0o600)
         file.write_bytes(key)
@@ -104,7 +104,7 @@ class Ranks:
         return self._processes[-1]
 
     def _key_of(self, user: int) -> Path:
-        """Return a file with the job key that belongs to this user."""
+        """Return the path of a file that has the job key and is owned by the user with this id."""
         file = self._path / f"{user}.key"
         if not file.exists():
             file.touch(mode=0o600)

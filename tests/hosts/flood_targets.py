@@ -1,4 +1,4 @@
-"""Programs that unauthenticated clients attack: a store, ranks that work, or ranks that meet (the argument).
+"""Programs that unauthenticated clients attack: "serve" (a store), "work" or "meet" (ranks). Argument: the program.
 
 Other settings come from the environment. A target reports when it is ready and runs until it gets a line. Then it
 reports its costs.
@@ -23,7 +23,7 @@ from aiocoll.store import PrefixStore, StoreServer, TCPStore
 
 
 class MeasuringLoop(asyncio.SelectorEventLoop):
-    """An event loop that measures its iterations, in processor seconds."""
+    """An event loop that records the CPU time of each iteration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def report(what: Any) -> None:
 
 
 def resources() -> tuple[int, int]:
-    """Return the number of open descriptors, and the bytes of memory of this process."""
+    """Return the number of open file descriptors and the resident bytes of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGESIZE")
 
@@ -51,7 +51,7 @@ def key() -> bytes:
 
 
 def serve() -> None:
-    """Host the store."""
+    """Host the store until a line of input arrives; report the descriptors and the memory of this process."""
     server = StoreServer(os.environ["HOST"], 29500, key=key(), encryption=os.environ["AIOCOLL_ENCRYPTION"])
     server.start()
     before = resources()
@@ -62,13 +62,13 @@ def serve() -> None:
 
 
 async def is_finished(group: aiocoll.ProcessGroup, given: asyncio.Task[str] | None) -> bool:
-    """Return whether rank 0 has received its line of input."""
+    """Return on all ranks whether rank 0 has received a line of input, which ends the program."""
     over = np.array(given is not None and given.done())
     return bool(await group.broadcast(over, 0))
 
 
 async def work() -> None:
-    """Reduce arrays and check the results."""
+    """Reduce arrays and check the results until rank 0 gets a line; report the longest call and loop iteration."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, MeasuringLoop)
     rank, longest = int(os.environ["RANK"]), 0.0
@@ -76,7 +76,7 @@ async def work() -> None:
         given = loop.create_task(asyncio.to_thread(sys.stdin.readline)) if rank == 0 else None
         array = np.empty(10_000)
         await pg.allreduce(array)
-        # Without freezing, a garbage collection that scans all loaded modules takes 20 ms in one iteration.
+        # Exclude all loaded modules from garbage collections, which would otherwise take 20 ms of one loop iteration.
         gc.freeze()
         before = resources()
         report("ready")
@@ -92,7 +92,7 @@ async def work() -> None:
 
 
 async def meet() -> None:
-    """Meet `TIMES` times, or until rank 0 gets a line; report the seconds from the first connection to each group."""
+    """Meet `TIMES` times, or until rank 0 gets a line; report the seconds that each rendezvous took."""
     most = float(os.environ.get("TIMES", "inf"))
     rank, took = int(os.environ["RANK"]), []
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

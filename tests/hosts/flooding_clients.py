@@ -1,4 +1,4 @@
-"""Clients without the job key: many concurrent connections, of every kind, to all listeners of a job.
+"""Clients without the job key: many concurrent connections with every misbehaviour to all listeners of a job.
 
 The argument is JSON. It has the "places" (host, port and whether TLS is used there), the number of connections of each
 kind to "each" place, the number of them "at_once", and bytes "recorded" from ranks, in hex.
@@ -43,12 +43,12 @@ from aiocoll.transport.frame import HEADER, FrameKind
 HTTP = b"GET / HTTP/1.1\r\nHost: 10.77.0.1\r\n\r\n"
 #: For TLS: the start of a maximum-length handshake record, and of a maximum-length client hello.
 LONG_RECORD, LONG_HELLO = b"\x16\x03\x01\xff\xff", b"\x16\x03\x01\x40\x00\x01\xff\xff\xff\x03\x03"
-#: Headers of the largest frames: for a store, and for a link.
+#: Headers that announce the largest possible frame: of a store connection, and of a link.
 LONG_FRAME = struct.pack("!I", 0xFFFFFFFF)
 LONG_DATA = HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF)
-#: Seconds between two bytes of a slow client, and the seconds within which the server must end any connection.
+#: Seconds between two bytes of a slow client, and maximum seconds until the server must close a connection.
 PAUSE, LONGEST = 1.0, 20.0
-#: The first bytes that a listener without TLS may send, and the maximum that a TLS listener sends at first.
+#: The first bytes that a listener without TLS may send, and the maximum number of bytes that a TLS listener may send.
 CHALLENGE = MAGIC + WIRE_VERSION.to_bytes(4, "little")
 MOST_OF_TLS = 2048
 
@@ -63,7 +63,7 @@ class Visit:
         self.received = bytearray()
 
     async def send(self, data: bytes) -> None:
-        """Send `data`."""
+        """Send `data` without encryption."""
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
     async def receive(self, nbytes: int = 1 << 16) -> bytes:
@@ -73,7 +73,7 @@ class Visit:
         return data
 
     async def receive_exactly(self, nbytes: int) -> bytes:
-        """Return the first `nbytes` bytes, and receive them if necessary."""
+        """Return the first `nbytes` bytes of the connection; receive more bytes if necessary."""
         while len(self.received) < nbytes:
             if not await self.receive():
                 raise ConnectionResetError
@@ -81,7 +81,7 @@ class Visit:
         return message
 
     def check(self, encrypted: bool) -> None:
-        """Check that the server has sent nothing that it must not reveal."""
+        """Check that the server has sent at most a challenge without a proof, or the first messages of TLS."""
         if encrypted:
             assert len(self.received) <= MOST_OF_TLS, bytes(self.received)
             assert self.received[:1] in (b"", b"\x15", b"\x16"), bytes(self.received)
@@ -90,13 +90,13 @@ class Visit:
 
 
 def check_challenge_only(received: bytes) -> None:
-    """Check that the received bytes are only a challenge and a verdict of zeros."""
+    """Check that the received bytes are only a challenge, followed by a handshake verdict of zeros."""
     assert CHALLENGE.startswith(received[: len(CHALLENGE)]), received
     assert bytes(VERDICT_SIZE).startswith(received[CHALLENGE_SIZE:]), received
 
 
 class Secured(Visit):
-    """A TLS connection of a client without the job key; `received` has the decrypted bytes."""
+    """A TLS connection of a client without the job key. The attribute `received` has the decrypted bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
@@ -139,7 +139,7 @@ class Secured(Visit):
         return data
 
     def check(self, encrypted: bool) -> None:
-        """Check that the server has sent nothing that it must not reveal."""
+        """Check that the server has sent at most a challenge without a proof."""
         check_challenge_only(bytes(self.received))
 
 
@@ -162,7 +162,7 @@ def client_hello(version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> bytes:
 
 
 def false_handshake(number: int, bound: bytes = b"") -> ClientHandshake:
-    """Return the handshake of a client with another key that claims a rank and a purpose."""
+    """Return a client handshake with a wrong key that claims a rank and a purpose, both chosen by `number`."""
     kind = list(ConnKind)[number % len(ConnKind)]
     rank = -1 if kind is ConnKind.STORE else number // len(ConnKind) % 2
     return ClientHandshake(Identity(job_id(""), 0, rank, 2, kind), b"another key of this length", os.urandom, bound)
@@ -172,7 +172,7 @@ Conduct = Callable[[Any, int], Awaitable[None]]
 
 
 def sender_of(*words: bytes | Callable[[], bytes]) -> Conduct:
-    """Return a client behaviour that sends one of the given messages and waits."""
+    """Return a client behaviour: the client sends one of the given messages, and then waits."""
 
     async def conduct(visit: Visit, number: int) -> None:
         data = words[number % len(words)]
@@ -217,7 +217,7 @@ async def reset_connection(visit: Visit, number: int) -> None:
 
 
 async def prove_wrong_key(visit: Visit, number: int) -> None:
-    """Carry out the whole handshake, but with another key."""
+    """Carry out the whole handshake with a wrong key."""
     client = false_handshake(
         number, binding(visit.tls.getpeercert(binary_form=True)) if isinstance(visit, Secured) else b""
     )
@@ -232,12 +232,12 @@ async def reflect(visit: Visit, number: int) -> None:
 
 
 async def replay(visit: Visit, number: int) -> None:
-    """Replay the recorded bytes of a rank at once."""
+    """Send the recorded bytes of a rank without waiting for the server's challenge."""
     await visit.send(recorded[number % len(recorded)])
 
 
 async def replay_in_step(visit: Visit, number: int) -> None:
-    """Replay the recorded bytes of a rank, each message at its time."""
+    """Send the recorded bytes of a rank, and wait for the server's challenge after the first message."""
     data = recorded[number % len(recorded)]
     await visit.send(data[:HELLO_SIZE])
     await visit.receive_exactly(CHALLENGE_SIZE)
@@ -265,7 +265,7 @@ ANYWHERE: dict[str, Conduct] = {
     ),
     "replayed": replay,
 }
-#: Client behaviours above TLS if the listener uses TLS; on other listeners, they begin at the first byte.
+#: Client behaviours after the TLS handshake if the listener uses TLS, otherwise from the first byte on.
 INSIDE: dict[str, Conduct] = {
     "silence inside": stay_silent,
     "garbage inside": sender_of(lambda: os.urandom(100)),
@@ -278,7 +278,7 @@ INSIDE: dict[str, Conduct] = {
 
 
 class Strangers:
-    """Clients without the job key, with the results of each kind."""
+    """Clients without the job key; counts their connections per kind of misbehaviour."""
 
     def __init__(self, at_once: int) -> None:
         self.found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
@@ -303,7 +303,7 @@ class Strangers:
 
 
 async def connected(host: str, port: int) -> socket.socket:
-    """Connect, and try again while the listener is not ready."""
+    """Connect to a listener, and retry while the listener refuses or resets the connection."""
     while True:
         sock = socket.socket()
         sock.setblocking(False)

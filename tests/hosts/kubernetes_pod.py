@@ -37,7 +37,7 @@ def main(pod: dict[str, object]) -> None:
     become = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--no-new-privs"]
     for command in pod["init"]:  # type: ignore[attr-defined]
         subprocess.run([*become, "--inh-caps", "-all", "--bounding-set", "-all", *command], check=True)
-    # Keep the capability to read any file, since only root may be able to read the folder of the tests.
+    # Keep the capability to read all files: the directory of the tests may be readable by root only.
     reads = ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
     os.execvp("setpriv", [*become, *reads, *pod["container"]])  # type: ignore[misc]
 

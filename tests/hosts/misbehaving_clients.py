@@ -1,4 +1,4 @@
-"""Clients without the job key on a host, which behave as in `tests.rendezvous.test_stranger_conduct`.
+"""Clients without the job key: run one behaviour of `tests.rendezvous.test_stranger_conduct` on another host.
 
 Arguments: the conduct, and in JSON the hosts and ports to visit. At the end, a line has the number of visits to each.
 """
@@ -17,7 +17,7 @@ CONDUCTS: dict[str, Conduct] = {"hold": hold, "repeat": repeat, "flood": flood, 
 
 
 async def main(conduct: Conduct, places: list[tuple[str, int]]) -> None:
-    """Connect to all listeners until a line of input arrives; raise an error if a client ends before."""
+    """Connect to all listeners until a line of input arrives; raise an error if a client ends earlier."""
     visits = [0] * len(places)
 
     async def visit_repeatedly(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine, each with a cable to one switch; needs root and iproute2.
+"""Simulated hosts: network namespaces of this machine, each connected to one switch. Needs root and iproute2.
 
     switch (a namespace of its own): a bridge with the ports p0, p1, ...
     host i: eth0 at the other end of p<i>, 10.77.0.<i+1> and fd77::<i+1>, no route to other networks
@@ -27,10 +27,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 #: The timeout of each action in seconds; each action usually takes less than 33 % of this time.
 LIMIT = 60
-#: The folder of /etc files per namespace, which `ip netns exec` mounts over the machine's files.
+#: A directory with /etc files for each namespace, which `ip netns exec` mounts over the files of the machine.
 _ETC = Path("/etc/netns")
 _MARK = "aiocoll-test"
-#: The command that runs another command in a pod.
+#: The command prefix that runs a command in a simulated pod.
 _POD = (
     *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts", "--ipc", "sh", "-c"),
     'hostname "$0" && mount -t tmpfs pod /dev/shm && exec "$@"',
@@ -38,12 +38,12 @@ _POD = (
 )
 _CABLE = Path(__file__).with_name("cable.c")
 MIB = 1 << 20
-#: Bytes of a packet, maximum bytes of a kernel frame, and maximum seconds of a kernel frame on a cable.
+#: Packet size in bytes, and the maximum size in bytes and maximum duration in seconds of a kernel (GSO) frame.
 _PACKET, _SEGMENTS, _BURST = 1500, 65535, 1e-4
 
 
 def obstacle() -> str | None:
-    """Return the reason why no hosts can be made here, or None if they can."""
+    """Return the reason why this machine cannot simulate hosts, or None if it can."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     for tool in ("ip", "nft", "cc"):
@@ -77,13 +77,13 @@ class Host:
         self.ipv6 = f"fd77::{number + 1}"
 
     def file(self, name: str, text: str) -> None:
-        """Make processes that start from now on see `text` as /etc/`name`."""
+        """Replace the content of /etc/`name` by `text` for all processes that start on this host from now on."""
         folder = _ETC / self.name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
     def command(self, *arguments: str) -> list[str]:
-        """Return the command that runs `arguments` on this host, as the same process, or in a pod as its only child."""
+        """Return the command that runs `arguments` on this host, or in a new pod if the host runs pods."""
         return ["ip", "netns", "exec", self.name, *(_POD if self.pods else ()), *arguments]
 
     def run(self, *arguments: str) -> str:
@@ -92,7 +92,7 @@ class Host:
 
 
 class Network:
-    """Some hosts and the switch between them; a context manager.
+    """A context manager with some simulated hosts and the switch between them.
 
     Args:
         size: number of hosts.
@@ -123,7 +123,7 @@ class Network:
         _run("ip", "-n", self._switch, "link", "set", f"p{number}", "down")
 
     def plug(self, number: int) -> None:
-        """Put the cable of a host back."""
+        """Put the cable of a host back into the switch."""
         _run("ip", "-n", self._switch, "link", "set", f"p{number}", "up")
 
     def drop(self, source: int, target: int, what: str = "") -> None:
@@ -132,7 +132,7 @@ class Network:
         _run("ip", "netns", "exec", self._switch, "nft", rule)
 
     def refuse_connections(self, source: int, target: int, what: str = "") -> None:
-        """Drop the packets that open connections from one host to another, as firewalls do; `what` restricts them."""
+        """Drop connection requests from one host to another, as firewalls do, or only requests that match `what`."""
         self.drop(source, target, f"tcp flags & (syn | ack) == syn {what}")
 
     def separate(self, one: int, other: int, what: str = "") -> None:
@@ -141,7 +141,7 @@ class Network:
         self.drop(other, one, what)
 
     def reset(self, one: int, other: int) -> None:
-        """Reset the connections between two hosts in both directions, as a firewall does that has lost its state."""
+        """Reset the connections between two hosts in both directions, like a firewall that has lost its state."""
         for source, target in ((one, other), (other, one)):
             for family, address in (("ip", self.hosts[target].ipv4), ("ip6", self.hosts[target].ipv6)):
                 rule = f"{family} daddr {address} meta l4proto tcp reject with tcp reset"
@@ -156,7 +156,7 @@ class Network:
     def shape(
         self, rate: float = 0, delay: float = 0, loss: float = 0, queue: int = MIB, hosts: Iterable[int] | None = None
     ) -> list[int]:
-        """Give the cables of all or some `hosts` a rate, a delay and losses in both directions.
+        """Set the data rate, the delay and the loss rate of the cables of `hosts` (default: all), in both directions.
 
         Args:
             rate: bits per second, including the headers and gaps of Ethernet; 0: as fast as this machine can.
@@ -174,7 +174,7 @@ class Network:
         assert self._cables.stdout is not None
         lost = []
         for number in range(len(self.hosts)) if hosts is None else hosts:
-            # Limit kernel frames, whose packets arrive together and are lost together.
+            # Limit the size of kernel frames, since all packets of a kernel frame arrive together or are lost together.
             segments = 1 if loss else max(1, int(rate * _BURST / 8 / _PACKET)) if rate else _SEGMENTS
             _batch(self.hosts[number].name, f"link set eth0 gso_max_segs {segments}")
             print(number, int(rate), int(delay * 1e9), int(loss * 1e6), queue, file=self._cables.stdin, flush=True)
@@ -183,7 +183,7 @@ class Network:
 
     @contextmanager
     def capture_traffic(self, number: int) -> Iterator[list[bytes]]:
-        """Yield a list; at the end, it has all bytes that have crossed the cable of a host."""
+        """Yield a list, to which the end of the context appends all bytes that have crossed the cable of a host."""
         program = str(Path(__file__).with_name("capture.py"))
         command = ["ip", "netns", "exec", self._switch, sys.executable, program, f"p{number}"]
         found: list[bytes] = []
@@ -207,7 +207,7 @@ class Network:
     def _build(self) -> None:
         for name in (self._switch, *(host.name for host in self.hosts)):
             _run("ip", "netns", "add", name)
-        # Disable IPv6 on interfaces that only forward frames, so that they send no frames of their own.
+        # Disable IPv6 in the switch: interfaces that only forward frames must not send frames of their own.
         off = "echo 1 | tee /proc/sys/net/ipv6/conf/{all,default}/disable_ipv6"
         _run("ip", "netns", "exec", self._switch, "bash", "-c", off)
         _batch(self._switch, "link add br0 type bridge", "link set br0 up", "link set lo up")
@@ -233,7 +233,7 @@ class Network:
             )
 
     def _insert_cable_program(self) -> subprocess.Popen[str]:
-        """Insert a program into each cable: n<i> is then the other end of eth0, and f<i> the other end of p<i>."""
+        """Insert a program into each cable, between two new interfaces: n<i> (to host i) and f<i> (to port p<i>)."""
         ends = []
         for host in self.hosts:
             near, far, port = f"n{host.number}", f"f{host.number}", f"p{host.number}"
@@ -267,14 +267,14 @@ class Network:
 
 
 class Process:
-    """A process on a host, which prints each report as a line of JSON."""
+    """A process on a simulated host. The process prints each report as a line of JSON."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
     async def start(cls, host: Host, command: Sequence[str], env: Mapping[str, str], user: int = 0) -> Process:
-        """Start a Python program on `host`; a `user` other than root can still read all files."""
+        """Start a Python program on `host` as `user`, with permission to read all files even if `user` is not root."""
         become = ["--reuid", str(user), "--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
         return cls(
             await asyncio.create_subprocess_exec(
@@ -287,7 +287,7 @@ class Process:
         )
 
     async def next_line(self, limit: float = LIMIT) -> Any:
-        """Wait for the next line of output, and return it; without one, show the standard error."""
+        """Wait for the next line of output and return its value; if the process ends, fail with its standard error."""
         assert self._process.stdout is not None
         async with asyncio.timeout(limit):
             line = await self._process.stdout.readline()
@@ -300,7 +300,7 @@ class Process:
         self._process.stdin.write(b"\n")
 
     async def result(self) -> Any:
-        """Wait for the last line and the end, without error output; return the line."""
+        """Wait for the last line of output and a successful end without error output; return the value of the line."""
         line = await self.next_line()
         code, complaints = await self.end()
         assert code == 0, complaints
@@ -308,12 +308,12 @@ class Process:
         return line
 
     async def end(self) -> tuple[int | None, str]:
-        """Wait for the end; return the exit code and the standard error."""
+        """Wait for the end of the process; return the exit code and the standard error."""
         code, _, complaints = await self.wait_output()
         return code, complaints
 
     async def wait_output(self) -> tuple[int | None, str, str]:
-        """Wait for the end; return the exit code, standard output and standard error."""
+        """Wait for the end of the process; return the exit code, the standard output and the standard error."""
         async with asyncio.timeout(LIMIT):
             output, complaints = await self._process.communicate()
         return self._process.returncode, output.decode(), complaints.decode()
@@ -330,7 +330,7 @@ class Process:
 
 
 def _remove_leftovers() -> None:
-    """Remove the namespaces of runs whose process has ended."""
+    """Remove leftover namespaces of test runs whose process has ended."""
     for line in _run("ip", "netns", "list").splitlines():
         name = line.split()[0]
         if name.startswith(f"{_MARK}-") and not Path(f"/proc/{name.split('-')[2]}").exists():

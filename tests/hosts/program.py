@@ -1,4 +1,4 @@
-"""The program of a rank on one of several hosts; its argument is the task, other settings are in the environment."""
+"""The program of one rank in tests on several hosts. Argument: the task; other settings come from the environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report(what: Any) -> None:
 
 
 def group_arguments() -> dict[str, Any]:
-    """Return the arguments of `new_group`."""
+    """Return the arguments for `new_group` from the environment variables of the test."""
     method = os.environ["METHOD"]
     if "JOIN" in os.environ:
         return {"init_method": method, "join": True, "timeout": 60}
@@ -41,13 +41,13 @@ def group_arguments() -> dict[str, Any]:
 
 
 async def total(pg: aiocoll.ProcessGroup) -> Any:
-    """Return the first and the last element of a sum over all ranks."""
+    """Return the first and the last element of an allreduce of rank numbers, counted from 1."""
     result = await pg.allreduce(np.full(1000, pg.rank() + 1.0))
     return float(result[0]), float(result[-1])
 
 
 async def carriers(pg: aiocoll.ProcessGroup) -> Any:
-    """Return the medium of the links to the other ranks."""
+    """Return the medium of the link to each other rank: "tcp", "unix" or "shm"."""
     assert await pg.alltoall_object([pg.rank()] * pg.size()) == list(range(pg.size()))
     transport: Any = comm_of(pg).endpoint.context.transport
     found = [None if peer == pg.rank() else transport.carrier(peer)[0] for peer in range(pg.size())]
@@ -56,7 +56,7 @@ async def carriers(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def links(pg: aiocoll.ProcessGroup) -> Any:
-    """Return this rank's estimate of the link between hosts: round-trip time, and bytes per second."""
+    """Return this rank's figures for links between hosts: round-trip time in seconds, and bytes per second."""
     tcp = comm_of(pg).tuning.tcp
     await pg.barrier()
     return 2 * (tcp.alpha - Tuning().tcp.alpha), 1 / tcp.beta
@@ -77,7 +77,7 @@ async def send_secrets(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def one_way(pg: aiocoll.ProcessGroup) -> Any:
-    """Send only from rank 0 to rank 1, and from rank 1 to rank 2."""
+    """Send an array from rank 0 to rank 1 and on to rank 2, and nothing in the opposite direction."""
     array = np.full(300_000, float(pg.rank() == 0))
     if pg.rank() > 0:
         await pg.recv(array, pg.rank() - 1)
@@ -87,14 +87,14 @@ async def one_way(pg: aiocoll.ProcessGroup) -> Any:
 
 
 def failure_report(cause: aiocoll.GroupError) -> Any:
-    """Return the report of a failure, with its time on the clock that all hosts share."""
+    """Return the report of a failure with the current time of the clock that all simulated hosts share."""
     at = time.monotonic()
     assert isinstance(cause, aiocoll.PeerLostError), repr(cause)
     return {"how": cause.how, "ranks": list(cause.ranks), "text": str(cause), "at": at}
 
 
 async def reduce_until_failure(pg: aiocoll.ProcessGroup) -> Any:
-    """Reduce arrays large enough to be in flight at any time, until a call fails."""
+    """Reduce large arrays, so that data is in flight at any time, until a call fails; return the failure report."""
     array = np.ones(1_000_000)
     await pg.allreduce(array)
     report("ready")
@@ -117,7 +117,7 @@ async def shrink_after_failure(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def receive(pg: aiocoll.ProcessGroup) -> Any:
-    """Let ranks 1 and 2 wait, over a used link, for messages from each other that are never sent."""
+    """Let ranks 1 and 2 wait for messages from each other that are never sent, with an open link between them."""
     await pg.allreduce(np.ones(1_000_000))
     if pg.rank():
         work = pg.recv(np.ones(1), 3 - pg.rank())
@@ -129,7 +129,7 @@ async def receive(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def dial(pg: aiocoll.ProcessGroup) -> Any:
-    """Let ranks 1 and 2 connect for the first time after the test sends a line."""
+    """Let ranks 1 and 2 dial each other for the first time after the test has sent a line."""
     report("ready")
     await asyncio.to_thread(sys.stdin.readline)
     if pg.rank():
@@ -141,7 +141,7 @@ async def dial(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def reduce_until_line(pg: aiocoll.ProcessGroup) -> Any:
-    """Reduce arrays until the test sends a line; return the seconds of the longest call."""
+    """Reduce arrays until the test sends a line to rank 0; return the seconds of the longest call."""
     enough = asyncio.create_task(asyncio.to_thread(sys.stdin.readline)) if pg.rank() == 0 else None
     array = np.empty(100_000)
     longest, reported = 0.0, False
@@ -178,7 +178,7 @@ async def block_loop(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def replace_rank_0(pg: aiocoll.ProcessGroup) -> Any:
-    """Wait until the test has killed rank 0, then let another process take its place."""
+    """End rank 0 when the test sends a line; shrink the group, and then replace rank 0 by another process."""
     report("ready")
     if pg.rank() == 0:
         await asyncio.to_thread(sys.stdin.readline)
@@ -203,7 +203,7 @@ def serve() -> None:
 
 
 async def report_failed_meeting(place: dict[str, Any]) -> None:
-    """Meet the other ranks when the test sends a line; after the failure, keep the store open until the next line.
+    """Fail to meet when the test sends a line; report the error, and keep the store open until the next line.
 
     So all ranks start together, and no rank sees another one leave.
     """
@@ -218,7 +218,7 @@ async def report_failed_meeting(place: dict[str, Any]) -> None:
 
 
 async def main(what: str) -> None:
-    """Carry out the task and report its result."""
+    """Make the group, carry out the task `what`, and report the result of the task."""
     place = group_arguments()
     if what == "report_failed_meeting":
         await report_failed_meeting(place)

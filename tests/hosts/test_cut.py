@@ -1,4 +1,4 @@
-"""Hosts that are cut off from each other: lost ranks, times until they are reported, and survivors."""
+"""Hosts that are cut off from each other: reports of lost ranks, detection times, and ranks that continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def wait_until_ready(started: list[Process]) -> None:
 
 
 async def result_despite_warnings(process: Process) -> Any:
-    """Return the result of a rank, which may have warned of slow ranks."""
+    """Return the result of a rank that may have logged warnings about slow ranks."""
     result = await process.next_line()
     code, complaints = await process.end()
     assert code == 0, complaints
@@ -42,7 +42,7 @@ async def result_despite_warnings(process: Process) -> Any:
 async def test_two_ranks_that_are_cut_off_from_each_other_are_reported_lost(
     network: Callable[[int], Network], ranks: Ranks, what: str, lost: str
 ) -> None:
-    """Let rank 0 reach both ranks; a firewall that drops only TCP does not hide the hosts from each other."""
+    """Cut ranks 1 and 2 off from each other, fully or with a firewall that drops only TCP; rank 0 reaches both."""
     net = network(3)
     started = await ranks.start_all(net, what)
     await wait_until_ready(started)
@@ -72,7 +72,7 @@ async def test_connections_dropped_by_a_firewall_fail_the_group_at_once(
 async def test_one_of_two_mutually_cut_off_ranks_continues_with_the_other_ranks(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Accept either choice of rank 0: each of the two ranks may report the other one first."""
+    """Accept either decision of rank 0, since either of the two ranks may report the loss of the other rank first."""
     net = network(3)
     started = await ranks.start_all(net, "shrink_after_failure")
     await wait_until_ready(started)
@@ -97,7 +97,7 @@ async def test_short_network_outage_only_delays_calls(network: Callable[[int], N
 async def test_rank_with_a_blocked_loop_is_not_reported_as_an_unreachable_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Fill the kernel buffers of the blocked rank, which must not make its host look silent."""
+    """Send more data than the kernel buffers of the blocked rank can hold; its host must not count as silent."""
     started = await ranks.start_all(network(3), "block_loop", BLOCKED=str(UNREACHABLE + 1))
     for process, expected in zip(started, [0.0, 7.0, 7.0], strict=True):
         assert await result_despite_warnings(process) == expected

@@ -1,4 +1,4 @@
-"""`aiocoll doctor` on several hosts: reported connections, and whether ranks then meet as reported."""
+"""`aiocoll doctor` on several hosts: the connections that doctor reports, and whether its prediction is right."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.pages import code, is_shown
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: The name that doctor prints for all these hosts, because they are one machine.
+#: The host name that doctor prints for all simulated hosts, since all of them run on this machine.
 NAME = re.escape(socket.gethostname())
 MEETS, DOES_NOT = "would meet on these hosts", "would not meet on these hosts"
 SILENT = r"it does not answer \(tried for 5\.\d s\)"
-#: The error text of the kernel if no host has the address.
+#: The error text of the kernel for an address that no host has.
 NO_ROUTE = r"No route to host \(tried for 5\.\d s\)"
 NAME_IT = "set AIOCOLL_ADVERTISE, AIOCOLL_BIND or AIOCOLL_INTERFACE there"
 
 
 class DoctorReport(NamedTuple):
-    """The output of doctor on one host.
+    """The output of `aiocoll doctor` on one host.
 
     Attributes:
         code: the exit code.
@@ -55,7 +55,7 @@ async def printed_report(process: Process) -> DoctorReport:
 
 
 async def doctor_report(network: Network, ranks: Ranks, *more: str, master: str = "", **env: str) -> DoctorReport:
-    """Run doctor on all hosts; return its report, which must be the same on all of them."""
+    """Run `aiocoll doctor` on all hosts, and check that all hosts print the same report; return this report."""
     master = master or network.hosts[0].ipv4
     started = [await ranks.start_doctor(host, len(network.hosts), master, *more, **env) for host in network.hosts]
     first, *others = [await printed_report(process) for process in started]
@@ -71,7 +71,7 @@ async def can_meet(network: Network, ranks: Ranks, **env: str) -> bool:
 
 
 def missing_connection(source: int, target: int, why: str, advice: str, port: str = r"\d+") -> str:
-    """Return the pattern of a sentence about a missing connection."""
+    """Return a pattern for the sentence in which doctor reports a missing connection."""
     at = rf"10\.77\.0\.{target + 1} port {port}"
     return rf"host {source} \({NAME}\) cannot reach host {target} \({NAME}\) at {at}: {why}; {advice}"
 
@@ -101,7 +101,7 @@ async def test_doctor_reports_full_reachability(
 
 
 async def test_doctor_accepts_a_one_way_firewall(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Refuse connections from lower ranks to higher ones."""
+    """Refuse connections from lower ranks to higher ranks."""
     net = network(3)
     for lower, higher in (0, 1), (0, 2), (1, 2):
         net.refuse_connections(lower, higher)
@@ -122,7 +122,7 @@ async def test_doctor_accepts_a_one_way_firewall(network: Callable[[int], Networ
 async def test_doctor_reports_a_firewall_in_front_of_the_first_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Let only store connections pass; the connection from host 0 to host 1 does not help."""
+    """Let host 1 connect only to the store on host 0; links would need a connection from host 1 to host 0."""
     net = network(2)
     net.refuse_connections(1, 0, "tcp dport != 29500")
     found = await doctor_report(net, ranks)
@@ -155,7 +155,7 @@ async def test_doctor_reports_two_hosts_without_a_connection(
 
 
 async def test_doctor_reports_ports_that_a_firewall_rejects(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Let only the ports of the store and of a range pass; hosts that use this range have no problem."""
+    """Reject all ports except the store's port and a range; hosts that use this port range have no problem."""
     net = network(2)
     for host in net.hosts:
         rule = "tcp flags & (syn | ack) == syn tcp dport != { 29500, 31000-31003 } ip daddr 10.77.0.0/24 reject"
@@ -173,7 +173,7 @@ async def test_doctor_reports_ports_that_a_firewall_rejects(network: Callable[[i
 
 
 async def test_doctor_reports_an_unreachable_address(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Let host 0 advertise an address to which host 1 has no route, and host 1 the right one of two."""
+    """Let host 0 advertise an address to which host 1 has no route; host 1 advertises a reachable address."""
     net = network(2)
     net.hosts[1].run("ip", "addr", "add", "10.77.0.22/24", "dev", "eth0")
     master = net.hosts[0].ipv4
@@ -192,7 +192,7 @@ async def test_doctor_reports_an_unreachable_address(network: Callable[[int], Ne
 
 
 async def test_doctor_reports_a_missing_host(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Check that the hosts that are present report on each other."""
+    """Check that the hosts that do run doctor still report the connections between each other."""
     net = network(3)
     started = [
         await ranks.start_doctor(host, 3, net.hosts[0].ipv4, "--timeout", "6") for host in (net.hosts[0], net.hosts[2])
@@ -238,7 +238,7 @@ async def test_doctor_reports_a_wrong_key(network: Callable[[int], Network], ran
 
 
 async def test_doctor_reports_different_encryption_options(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Check the errors about the store, which hosts contact first."""
+    """Check the errors of the store connection, since hosts connect to the store first."""
     net = network(2)
     master = net.hosts[0].ipv4
     started = [
@@ -255,7 +255,7 @@ async def test_doctor_reports_different_encryption_options(network: Callable[[in
 async def test_doctor_accepts_a_host_name_that_resolves_to_loopback_on_its_own_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Use the entry that Debian writes into /etc/hosts; the store listens on all addresses, so that hosts find it."""
+    """Use the /etc/hosts entry that Debian writes; the store then listens on all addresses of its host."""
     net = network(2)
     net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
     net.hosts[1].file("hosts", f"{net.hosts[0].ipv4} master\n")

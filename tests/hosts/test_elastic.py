@@ -1,4 +1,4 @@
-"""An elastic program on two hosts whose processes are killed at random moments; one per host survives."""
+"""An elastic program on two hosts. A supervisor kills processes at random moments, but keeps one per host alive."""
 
 from __future__ import annotations
 

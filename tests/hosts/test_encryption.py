@@ -15,7 +15,7 @@ from tests.hosts.network import Network
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: Texts that tensors, objects, messages and the store contain.
+#: Texts that occur in the data of tensors, objects, messages and store commands.
 SECRETS = (b"a tensor is secret", b"an object is secret", b"a message is secret", b"aiocoll/")
 
 
@@ -23,7 +23,7 @@ SECRETS = (b"a tensor is secret", b"an object is secret", b"a message is secret"
 async def test_captured_traffic_between_hosts_contains_no_plain_text(
     network: Callable[..., Network], ranks: Ranks, encryption: str
 ) -> None:
-    """Check also that the same capture without encryption contains all texts."""
+    """Check that a capture with encryption has none of the secret texts, and a capture without has all of them."""
     net = network(2)
     with net.capture_traffic(1) as captured:
         started = await ranks.start_all(net, "send_secrets", AIOCOLL_ENCRYPTION=encryption)
@@ -37,7 +37,7 @@ async def test_captured_traffic_between_hosts_contains_no_plain_text(
 async def test_captured_traffic_between_copies_of_a_machine_contains_no_plain_text(
     network: Callable[..., Network], ranks: Ranks, transport: str
 ) -> None:
-    """Give both hosts the same identity, so that their ranks assume to be on one host."""
+    """Give both hosts the same host id, so that their ranks first assume that they are on one host."""
     net = network(2)
     with net.capture_traffic(1) as captured:
         started = await ranks.start_all(net, "send_secrets", AIOCOLL_HOST_ID="copied", AIOCOLL_TRANSPORT=transport)
@@ -50,7 +50,7 @@ async def test_captured_traffic_between_copies_of_a_machine_contains_no_plain_te
 async def test_different_encryption_options_of_hosts_are_reported(
     network: Callable[..., Network], ranks: Ranks
 ) -> None:
-    """Check the errors about the store, which ranks contact first."""
+    """Check the errors of the store connection, since ranks connect to the store first."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
     for first, second, reasons in (("none", "tls", "does not use TLS|reset"), ("tls", "none", "closes the connection")):
@@ -68,7 +68,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def certificate_environment(authority: Authority, *parts: str, file: str = "own") -> dict[str, str]:
-    """Return the environment of a process whose certificate names these parts of the job "train"."""
+    """Return the environment of a process whose certificate names `parts`, such as "rank/0", of the job "train"."""
     names = (f"aiocoll://train/{part}" for part in parts)
     return {"AIOCOLL_JOB_ID": "train", **as_variables(authority.make(*names, file=file))}
 
@@ -77,7 +77,7 @@ def certificate_environment(authority: Authority, *parts: str, file: str = "own"
 async def test_hosts_with_certificates_of_one_ca_meet(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, size: int, with_launcher: bool
 ) -> None:
-    """Give each host a certificate for its ranks; the one of host 0 also names the store."""
+    """Give each host a certificate for its ranks; the certificate of host 0 also names the store."""
     net = network(size)
     started = []
     for host in net.hosts:
@@ -101,7 +101,7 @@ async def test_hosts_with_certificates_of_one_ca_meet(
 async def test_captured_traffic_with_user_certificates_contains_no_plain_text(
     network: Callable[..., Network], ranks: Ranks, authority: Authority
 ) -> None:
-    """Check that TLS 1.3 hides the certificates, too."""
+    """Check that the names in the certificates do not occur in the traffic, since TLS 1.3 encrypts certificates."""
     net = network(2)
     with net.capture_traffic(1) as captured:
         started = await ranks.start_all(net, "send_secrets", **certificate_environment(authority, "rank/*", "store"))
@@ -131,7 +131,7 @@ async def test_certificate_of_another_rank_is_refused_on_both_hosts(
 async def test_host_with_another_job_or_ca_is_refused_at_the_store(
     network: Callable[..., Network], ranks: Ranks, authority: Authority, tmp_path: Path
 ) -> None:
-    """Check that the store refuses such hosts; the store's host logs the names of a refused certificate."""
+    """Check the error on each refused host, and check that rank 0 logs the names of a refused certificate."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
     serving = await ranks.start(
@@ -140,7 +140,7 @@ async def test_host_with_another_job_or_ca_is_refused_at_the_store(
     other = as_variables(authority.make("aiocoll://other/rank/*", file="other"))
     foreign = as_variables(Authority(tmp_path, "foreign").make("aiocoll://train/rank/*", file="stranger"))
     for environment, message in (
-        # This case comes first, since only the first few warnings are logged.
+        # Test this case first, since the store logs only the first few warnings.
         ({"AIOCOLL_JOB_ID": "train"}, "an end that accepts only certificates of a CA"),
         ({"AIOCOLL_JOB_ID": "other", **other}, "names aiocoll://train/rank/*, aiocoll://train/store, but"),
         (

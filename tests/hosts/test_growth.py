@@ -1,4 +1,4 @@
-"""The loss of rank 0 on several hosts: it can be replaced if another process hosts the store."""
+"""The loss of rank 0 on several hosts: the rank can be replaced if another process hosts the store."""
 
 from __future__ import annotations
 

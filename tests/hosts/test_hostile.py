@@ -19,11 +19,11 @@ TARGETS, FLOODING_CLIENTS, RELAY, MISBEHAVING_CLIENTS = (
     str(Path(__file__).with_name(f"{name}.py"))
     for name in ("flood_targets", "flooding_clients", "relay", "misbehaving_clients")
 )
-#: The first port of the ranks that work, and of the ranks that meet.
+#: The ports of the ranks that work, and of the ranks that meet.
 WORK, MEET = 31000, 31001
-#: Maximum seconds: of a client's connection, of a rendezvous, and of one iteration of a rank's loop.
+#: Maximum seconds of a client's connection, of a rendezvous, and of one event loop iteration of a rank.
 LONGEST, MEETING, TURN = 5.0, 2.0, 0.02
-#: Maximum bytes that clients may leave in a rank, and in a store, where each TLS client takes 256 KiB.
+#: Maximum memory growth in bytes of a rank, and of a store, where each TLS client takes 256 KiB.
 RANK_MEMORY, STORE_MEMORY = 32 * MIB, 96 * MIB
 
 
@@ -36,7 +36,7 @@ class Job:
         self._encryption = encryption
 
     async def start(self) -> list[str]:
-        """Start all processes; return the bytes that the attacker's host has recorded."""
+        """Start all processes; return the first bytes of each connection, which the attacker's host has recorded."""
         one, _, three = self._network.hosts
         relay = await self._ranks.start_program(
             three, RELAY, json.dumps([(port, one.ipv4, port) for port in (PORT, WORK)])
@@ -54,12 +54,12 @@ class Job:
         return list(await relay.next_line())
 
     async def serve(self) -> None:
-        """Start only the store."""
+        """Start the store without ranks."""
         self.store = await self._start_target(0, "serve", HOST=self._network.hosts[0].ipv4)
         assert await self.store.next_line() == "ready"
 
     async def meet(self, times: int) -> list[float]:
-        """Let two ranks meet a number of times; return the seconds of each rendezvous."""
+        """Let two ranks meet `times` times; return the seconds of each rendezvous."""
         ranks = [await self._start_target(rank, "meet", MEET, TIMES=str(times)) for rank in range(2)]
         first, _ = [await rank.result() for rank in ranks]
         return list(first)
@@ -78,7 +78,7 @@ class Job:
         return await self._ranks.start_program(hosts[rank], TARGETS, what, **place | env)
 
     async def flood(self, recorded: list[str], each: int, processes: int, at_once: int) -> dict[str, list[float]]:
-        """Start clients without the job key, `each` per kind, listener and process; return their results."""
+        """Start `each` clients per kind of misbehaviour, listener and process; return the results of each kind."""
         listeners = [(0, PORT), *((host, port) for host in range(2) for port in (WORK, MEET))]
         places = [(self._network.hosts[host].ipv4, port, self._encryption != "none") for host, port in listeners]
         given = json.dumps({"places": places, "each": each, "at_once": at_once, "recorded": recorded})
@@ -95,7 +95,7 @@ class Job:
         return found
 
     async def end(self) -> tuple[Any, list[Any], list[float]]:
-        """End all processes; return the costs of the store and of working ranks, and the seconds of each rendezvous."""
+        """End all processes; return the costs of the store and of the working ranks, and the rendezvous durations."""
         for process in (self.working[0], self.meeting[0]):
             process.send_line()
         worked = [await process.result() for process in self.working]

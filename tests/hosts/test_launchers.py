@@ -1,4 +1,4 @@
-"""The README's program on two hosts, started by mpiexec, which reaches the second host through a stand-in for ssh."""
+"""The README's program on two hosts, started by mpiexec with a stand-in for ssh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
 SUM = "[6. 6. 6.] ['rank 0', 'rank 1', 'rank 2']\n"
-#: A stand-in for ssh. Its arguments are options, the host and a command.
+#: A stand-in for ssh. Arguments: options, the host, and the command to run on this host.
 AGENT = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
 case $1 in %s) name=%s;; *) name=%s;; esac
@@ -44,7 +44,7 @@ async def test_mpiexec_starts_ranks_on_two_hosts(
     (tmp_path / "hello.py").write_text(code("README.md", "Twelve lines"))
     given = {"PYTHONUNBUFFERED": ""}  # empty, so that the output of a rank is buffered and arrives in one piece
     if library == "mpich":
-        # Pass no job key, since the launcher gives a key to the ranks.
+        # Pass no job key, since rank 0 sends a key to the other ranks through the PMI connection to mpiexec.
         how = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", f"{first.ipv4},{second.ipv4}", "-ppn", "1"]
     else:
         given["AIOCOLL_JOB_KEY_FILE"] = str(tmp_path / "job.key")

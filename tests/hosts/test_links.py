@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 async def test_all_ranks_know_the_measurements_of_the_slowest_link(
     network: Callable[[int], Network], ranks: Ranks, size: int, encryption: str
 ) -> None:
-    """Use a link on which a packet takes a millisecond, so that the load of this machine matters little."""
+    """Use a link so slow that the load of this machine matters little: each packet takes a millisecond."""
     net = network(size)
     net.shape(rate=10e6, delay=10e-3, hosts=[1])
     started = await ranks.start_all(net, "links", AIOCOLL_ENCRYPTION=encryption)
@@ -34,7 +34,7 @@ async def test_all_ranks_know_the_measurements_of_the_slowest_link(
 async def test_hosts_that_connect_in_one_direction_only_do_not_delay_the_link_measurement(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Prevent connections from host 1 to host 2, so that only two of the three links can be measured."""
+    """Prevent connections from host 1 to host 2, so that the ranks can measure only two of the three links."""
     net = network(3)
     net.shape(delay=10e-3, hosts=[2])
     net.refuse_connections(1, 2)

@@ -1,4 +1,4 @@
-"""Ranks on several hosts that meet, or report why they do not."""
+"""Rendezvous of ranks on several hosts: addresses that work, and errors that explain a failure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 async def meeting_error(process: Process) -> tuple[str, str]:
-    """Return the last line of a rank that could not meet the others, and its whole standard error."""
+    """Wait for a rank whose rendezvous fails; return the last line of its standard error, and all of it."""
     code, complaints = await process.end()
     assert code == 1
     return complaints.splitlines()[-1], complaints
 
 
 async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Let only the store be reachable: both ranks report the missing connection, after a warning about it.
+    """Let the firewall pass only the store's port: both ranks first warn about the missing connection, then fail.
 
     Before that, rank 0 fails to measure the link to rank 1, which excludes no rank.
     """
@@ -61,7 +61,7 @@ async def test_firewall_in_front_of_a_rank_is_reported(network: Callable[[int], 
 async def test_ranks_on_several_hosts_meet_in_a_store_of_the_caller(
     network: Callable[[int], Network], ranks: Ranks, version: int
 ) -> None:
-    """Check that ranks publish the address by which they reached the store, not the loopback address."""
+    """Check that ranks publish an address in the network of the store, not the loopback address."""
     net = network(3)
     host = net.hosts[0].ipv4 if version == 4 else net.hosts[0].ipv6
     started = await ranks.start_all(net, "total", f"store:{host}")
@@ -71,7 +71,7 @@ async def test_ranks_on_several_hosts_meet_in_a_store_of_the_caller(
 async def test_ranks_meet_in_a_store_that_one_rank_reaches_by_loopback(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Let rank 0 reach the store by the loopback; the other ranks know the address of its host."""
+    """Let rank 0 reach the store by the loopback; the other ranks connect to the address of the store's host."""
     net = network(2)
     started = [
         await ranks.start(net.hosts[0], "total", 0, 2, "store:0.0.0.0"),
@@ -81,7 +81,7 @@ async def test_ranks_meet_in_a_store_that_one_rank_reaches_by_loopback(
 
 
 async def test_ranks_meet_on_a_redis_server(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
-    """Check that ranks publish the address by which they reached the server; one rank is on the server's host."""
+    """Check that all ranks publish an address in the network of the server, also the rank on the server's host."""
     net = network(3)
     everywhere = ("--bind", "0.0.0.0", "--protected-mode", "no")
     with redis_server(tmp_path, None, *everywhere, command=net.hosts[0].command) as server:
@@ -97,7 +97,7 @@ async def test_ranks_meet_in_a_shared_file(network: Callable[[int], Network], ra
 async def test_rendezvous_in_a_shared_file_reports_ambiguous_network_interfaces(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Check that the errors of all ranks name the missing option, and that ranks meet with it."""
+    """Check that the errors of all ranks name the missing option, and that the ranks meet with this option."""
     net = network(2)
     net.hosts[1].run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "eth2")
     net.hosts[1].run("ip", "addr", "add", "10.78.0.2/24", "dev", "eth1")
@@ -132,10 +132,10 @@ async def test_default_route_selects_the_network_interface(
 # -- the name of the master
 
 
-async def test_master_name_that_resolves_to_loopback_on_its_own_host_works(
+async def test_ranks_meet_by_a_master_name_that_resolves_to_loopback_on_its_own_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Use the entry that Debian writes into /etc/hosts."""
+    """Use the /etc/hosts entry that Debian writes, which maps the host's own name to a loopback address."""
     net = network(3)
     net.hosts[0].file("hosts", "127.0.0.1 localhost\n127.0.1.1 master\n")
     for host in net.hosts[1:]:
@@ -144,7 +144,7 @@ async def test_master_name_that_resolves_to_loopback_on_its_own_host_works(
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
-async def test_master_name_that_resolves_to_loopback_on_the_launchers_host_works(
+async def test_ranks_meet_by_a_master_name_that_resolves_to_loopback_on_the_launchers_host(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
     net = network(2)
@@ -154,7 +154,9 @@ async def test_master_name_that_resolves_to_loopback_on_the_launchers_host_works
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
 
 
-async def test_service_address_in_front_of_the_launcher_works(network: Callable[[int], Network], ranks: Ranks) -> None:
+async def test_ranks_meet_by_a_service_address_that_leads_to_the_launcher(
+    network: Callable[[int], Network], ranks: Ranks
+) -> None:
     net = network(2)
     service = "10.96.0.9"
     translate(net, service)
@@ -163,10 +165,10 @@ async def test_service_address_in_front_of_the_launcher_works(network: Callable[
 
 
 @pytest.mark.parametrize("bind", ["any", "10.77.0.1"])
-async def test_service_address_in_front_of_the_master_works(
+async def test_ranks_meet_by_a_service_address_that_leads_to_the_master(
     network: Callable[[int], Network], ranks: Ranks, bind: str
 ) -> None:
-    """Use an address that no host has; the router of rank 1 leads to the real one."""
+    """Use an address that no host has; address translation on the host of rank 1 leads to the real address."""
     net = network(2)
     service = "10.96.0.9"
     translate(net, service)
@@ -179,7 +181,7 @@ async def test_service_address_in_front_of_the_master_works(
 
 
 def translate(net: Network, service: str) -> None:
-    """Make the router of host 1 translate a service address, which no host has, to host 0."""
+    """Translate the address `service`, which no host has, into the address of host 0 on host 1."""
     net.hosts[1].run("ip", "route", "add", service, "via", net.hosts[0].ipv4)
     rule = f"add rule ip nat out ip daddr {service} dnat to {net.hosts[0].ipv4}"
     chain = "add chain ip nat out { type nat hook output priority -100; }"

@@ -1,4 +1,4 @@
-"""The simulated hosts of these tests: faults, cables, isolation and removal."""
+"""The simulated hosts that these tests use: faults, cables, isolation, and removal after a test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ with socket.socket(family, socket.SOCK_DGRAM) as probe:
             pass
 sys.exit(1)
 """
-#: Seconds within which a host answers even on a busy machine, and the timeout that shows a missing answer.
+#: Seconds within which a host replies even on a busy machine, and the timeout after which a reply counts as missing.
 LIMIT, SOON = 20, 0.5
 
 
@@ -65,7 +65,7 @@ async def test_simulated_pods_count_as_separate_hosts(network: Callable[..., Net
 
 
 async def test_simulated_pods_that_share_a_network_share_memory(network: Callable[..., Network], ranks: Ranks) -> None:
-    """Start pods that share a network, and so unix sockets, as containers with the network of their host do."""
+    """Start pods that share a network and therefore unix sockets, like containers with the network of their host."""
     (host,) = network(1, pods=True).hosts
     started = [await ranks.start(host, "carriers", rank, 2, f"tcp://{host.ipv4}:29500") for rank in range(2)]
     assert [await process.result() for process in started] == [[None, "shm"], ["shm", None]]
@@ -94,7 +94,7 @@ def test_simulated_cables_and_firewalls_can_block_traffic(network: Callable[[int
     assert is_reachable(one, two.ipv4)
 
 
-#: A server program that sends received data back if the data is a single byte.
+#: A server program that discards data, but sends a single received byte back.
 ECHO = """
 import socket
 with socket.create_server(("", 9000)) as listening:
@@ -160,7 +160,7 @@ def test_simulated_cable_loses_the_given_share_of_packets(network: Callable[...,
     net.hosts[0].run(sys.executable, "-c", BURST, net.hosts[1].ipv4)
     lost, _ = net.shape(loss=1.0)
     assert 50 < lost < 150  # expect 100 ± 7
-    # Test the other direction, since the kernel answers only a few of so many datagrams.
+    # Test the other direction: the kernel limits its error replies, and the first host has just sent many datagrams.
     assert not is_reachable(net.hosts[1], net.hosts[0].ipv4, SOON)
     assert sum(net.shape()) > 0
     assert is_reachable(net.hosts[1], net.hosts[0].ipv4)
@@ -174,7 +174,7 @@ def test_packets_beyond_the_queue_of_a_simulated_cable_are_lost(network: Callabl
     net.shape(rate=1e5, queue=20_000)
     net.hosts[0].run(sys.executable, "-c", BURST, net.hosts[1].ipv4)
     lost, _ = net.shape()
-    # A datagram takes 1,066 bytes, and the cable carries one in 85 ms.
+    # A datagram takes 1,066 bytes on the cable, which needs 85 ms for a datagram.
     assert 100 < lost <= 200 - 20_000 // 1066
 
 
@@ -210,5 +210,5 @@ def test_network_namespaces_of_a_killed_test_run_are_removed(network: Callable[[
 
 
 def name_and_folder(name: str) -> tuple[bool, bool]:
-    """Return whether a namespace of this name exists, and whether it has its own files."""
+    """Return whether a network namespace of this name exists, and whether a directory with its files exists."""
     return Path("/run/netns", name).exists(), Path("/etc/netns", name).exists()

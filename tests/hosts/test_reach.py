@@ -1,4 +1,4 @@
-"""Ranks that reach each other only past firewalls, by translated addresses, or as different users."""
+"""Ranks that meet through firewalls, by translated addresses, or as different users."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 async def test_ranks_meet_through_a_one_way_firewall(
     network: Callable[[int], Network], ranks: Ranks, what: str
 ) -> None:
-    """Let the lower rank of each pair have data to send, although its own connections are dropped."""
+    """Let the lower rank of each pair send data, although a firewall drops the connections that this rank opens."""
     net = network(3)
     for lower, higher in (0, 1), (0, 2), (1, 2):
         net.refuse_connections(lower, higher)
@@ -38,7 +38,7 @@ async def test_ranks_meet_through_a_firewall_that_allows_a_port_range(
 
 
 async def test_ranks_meet_through_address_translation(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Give both ranks an address that is unknown outside, and one of them also another port."""
+    """Let both ranks listen on a private address behind address translation; one rank also has a translated port."""
     net = network(2)
     method = f"tcp://{net.hosts[0].ipv4}:29500"
     started = []
@@ -56,13 +56,13 @@ async def test_ranks_meet_through_address_translation(network: Callable[[int], N
 
 
 async def test_ranks_meet_on_copies_of_one_machine(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Give all hosts the same identity, although they share no unix socket."""
+    """Give all hosts the same host id, although their ranks cannot connect by unix sockets."""
     started = await ranks.start_all(network(3), "total", AIOCOLL_HOST_ID="copied")
     assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
 async def test_ranks_of_two_users_of_one_host_meet_by_tcp(network: Callable[[int], Network], ranks: Ranks) -> None:
-    """Use processes that can reach each other only by TCP, like a container without root and its host."""
+    """Run the ranks as users that can reach each other only by TCP, like a rootless container and its host."""
     (host,) = network(1).hosts
     method = f"tcp://{host.ipv4}:29500"
     started = [await ranks.start(host, "total", rank, 3, method, user=user) for rank, user in enumerate([7, 8, 8])]

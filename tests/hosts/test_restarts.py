@@ -1,4 +1,4 @@
-"""`aiocoll run --max-restarts` between encrypted hosts: agreement of the launchers, also when a cable is pulled."""
+"""`aiocoll run --max-restarts` on several hosts with encryption: all launchers agree, even if a host is cut off."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("cryptography", reason="needs cryptography, for TLS between 
 
 
 async def start_launchers(ranks: Ranks, network: Network, listed: str, script: str, folder: Path) -> list[Process]:
-    """Start a launcher on each host."""
+    """Start an `aiocoll run` launcher on each host; return the launcher processes."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script))
     where = ("--nproc-list", listed, "--master-addr", network.hosts[0].ipv4, "--max-restarts", "2")
@@ -36,7 +36,7 @@ async def start_launchers(ranks: Ranks, network: Network, listed: str, script: s
 
 
 def members(folder: Path) -> dict[str, int]:
-    """Return the process id of each rank in a group; newcomers are "new"."""
+    """Return the process id of each rank of the group; the rank of a newcomer is "new"."""
     return {name.split()[1]: int(name.split()[2]) for name in os.listdir(folder) if name.startswith("member ")}
 
 
@@ -91,7 +91,7 @@ async def test_launcher_starts_a_newcomer_for_a_self_repairing_group(
 async def test_host_that_is_cut_off_is_reported_lost(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Check that the launcher of the lost host reports this, too."""
+    """Check that the launcher of the lost host reports the loss, too."""
     net = network(3)
     script = """
         import os, signal, sys

@@ -42,7 +42,7 @@ async def run_ranks(network: Network, ranks: Ranks, **environment: str) -> list[
 async def test_job_key_of_rank_0_is_sent_to_the_other_host_through_the_torch_store(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
-    """Leave the key out of the environment; without a key, ranks on two hosts refuse to meet."""
+    """Leave the key out of the environment: the ranks can meet only if rank 0 sends a key."""
     for found in await run_ranks(network(2), ranks):
         assert found == {"total": 3.0, "key length": KEY_LENGTH}
 

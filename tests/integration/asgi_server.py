@@ -1,4 +1,4 @@
-"""A worker of a web server: the subset of ASGI and HTTP that docs/web-service.md needs. Argument: module:app."""
+"""A minimal web server worker with the subset of ASGI and HTTP that docs/web-service.md needs. Argument: module:app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures that start the ranks of `program.py` as a supervisor does, and check that no process is left."""
+"""Fixtures that start ranks of `program.py` as processes, and check that the ranks leave no temporary files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).with_name("program.py"))
 #: The timeout of a rank in seconds; each rank usually takes less than 10 % of this time.
 LIMIT = 60
-#: The job key of all these tests.
+#: The job key of all jobs in these tests.
 KEY = b"of this test and no other"
 
 
@@ -32,7 +32,7 @@ class Ranks:
         self.temporary = path / "temporary"
         self.temporary.mkdir()
         kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_")}
-        # Debug mode reports slow callbacks, and these tests expect silence.
+        # Disable asyncio's debug mode, which reports slow callbacks; these tests expect no error output.
         kept.pop("PYTHONASYNCIODEBUG", None)
         self.environment = kept | {
             "PYTHONPATH": str(ROOT),
@@ -42,7 +42,7 @@ class Ranks:
         }
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a process, which ends with the test at the latest."""
+        """Start a Python process, which is killed at the end of the test if it still runs."""
         process = subprocess.Popen(
             [sys.executable, *command],
             env={**self.environment, **(env or {})},
@@ -64,7 +64,7 @@ class Ranks:
         env: Mapping[str, str] | None = None,
         killed: Sequence[int] = (),
     ) -> list[Any]:
-        """Run the ranks; return the result of each, or None for the `killed` ranks.
+        """Run `program.py` on all ranks; return the result of each rank, or None for the `killed` ranks.
 
         With `numbers`, rank and world size are on the command line, otherwise only in the environment.
         """

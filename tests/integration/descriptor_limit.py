@@ -1,4 +1,4 @@
-"""Two ranks of one process that meet, can then open no more files, and make every call; prints the errors as JSON."""
+"""Two ranks of one process that make every call after no more files can be opened; prints the errors as JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import numpy as np
 
 import aiocoll
 
-#: SciPy loads parts of NumPy that would otherwise be loaded later.
+#: Import SciPy here: it also loads parts of NumPy that NumPy could not load later, without free descriptors.
 sparse: Any = importlib.import_module("scipy.sparse") if "sparse" in sys.argv else None
 
 
 def forbid_new_files() -> None:
-    """Forbid new files: set the limit of open files to the lowest free descriptor number."""
+    """Forbid new open files: set the limit of open files to the lowest free descriptor number."""
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

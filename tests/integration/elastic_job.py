@@ -25,9 +25,9 @@ import numpy as np
 import aiocoll
 from aiocoll import GroupError, Meeting, ReduceOp, Ticket
 
-#: Elements of the array that each step reduces, and of the array in the state.
+#: Number of elements of the array that each step reduces, and of the array in the state.
 COUNT = 50_000
-#: Seconds after which an unfinished action has failed. Each action takes less than half of it.
+#: The timeout of each action in seconds; each action takes less than 50 % of this time.
 LIMIT = 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -55,7 +55,7 @@ class Plan:
 
 
 async def work(ticket: Ticket, stop: Path) -> None:
-    """Add up the step numbers until the file `stop` exists."""
+    """Take steps as an elastic program, with the step numbers summed up in the state, until the file `stop` exists."""
     state: dict[str, Any] = {"step": 0, "sum": 0, "array": np.zeros(COUNT)}
     async with aclosing(aiocoll.elastic(init_method=ticket, state=state, timeout=LIMIT)) as groups:
         async for pg in groups:
@@ -70,7 +70,7 @@ async def work(ticket: Ticket, stop: Path) -> None:
 
 
 async def step(pg: aiocoll.ProcessGroup, state: dict[str, Any], stop: Path) -> bool:
-    """Take one step with all ranks; return whether it was the last one."""
+    """Take one step with all ranks; return whether this step was the last one."""
     number, size = state["step"] + 1, pg.size()
     total = await pg.allreduce(number * (pg.rank() + 1))
     assert total == number * size * (size + 1) // 2
@@ -101,7 +101,7 @@ def print_json(**what: Any) -> None:
 
 
 class Worker:
-    """A process of the program.
+    """A process of the elastic program, as the supervisor sees it.
 
     Attributes:
         host: The index of its host.
@@ -123,7 +123,7 @@ class Worker:
         self.killed = True
 
     async def record_reports(self, changed: asyncio.Event) -> None:
-        """Record the latest report of the process until it ends."""
+        """Record the latest report of the process until the process ends; check how it ended."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         async for line in self._process.stdout:
@@ -134,7 +134,7 @@ class Worker:
 
 
 class Supervisor:
-    """A supervisor that keeps the planned number of processes running, and kills some of them."""
+    """A supervisor that kills processes at random moments, and starts a newcomer for each killed process."""
 
     def __init__(self, plan: Plan, meeting: Meeting, stop: Path) -> None:
         self._plan = plan
@@ -148,7 +148,7 @@ class Supervisor:
         self._zero = self._double = 0
 
     async def run(self) -> dict[str, Any]:
-        """Start the workers and kill them as planned; return the numbers of kills and steps, and the recovery times."""
+        """Start the workers and kill as many as planned; return the numbers of kills and steps, and recovery times."""
         plan = self._plan
         for rank in range(plan.size):
             await self._start(self._meeting.ticket(rank), rank % len(plan.hosts))
@@ -192,7 +192,7 @@ class Supervisor:
         return [worker for worker in self._workers if not worker.killed]
 
     async def _wait_for_full_group(self) -> None:
-        """Wait until all processes are in a group of the full size."""
+        """Wait until all processes are members of a group of the planned size."""
         async with asyncio.timeout(LIMIT):
             while any(worker.report.get("size") != self._plan.size for worker in self._live_workers()):
                 for task in self._recording:
@@ -204,7 +204,7 @@ class Supervisor:
                 self._changed.clear()
 
     async def _kill(self, count: int, zero: bool) -> int:
-        """Kill `count` processes at a random moment; one process per host that has been in a group survives."""
+        """Kill `count` processes at a random moment, but keep one former group member alive on each host."""
         await asyncio.sleep(self._random.uniform(0, 0.3))
         live = self._live_workers()
         kept = {host: self._random.choice(self._members(host)) for host in {worker.host for worker in live}}
@@ -237,7 +237,7 @@ class Supervisor:
 
 
 async def supervise(plan: Plan) -> dict[str, Any]:
-    """Run the program and kill its processes; return the counts and recovery times."""
+    """Run the elastic program under a `Supervisor`; return the counts and the recovery times."""
     with tempfile.TemporaryDirectory() as folder:
         async with Meeting(plan.size, host=plan.host) as meeting:
             supervisor = Supervisor(plan, meeting, Path(folder, "stop"))

@@ -16,11 +16,11 @@ from typing import NamedTuple, Self
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
-#: Seconds after which an unfinished action has failed. Each action takes less than a third of it.
+#: The timeout of each action in seconds; each action takes less than 33 % of this time.
 LIMIT = 60
-#: Seconds between two polls of other programs.
+#: Seconds between two checks of whether another program has reached a state.
 _POLL_SECONDS = 0.05
-#: An environment variable in all processes that a test starts.
+#: The name of an environment variable that marks all processes which a test starts.
 _MARK = "STARTED_BY_TEST"
 #: Variables that permit Open MPI to run as root. A container may have no other user.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -54,7 +54,7 @@ PartitionName=test Nodes={host},zzzz1 Default=YES OverSubscribe=YES
 
 
 class LauncherResult(NamedTuple):
-    """The result of a launcher: exit code, sorted lines of output, and standard error."""
+    """The result of a launcher: exit code, sorted lines of standard output, and standard error."""
 
     code: int
     out: list[str]
@@ -62,13 +62,13 @@ class LauncherResult(NamedTuple):
 
 
 def mpiexec(name: str) -> str | None:
-    """Return the `mpiexec` of an MPI library from the environment that `.ci/run` or the benchmark has created."""
+    """Return the path of an MPI library's `mpiexec` in the environment that `.ci/run` or a benchmark has created."""
     places = [ROOT / f".venv-{name}/bin/mpiexec", ROOT / f"bench/.venvs/{name}/bin/mpiexec"]
     return next((str(path) for path in places if path.exists()), None)
 
 
 def reason_without_slurm() -> str | None:
-    """Return the reason why Slurm cannot run here; None if it can."""
+    """Return the reason why Slurm cannot run here, or None if Slurm can run."""
     if os.geteuid() != 0:
         return "needs root: slurmd starts ranks as root"
     missing = [each for each in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(each) is None]
@@ -76,9 +76,9 @@ def reason_without_slurm() -> str | None:
 
 
 def start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Start a launcher whose ranks run this Python. `running_processes` finds its remaining processes."""
-    # Debug mode reports slow callbacks, and these tests expect silence.
-    # Without PYTHONUNBUFFERED a rank prints in one piece, which other ranks cannot interrupt.
+    """Start a launcher. An environment variable marks its processes, so that `running_processes` finds them."""
+    # Disable asyncio's debug mode, which reports slow callbacks; these tests expect no error output.
+    # Without PYTHONUNBUFFERED, a rank writes its output at once, so that lines of ranks do not mix.
     hidden = ("AIOCOLL_", "PYTHONASYNCIODEBUG", "PYTHONUNBUFFERED", "SLURM_", "PMI", "OMPI_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     own_variables = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", _MARK: str(os.getpid())}
@@ -93,7 +93,7 @@ def start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def run(command: list[str], env: Mapping[str, str]) -> LauncherResult:
-    """Run a launcher to its end, and wait until all its processes have ended."""
+    """Run a launcher until it ends, and wait until all processes that it has started have ended."""
     with start(command, env) as process:
         try:
             out, err = process.communicate(timeout=LIMIT)
@@ -108,7 +108,7 @@ def run(command: list[str], env: Mapping[str, str]) -> LauncherResult:
 
 
 def running_processes() -> list[str]:
-    """Return the commands of running processes that a test has started."""
+    """Return the command lines of running processes that the tests of this process have started."""
     mark, found = f"{_MARK}={os.getpid()}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -159,7 +159,7 @@ class Slurm:
         self._stack.close()
 
     def srun(self, *arguments: str, script: str, given: tuple[str, ...] = (), **env: str) -> LauncherResult:
-        """Run a Python program on both nodes."""
+        """Run a Python program on both nodes with `srun`."""
         command = ["srun", "--quiet", "--nodes=2", *arguments, sys.executable, script, *given]
         return run(command, self.env | env)
 

@@ -1,4 +1,4 @@
-"""Ranks, one of which is lost in the way named by the argument; the others print the reported loss."""
+"""A job that loses rank 1; the other ranks print the loss that they get reported. Argument: the kind of the loss."""
 
 from __future__ import annotations
 

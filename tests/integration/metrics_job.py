@@ -1,4 +1,4 @@
-"""A rank of a job in the multiprocess mode of prometheus_client: rank 1 is killed, and a newcomer replaces it."""
+"""A rank of a job that exports metrics with prometheus_client's multiprocess mode; a newcomer replaces rank 1."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def allreduces(directory: str | None = None) -> dict[tuple[str, str], float]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait until `condition` is true; processes write their metrics once a second."""
+    """Poll until `condition` is true, which can take a second: processes write their metrics once a second."""
     while not condition():  # noqa: ASYNC110 (other processes change the condition)
         await asyncio.sleep(0.01)
 
 
 def gauge_processes() -> set[int]:
-    """Return the processes whose gauges are in a metrics scrape."""
+    """Return the ids of the processes whose gauges are in a metrics scrape."""
     return {int(path.stem.rpartition("_")[2]) for path in Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).glob("gauge_*")}
 
 

@@ -1,4 +1,4 @@
-"""A rank that leaves its groups open in five loops; it prints the numbers of descriptors and threads after each."""
+"""A rank that does not close its groups in five event loops; prints the descriptors and threads left by each loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An unprivileged user that attacks the ranks of a job, for `test_other_user`. The argument describes the ranks.
+"""A process of an unprivileged user that attacks the ranks of a job, for `test_other_user`. Argument: the ranks.
 
 It prints a line of JSON with the outcome of each attempt. Then it holds its connections until it reads a line.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from aiocoll.security.handshake import CHALLENGE_SIZE, ClientHandshake, ConnKind, Identity, job_id
 
 NOBODY = 65534
-#: Connections to each listener: more than a listener accepts without a proven key.
+#: The number of connections to each listener: more than a listener accepts from clients that prove no key.
 MANY = 300
 #: Seconds within which a listener closes a refused connection.
 SOON = 10.0
@@ -33,7 +33,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def outcome(attempt: Callable[[], object]) -> str:
-    """Make an attack; return the name of its error, or its result."""
+    """Make one attack; return the name of the error that stopped the attack, or what the attack got."""
     try:
         return f"got {attempt()!r}"
     except OSError as error:
@@ -49,7 +49,7 @@ def checked_result(result: int) -> int:
 
 
 def process_attempts(pid: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield attacks: to read the memory of a rank, to stop the rank, or to change its limits."""
+    """Yield the names and functions of attacks on a rank's process: read memory, stop the process, change limits."""
     for name in ("environ", "mem", "maps", "auxv", "syscall"):
         yield name, lambda name=name: Path(f"/proc/{pid}/{name}").read_bytes()[:50]
     for name in ("fd", "map_files"):
@@ -76,7 +76,7 @@ def iovec() -> Any:
 
 
 def file_attempts(folder: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield attacks: to read and replace the files in a folder that all users may write, such as /tmp."""
+    """Yield the names and functions of attacks on files in a directory that all users may write, such as /tmp."""
     for name in os.listdir(folder):
         path = Path(folder, name)
         yield f"{name} read", path.read_bytes
@@ -97,7 +97,7 @@ def replace(path: Path) -> None:
 
 
 def listener_attempts(addresses: list[Any]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield attacks: to bind the addresses of ranks, and to connect to ranks."""
+    """Yield the names and functions of attacks on listeners: bind their addresses, or connect to them."""
     for address in addresses:
         yield f"bind {address}", lambda address=address: bind(address)
         yield f"hold {address}", lambda address=address: hold(address)
@@ -124,7 +124,7 @@ def bind(address: Any) -> None:
 
 
 def hold(address: Any) -> str:
-    """Fill the backlog and all places of a listener with silent connections."""
+    """Fill the backlog and the connection limit of a listener with silent connections."""
     for _ in range(MANY):
         held_connections.append(new_socket(address))
         held_connections[-1].connect(socket_address(address))
@@ -132,7 +132,7 @@ def hold(address: Any) -> str:
 
 
 def join(address: Any) -> str:
-    """Attempt a handshake without the job key for each purpose; return the received replies."""
+    """Attempt a handshake without the job key for each connection purpose; return the received replies."""
     replies = set()
     for kind in ConnKind:
         with new_socket(address) as sock:

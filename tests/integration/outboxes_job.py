@@ -1,4 +1,4 @@
-"""A rank of a job whose last rank does not read its posts. Arguments: the last rank's fate; address, rank, size.
+"""A rank of a job whose last rank does not read posts. Arguments: fate of the last rank; address, rank, world size.
 
 The last rank is stopped for a while, is killed, or leaves. All other ranks print as JSON whether their results were
 correct, and the number of contributions in their outboxes for several readers.
@@ -33,7 +33,7 @@ def common_posts(pg: Any) -> int:
 
 
 async def reduce_all(pg: Any, times: int) -> bool:
-    """Reduce arrays of different lengths; return whether all sums are correct."""
+    """Make `times` allreduces of arrays of different lengths; return whether all sums are correct."""
     right = True
     for number in range(times):
         tensor = np.full(1 + number % 1000, float(number))
@@ -43,7 +43,7 @@ async def reduce_all(pg: Any, times: int) -> bool:
 
 
 async def stop(pg: Any) -> None:
-    """Stop the last rank before it reads; the others fill all slots, and finish calls in a separate group."""
+    """Stop the last rank before it reads; the other ranks fill all slots, and finish calls in a separate group."""
     survivors = await pg.split_group(list(range(LAST)))
     pid = int(await pg.broadcast_object(os.getpid() if RANK == LAST else None, LAST))
     await pg.barrier()
@@ -70,7 +70,7 @@ async def stop(pg: Any) -> None:
 
 
 async def die(pg: Any) -> None:
-    """Kill the last rank before it reads; the others make a new group, whose calls use slots again."""
+    """Kill the last rank before it reads; the other ranks make a new group, whose calls use slots again."""
     if RANK == LAST:
         await pg.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -89,7 +89,7 @@ async def die(pg: Any) -> None:
 
 
 async def leave(pg: Any) -> None:
-    """Let the last rank leave right after its posts, which the others still read."""
+    """Let the last rank leave right after its posts, which the other ranks read later."""
     if RANK == LAST:
         for number in range(CALLS):
             await pg.broadcast(np.full(4, float(number)), LAST)

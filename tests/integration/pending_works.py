@@ -1,4 +1,4 @@
-"""Two ranks: one ends with pending works, in the way named by the first argument, and its peer is notified."""
+"""A job of two ranks: rank 1 ends while it has pending works. Arguments: the kind of end, init method, rank."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import numpy as np
 import aiocoll
 
 HOW, METHOD, RANK = sys.argv[1], sys.argv[2], int(sys.argv[3])
-#: The timeout of a collective that the other rank never calls. Leaving the group waits for it.
+#: The timeout of a collective that the other rank never calls. The close of the group waits for this timeout.
 TIMEOUT = 0.1
-# Hide warnings, since a warning about a slow rank is correct on a busy machine.
+# Hide warnings, since a busy machine may cause a correct warning about a slow rank.
 logging.getLogger("aiocoll").setLevel(logging.ERROR)
 
 
 def interrupt(times: int = 1) -> None:
-    """Send SIGINT to this process from the next loop iteration on, like an impatient user's Ctrl-C."""
+    """Send SIGINT `times` times to this process, as an impatient user does with Ctrl-C."""
     loop = asyncio.get_running_loop()
     for delay in range(times):
         loop.call_later(delay * 0.001, os.kill, os.getpid(), signal.SIGINT)
 
 
 async def wait_in_collective(pg: aiocoll.ProcessGroup) -> None:
-    """Wait in a collective while the other rank ends."""
+    """Wait in a collective while the other rank ends; print the error."""
     try:
         await pg.recv_object(1)
         await pg.allreduce(np.ones(1_000_000))
     except aiocoll.GroupError as error:
-        # If the notice arrives between the two calls, the second call fails with it as the cause.
+        # If rank 1's end is reported between the two calls, the second call raises `GroupRevokedError` with this cause.
         first = error.__cause__ if isinstance(error, aiocoll.GroupRevokedError) else error
         assert isinstance(first, aiocoll.GroupError)
         print(type(first).__name__, getattr(first, "how", None), list(first.ranks))
 
 
 async def leave_works_pending(pg: aiocoll.ProcessGroup) -> list[Any]:
-    """Return pending works: awaited by other tasks, by no task, or only by an iterator."""
+    """Start works that stay pending, and end as `HOW` names; return the works and the tasks that await some of them."""
     works = [
         pg.barrier(key="awaited"),
         pg.barrier(key="not awaited"),

@@ -1,4 +1,4 @@
-"""A rank as a user would start one: it meets the others, makes calls and ends. Arguments: action, rendezvous."""
+"""A rank that meets the other ranks, makes calls and ends. Arguments: action, init method, rank and world size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 import aiocoll
 from tests.testing.all_calls import make_all_calls
 
-#: Bytes of an allreduce that takes many loop iterations on every transport.
+#: The size in bytes of an array whose allreduce takes many loop iterations on every transport.
 LARGE = 8 * 1024 * 1024
 #: The number of meetings in one run of the action "meet".
 MEETINGS = 8
@@ -33,21 +33,21 @@ def open_files_and_threads() -> tuple[set[str], list[str]]:
 
 
 async def make_every_call(pg: aiocoll.ProcessGroup) -> Any:
-    """Make every call, also in a second group of the same ranks."""
+    """Make calls of every kind in the group and in a second group of the same ranks."""
     async with aiocoll.new_group(**rendezvous_arguments()) as second:
         counts = await make_all_calls(second, (1, 1000))
     return counts + await make_all_calls(pg, (17, 70_000))
 
 
 def start_heir(seconds: str) -> subprocess.Popen[bytes]:
-    """Start a child that keeps all connections of this process open after the death of the process."""
+    """Start a child process that inherits all connections of this process, and keeps them open after its death."""
     fds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
     silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(["sleep", seconds], pass_fds=[fd for fd in fds if fd > 2], **silent)
 
 
 async def large_array(pg: aiocoll.ProcessGroup) -> Any:
-    """Return a large array; with `EMPTY` in the environment, a registered array that the right neighbour has mapped."""
+    """Return a large array; if `EMPTY` is in the environment, an array of `pg.empty` that the neighbour has mapped."""
     array = np.ones(LARGE // 8)
     if "EMPTY" in os.environ:
         array = await pg.empty(LARGE // 8, np.float64)
@@ -59,7 +59,7 @@ async def large_array(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def lose_rank(pg: aiocoll.ProcessGroup) -> Any:
-    """Kill rank `VICTIM` during an allreduce; return how the call failed on the other ranks."""
+    """Kill rank `VICTIM` during an allreduce; return the failure report of this call on the other ranks."""
     array = await large_array(pg)
     if pg.rank() == int(os.environ["VICTIM"]):
         await wait_for_all_others(pg)
@@ -70,7 +70,7 @@ async def lose_rank(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def leave_early(pg: aiocoll.ProcessGroup) -> Any:
-    """Let rank `VICTIM` leave early; return how the allreduce of the other ranks failed."""
+    """Let rank `VICTIM` leave before an allreduce; return the failure report of this call on the other ranks."""
     if pg.rank() == int(os.environ["VICTIM"]):
         await wait_for_all_others(pg)
         return "left"
@@ -84,7 +84,7 @@ async def wait_for_all_others(pg: aiocoll.ProcessGroup) -> None:
 
 
 async def failed_calls(pg: aiocoll.ProcessGroup, array: Any) -> Any:
-    """Make an allreduce that fails; return how it and the next call failed."""
+    """Make an allreduce that fails; return the failure report of the allreduce and of the next call."""
     work = pg.allreduce(array)
     await pg.send_object("entered", int(os.environ["VICTIM"]))
     try:
@@ -99,7 +99,7 @@ async def failed_calls(pg: aiocoll.ProcessGroup, array: Any) -> Any:
 
 
 async def recover(pg: aiocoll.ProcessGroup) -> Any:
-    """Kill rank `VICTIM`, continue without it, then with a newcomer; return the seconds until the shrunk group."""
+    """Kill rank `VICTIM`, shrink the group, grow it by a newcomer; return the seconds of the shrink, and the size."""
     if pg.rank() == int(os.environ["VICTIM"]):
         return await lose_rank(pg)
     array = await large_array(pg)
@@ -117,7 +117,7 @@ async def recover(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def continue_alone(pg: aiocoll.ProcessGroup) -> Any:
-    """Kill rank `VICTIM`; return the kind of the loss, the size of the next group, and the seconds until it."""
+    """Kill rank `VICTIM` and shrink the group; return the kind of loss, the new size, and the seconds of the shrink."""
     if pg.rank() == int(os.environ["VICTIM"]):
         return await lose_rank(pg)
     _, how, *_ = await failed_calls(pg, await large_array(pg))
@@ -127,10 +127,10 @@ async def continue_alone(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def lose_growing(pg: aiocoll.ProcessGroup) -> Any:
-    """Kill rank `VICTIM` while the group waits for newcomers; return when and how the others were notified."""
+    """Kill rank `VICTIM` while the group waits for newcomers; return the delay and content of the failure notice."""
     growing = asyncio.ensure_future(pg.grow(1))
     if pg.rank() == int(os.environ["VICTIM"]):
-        # Wait until rank 0 has sent the number of newcomers, and the other ranks wait for the newcomers' addresses.
+        # Wait until `grow` has exchanged the number of newcomers, and the ranks wait for the newcomers' addresses.
         while not any(each.op == "BROADCAST_OBJECT" for each in pg.pending()) and pg.rank():  # noqa: ASYNC110
             await asyncio.sleep(0)
         for rank in {*range(pg.size())} - {pg.rank()}:
@@ -167,7 +167,7 @@ async def replace_rank(pg: aiocoll.ProcessGroup) -> Any:
 
 
 async def join(pg: aiocoll.ProcessGroup) -> Any:
-    """Join as the newcomer that replaces a lost rank, and check the group."""
+    """Check the group that this process has joined as a newcomer in place of a lost rank."""
     return await check(pg)
 
 
@@ -180,7 +180,7 @@ async def check(pg: aiocoll.ProcessGroup) -> int:
 
 
 def rendezvous_arguments() -> dict[str, Any]:
-    """Return the rendezvous arguments of the command line."""
+    """Return the arguments for `new_group` from the command line."""
     _, _, method, *numbers = sys.argv
     if sys.argv[1] == "join":
         return {"init_method": method, "join": True}
@@ -188,7 +188,7 @@ def rendezvous_arguments() -> dict[str, Any]:
 
 
 async def meet(pg: aiocoll.ProcessGroup) -> Any:
-    """Meet the other ranks, and make one call."""
+    """Make one call; `main` has already met the other ranks."""
     return await pg.allreduce(1)
 
 
@@ -220,5 +220,5 @@ if __name__ == "__main__":
     files, threads = open_files_and_threads()
     assert files <= before[0], files - before[0]
     assert threads == before[1]
-    # Write the line at once, since the ranks may share one output.
+    # Write the line in one system call, since several ranks may share one output.
     os.write(1, json.dumps(outcome).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""A rank of a pair that another user attacks, for `test_other_user`; its argument is a JSON description.
+"""A rank of a pair that another user attacks, for `test_other_user`. Argument: a JSON description.
 
 It prints its listener address, works until rank 0 reads a line, meets the other rank again, and prints the last sum.
 """
@@ -38,7 +38,7 @@ async def main(rank: int, method: str, transport: Any, folder: str) -> None:
     async with AsyncExitStack() as stack:
         rendezvous: dict[str, Any] = {"init_method": method}
         if method.startswith("unix:"):
-            # Use one store for both meetings, so that a rank that is early for the second does not use a closing store.
+            # Use one store for both rendezvous: the second could otherwise use a store that the first is closing.
             rendezvous = {"store": await stack.enter_async_context(TCPStore(method, 0, is_master=rank == 0))}
         for first in (True, False):
             async with new_group(**rendezvous, rank=rank, world_size=2, timeout=30, options=options) as pg:

@@ -1,4 +1,4 @@
-"""A rank that runs a documented recovery recipe. Arguments: "meets", "joins" or "shrinks"; the moment of its death."""
+"""A rank that runs a documented recovery recipe. Arguments: "meets", "joins" or "shrinks"; when the rank dies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def die() -> None:
 
 
 async def step(pg: Any, state: dict[str, int]) -> None:
-    """Check in one step that the group has `WORLD_SIZE` ranks."""
+    """Count the ranks of the group in one step of the recipe, unless this rank dies in this step."""
     if death == "step" and state["step"] == HALF:
         die()
     count = await pg.allreduce(1)
@@ -58,7 +58,7 @@ async def grow(pg: aiocoll.ProcessGroup, n: int) -> aiocoll.ProcessGroup:
     before = newcomer_exchanges(pg)
     growing = asyncio.ensure_future(_grow(pg, n))
     if death == "growing":
-        # Wait until rank 0 requests newcomers from the store, and the other ranks wait for rank 0's reply.
+        # Wait until rank 0 waits for newcomers in the store, and the other ranks wait for the answer of rank 0.
         while newcomer_exchanges(pg) == before or (pg.rank() and not pg.pending()):  # noqa: ASYNC110
             await asyncio.sleep(0)
         die()

@@ -40,7 +40,7 @@ LOST_WITHIN = 6.0
 
 
 class WarningLog(logging.Handler):
-    """The warnings of the library in this process."""
+    """A log handler that collects the library's warnings in this process."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -68,12 +68,12 @@ def block(seconds: float) -> None:
 
 
 def hold_gil(seconds: float) -> None:
-    """Hold the GIL for some seconds, during which no bytecode runs and the interpreter cannot switch threads."""
+    """Hold the GIL for some seconds in a C call, in which the interpreter cannot switch threads."""
     all(map((time.monotonic() + seconds).__gt__, iter(time.monotonic, None)))
 
 
 async def run_on_two_hosts(pg: ProcessGroup, path: Path, fn: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-    """Run `fn` on a group of the same ranks, where rank 0 is on one host and all others are on another."""
+    """Run `fn` on a group in which rank 0 pretends to be on one host, and all other ranks on another host."""
     options = GroupOptions(host_id="ab"[pg.rank() > 0], bind="127.0.0.1", job_key="of this test and no other")
     async with FileStore(str(path), pg.size()) as store:
         async with new_group(store=store, rank=pg.rank(), world_size=pg.size(), options=options) as inner:
@@ -89,7 +89,7 @@ async def run_on_two_hosts(pg: ProcessGroup, path: Path, fn: Callable[..., Await
 
 
 async def wait_for_busy_rank(pg: ProcessGroup, victim: int, how: str, seconds: float) -> tuple[float, list[str]]:
-    """Let all ranks wait for a busy rank; return the result of their call, and the warnings."""
+    """Let all ranks wait in an allreduce for a busy rank; return the result of the call, and the warnings."""
     with warning_log() as log:
         await pg.barrier()
         if pg.rank() == victim:
@@ -97,13 +97,13 @@ async def wait_for_busy_rank(pg: ProcessGroup, victim: int, how: str, seconds: f
         total = await pg.allreduce(float(pg.rank()))
         assert isinstance(total, float)
         await pg.barrier()
-        # Wait for the thread that warns about this process, which may be late.
+        # Wait for the warning about this process, which a separate thread may log late.
         await log.changed.wait()
     return total, log.messages
 
 
 async def reduce_while_stopped(pg: ProcessGroup, victim: int, seconds: float) -> tuple[str, float, list[str]]:
-    """Stop a rank for a while; return the outcome of an operation that needs it, its duration, and the warnings."""
+    """Stop a rank during an allreduce; return the outcome and the duration of the call, and the warnings."""
     pids = await pg.allgather_object(os.getpid())
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -118,7 +118,7 @@ async def reduce_while_stopped(pg: ProcessGroup, victim: int, seconds: float) ->
         except PeerLostError as error:
             outcome = f"{error.how} {error.ranks}"
         took = loop.time() - started
-        # This rank continues the victim later, and must not end before.
+        # Keep this rank alive until its timer has continued the stopped rank.
         await asyncio.sleep(max(0.0, seconds + 0.1 - took))
     return outcome, took, log.messages
 
@@ -126,7 +126,7 @@ async def reduce_while_stopped(pg: ProcessGroup, victim: int, seconds: float) ->
 def check_busy(
     results: list[tuple[float, list[str]]], victim: int, seen: str, place: str | None, endpoints: int = 1
 ) -> None:
-    """Check the sums, and that each rank has warned about the victim once, and the victim about itself."""
+    """Check the sums. Check that each rank has warned once about the busy rank, and the busy rank about itself."""
     for rank, (total, messages) in enumerate(results):
         assert total == sum(range(len(results)))
         text = messages[0]
@@ -160,7 +160,7 @@ async def test_rank_with_a_blocked_loop_is_reported_as_slow_and_not_as_dead() ->
 
 
 async def join_without_watchdog(pg: ProcessGroup, path: Path, victim: int) -> tuple[str, str, float]:
-    """Make a group in which the watchdog of one rank cannot start; return the error and the seconds until it."""
+    """Make a group in which one rank cannot start its watchdog; return the error, and the seconds until the error."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -195,7 +195,7 @@ async def test_failed_start_of_a_watchdog_fails_the_group_at_once_on_every_rank(
 
 
 async def time_out_on_blocked_rank(pg: ProcessGroup, victim: int, timeout: float) -> tuple[Any, float]:
-    """Block the loop of `victim` past the timeout, without the last rank; return the errors and their times."""
+    """Block the loop of `victim` past the timeout of a call that the last rank omits; return the error and its time."""
     await pg.barrier()
     if pg.rank() == victim:
         block(timeout + 1)
@@ -250,7 +250,7 @@ async def test_rank_that_stays_stopped_is_reported_lost() -> None:
 
 @pytest.mark.slow
 async def test_silent_host_is_declared_dead_and_a_rank_with_a_blocked_loop_is_not(tmp_path: Path) -> None:
-    """Block or stop ranks for longer than a heartbeat may be missing."""
+    """Block or stop ranks for a longer time than heartbeats may be missing."""
     cut = await asyncio.gather(
         run_processes(3, run_on_two_hosts, tmp_path / "a", reduce_while_stopped, 0, LOST_WITHIN),
         run_processes(3, run_on_two_hosts, tmp_path / "b", reduce_while_stopped, 2, LOST_WITHIN),

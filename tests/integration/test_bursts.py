@@ -1,4 +1,4 @@
-"""Bursts of small operations between processes, whose frames leave in batches."""
+"""Bursts of small operations between processes, whose frames are sent in batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import aiocoll
 from aiocoll import GroupOptions
 from aiocoll.testing import run_processes
 
-#: The number of messages: more frames than a batch takes, and more bytes than a link sends eagerly.
+#: The number of messages in a burst, which exceeds both a batch of frames and the window of eager bytes.
 COUNT = 1200
 
 
 async def run_bursts(pg: aiocoll.ProcessGroup) -> None:
-    """Start many operations before the first await, by calls of one task and by many tasks."""
+    """Start many operations before the first await, in one task and in many tasks."""
     ranks, total = pg.size(), pg.size() * (pg.size() - 1) / 2
     arrays = [np.full(1 + 8 * (number % 128), float(pg.rank() + number)) for number in range(COUNT)]
     works = [pg.allreduce(array) for array in arrays]
@@ -49,7 +49,7 @@ def test_burst_of_operations_gives_correct_results(world_size: int, transport: L
 
 
 async def send_and_block(pg: aiocoll.ProcessGroup, path: str) -> None:
-    """Block the loop of rank 0 after its awaited sends, until rank 1 has received everything."""
+    """Send five messages, and block rank 0's loop right after the last await until rank 1 has received them."""
     await pg.allreduce(0.0)
     if pg.rank() == 0:
         for number in range(5):

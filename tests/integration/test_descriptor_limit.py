@@ -1,4 +1,4 @@
-"""A process that cannot open files: calls whose modules are loaded work, and others fail with a named error."""
+"""A process that cannot open files: calls work if their modules are loaded, other calls fail with a clear error."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from aiocoll import CollectiveMismatchError, GroupOptions, GroupRevokedError
 from aiocoll.testing import run_processes
 from tests.engine.test_mismatch import SOON, TABLE, Case, CaseReport, check, disagree
 
-#: One case of each kind of mismatch, and the cases that no data frame reveals.
+#: One mismatch case of each kind, and the cases in which no data frame reveals the mismatch.
 NAMES = (
     "allreduce-reduce",
     "dtype-allreduce",
@@ -32,7 +32,7 @@ CASES: list[Case] = [case for case in TABLE if case.name in NAMES]
 
 
 async def run_all_cases(pg: aiocoll.ProcessGroup) -> list[CaseReport]:
-    """Run each case in a separate group, each time with another odd rank; return the reports."""
+    """Run each mismatch case in a separate group, each time with another odd rank; return the mismatch reports."""
     reports = []
     for number, case in enumerate(CASES):
         async with aiocoll.new_group() as group:
@@ -51,7 +51,7 @@ def test_mismatch_is_reported_on_every_process(world_size: int, transport: Liter
 
 
 async def disagree_with_blocked_hub(pg: aiocoll.ProcessGroup) -> tuple[float, float, str]:
-    """Run a mismatch while rank 0, which relays the control messages of the others, has a blocked loop."""
+    """Make mismatched calls while the event loop of rank 0, which relays control messages, is blocked."""
     case = next(case for case in TABLE if case.name == "dtype-allreduce")
     await pg.allreduce(0.0)  # opens all links
     if pg.rank() == 0:

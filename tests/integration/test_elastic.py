@@ -1,4 +1,4 @@
-"""An elastic program whose processes are killed at random moments, also rank 0 and two at once."""
+"""An elastic program whose processes are killed at random moments: also rank 0, and two processes at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program of the README, and one that loses a rank, under launchers of other projects."""
+"""The README's program, and a program that loses a rank, under launchers of other projects."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.slow
 
 LOST = str(Path(__file__).with_name("lost_rank.py"))
 SUM = "[6. 6. 6.] ['rank 0', 'rank 1', 'rank 2']"
-#: The output of the surviving ranks.
+#: The output lines of the surviving ranks 0 and 2: rank, kind of the loss, lost rank.
 SURVIVOR_LINES = ["0 killed 1", "2 killed 1"]
 Launch = Callable[..., LauncherResult]
 
 
 @pytest.fixture
 def hello(tmp_path: Path) -> str:
-    """Return the path of the unchanged program of the README."""
+    """Return the path of a file with the README's program."""
     (tmp_path / "hello.py").write_text(code("README.md", "Twelve lines"))
     return str(tmp_path / "hello.py")
 
@@ -73,7 +73,7 @@ def key(tmp_path: Path) -> str:
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_torchrun_starts_the_readme_program(hello: str, tmp_path: Path) -> None:
-    """Check that the store is on loopback, not at the host name; `--no-python` lets each rank print in one piece."""
+    """Use `--local-addr` to meet on loopback instead of the host name, and `--no-python` to print in one piece."""
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--no-python"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", *options, sys.executable, hello]
     # Show warnings without failing, since torch itself emits warnings.
@@ -93,7 +93,7 @@ def test_openmpi_starts_the_readme_program(openmpi: Launch, hello: str, tmp_path
 
 
 def test_slurm_with_pmi_starts_the_readme_program(slurm: Slurm, hello: str) -> None:
-    """Use two nodes that have no store except the launcher's."""
+    """Use two nodes without a job key: the ranks exchange the store address and a key through PMI."""
     assert slurm.srun("--mpi=pmi2", "-n3", script=hello, AIOCOLL_BIND="127.0.0.1") == LauncherResult(0, [SUM] * 3, "")
 
 
@@ -133,12 +133,12 @@ def test_mpich_reports_a_failed_rank(mpich: Launch) -> None:
 
 
 def test_mpich_ends_all_ranks_if_one_is_killed(mpich: Launch) -> None:
-    """Check that mpiexec of MPICH ends all ranks at once and that no process is left."""
+    """Check that MPICH's mpiexec ends all other ranks, and that no process is left."""
     assert mpich(LOST, "killed").code == 9
 
 
 def test_openmpi_reports_a_killed_rank(openmpi: Launch, tmp_path: Path) -> None:
-    """Use `--enable-recovery`, without which mpiexec of Open MPI ends the other ranks."""
+    """Check the survivors with `--enable-recovery`, without which Open MPI's mpiexec ends all ranks."""
     assert openmpi(LOST, "killed", XDG_RUNTIME_DIR=str(tmp_path)).code == 137
     done = openmpi(LOST, "killed", more=("--enable-recovery",), XDG_RUNTIME_DIR=str(tmp_path))
     assert done.out == SURVIVOR_LINES, done.err

@@ -1,4 +1,4 @@
-"""Loss of a rank during an allreduce: all other ranks report its number."""
+"""Loss of a rank during an allreduce: all other ranks report the number of the lost rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_killed_rank_is_reported_by_all_other_ranks(ranks: Ranks, port: int, vic
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_killed_rank_whose_memory_is_still_mapped_is_reported(ranks: Ranks, port: int, victim: int) -> None:
-    """Check while the other ranks still map memory of the killed rank, which stays valid until they unmap it."""
+    """Use registered arrays: memory of the killed rank stays readable while other ranks map this memory."""
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": "shm", "EMPTY": "1"}
     results = ranks("lose", f"tcp://127.0.0.1:{port}", 3, env=env, killed=[victim])
     for rank in {0, 1, 2} - {victim}:

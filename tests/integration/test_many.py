@@ -29,7 +29,7 @@ async def main():
 
 asyncio.run(main())
 """
-#: Seconds for one start of 128 processes, which takes minutes on two shared cores.
+#: The timeout in seconds for a start of 128 processes, which takes minutes on two shared cores.
 LIMIT = 1800
 
 

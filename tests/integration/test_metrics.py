@@ -11,7 +11,7 @@ from tests.ports import free_ports
 
 PAGE = "docs/metrics.md"
 
-#: Appended to the program of the page: each rank then scrapes all ranks.
+#: Code that the test appends to the page's program: each rank scrapes the metrics of all ranks.
 PROGRAM = """
 import asyncio, urllib.request
 import aiocoll

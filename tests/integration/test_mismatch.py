@@ -1,4 +1,4 @@
-"""Mismatches over sockets and shared memory: all ranks report them within a second on an idle machine."""
+"""Mismatches over sockets and shared memory: all ranks report a mismatch within a second on an idle machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = 6
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
 async def test_mismatch_is_reported_over_sockets_and_shared_memory(start: int) -> None:
-    """Run several groups at a time, since mismatches that need a stall report would take minutes one by one."""
+    """Run several groups concurrently, since mismatches that only stall reports reveal would otherwise take minutes."""
     transport = ("unix", "tcp", "shm")[start // CHUNK % 3]
     cases = TABLE[start : start + CHUNK]
     places = [PLACES[(start + index) % len(PLACES)] for index in range(len(cases))]

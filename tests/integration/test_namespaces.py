@@ -15,7 +15,7 @@ from tests.integration.test_recovery import result
 if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
-#: Seconds within which a proven death is reported. Without a proof it takes 2.5 s.
+#: Seconds within which a proven death must be reported. Without a proof, the report takes 2.5 s.
 AT_ONCE = 2.0
 
 pytestmark = [
@@ -28,9 +28,10 @@ pytestmark = [
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_death_in_another_process_namespace_is_detected(ranks: Ranks, port: int, victim: int) -> None:
-    """Check ranks that do not find each other in /proc; the socket between them identifies the process."""
+    """Check ranks that do not find each other in /proc: the socket between two ranks identifies the peer's process."""
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": "unix"}
-    # Run the rank in a child of a shell, since the first process of a pid namespace ignores its own signals.
+    # Run the rank as a child of a shell, since SIGKILL has no effect if the first process of a pid namespace sends it
+    # to itself.
     inside = ["-c", "import os, sys; os.execvp('unshare', sys.argv[1:])", "unshare", "--pid", "--fork", "--kill-child"]
     command = [*inside, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, PROGRAM, "alone", f"tcp://127.0.0.1:{port}"]
     processes = [ranks.start(*command, str(rank), "2", env=env) for rank in range(2)]

@@ -27,7 +27,7 @@ def simd_levels() -> str:
 def test_ranks_on_different_simd_levels_get_bitwise_equal_nans(
     size: int, transport: str, ranks: Ranks, port: int
 ) -> None:
-    """Let rank 1 use only the baseline SIMD level, whose NaNs differ, so that one rank must reduce for all."""
+    """Let rank 1 use only the baseline SIMD level, which computes other NaNs, so that one rank must reduce for all."""
     env = {"AIOCOLL_TRANSPORT": transport}
     lower = {**env, "NPY_DISABLE_CPU_FEATURES": simd_levels()}
     processes = [

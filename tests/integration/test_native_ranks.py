@@ -1,4 +1,4 @@
-"""Jobs in which only some processes use the accelerator: they get the results of pure Python jobs."""
+"""Jobs in which only some processes use the accelerator in C: the results equal the results of pure Python jobs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from aiocoll.testing import run_processes
 from ..internals import is_native, native_calls_of, wrap_parts
 from ..native.cases import DTYPES, cases, counts
 
-#: One letter per rank: N for native, P for pure Python.
+#: Jobs, one letter per rank: N if the rank uses the accelerator (native), P for pure Python.
 JOBS = ("NP", "PN", "NN", "NPN", "PNNP")
 
 
 def jobs(fast: int) -> list[Any]:
-    """Return the jobs as parameters; only the first `fast` jobs are fast, since processes start slowly."""
+    """Return test parameters for all jobs, with a slow mark on all except the first `fast` jobs."""
     return [pytest.param(job, marks=[pytest.mark.slow] * (place >= fast)) for place, job in enumerate(JOBS)]
 
 
@@ -39,7 +39,7 @@ def _accelerator() -> None:
 
 @pytest.fixture
 def set_job(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that selects the implementation of each process of a job by its letter."""
+    """Return a function that makes each process of a job use the implementation that its letter names."""
 
     def choose(job: str) -> None:
         def environment(original: Any, rank: int, *args: Any) -> dict[str, str]:
@@ -51,7 +51,7 @@ def set_job(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def result_digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int, int, int]:
-    """Make all small collectives; return whether the rank is native, a digest of the results, and call counts."""
+    """Make all small collectives; return whether the rank is native, a digest of the results, and two call counts."""
     digest = native = number = 0
     await pg.allgather(None, np.zeros(1))
     with np.errstate(all="ignore"):
@@ -81,12 +81,12 @@ async def test_native_and_pure_python_processes_together_give_the_results_of_pur
     assert [each[1] for each in mixed] == [each[1] for each in pure]
     for (runs_natively, _, native, number), letter in zip(mixed, job, strict=True):
         assert runs_natively is (letter == "N")
-        # Some calls are carried out in Python, since this or another rank has no free slot.
+        # Python carries out some calls of a native rank, since this rank or a peer has no free slot.
         assert native > number / 2 if runs_natively else native == 0
 
 
 async def complete_calls_in_flight(pg: ProcessGroup) -> int:
-    """Await many calls in flight in another order, some with keys; return the number of native calls.
+    """Await many calls in random order, some of them with keys; return the number of native calls.
 
     The number depends on timing: frames of a pure rank without a free slot may arrive first.
     """
@@ -95,7 +95,7 @@ async def complete_calls_in_flight(pg: ProcessGroup) -> int:
     native = 0
     for turn in range(5):
         await pg.barrier()
-        # Without other calls in flight, this rank alone determines whether its call is native.
+        # Count a call without other calls in flight: such a call is native whatever the other ranks do.
         alone = pg.allreduce(np.ones(3))
         await alone
         native += is_native(alone)
@@ -162,7 +162,7 @@ async def test_native_and_pure_python_processes_together_report_a_killed_rank(jo
 
 
 async def count_turns_of_other_task(pg: ProcessGroup) -> tuple[int, float, int]:
-    """Make calls whose awaits poll on rank 0, since rank 1 is late; return the loop iterations of another task."""
+    """Make calls whose awaits poll on rank 0, since rank 1 is late; return how often another task ran."""
     turns = 0
 
     async def count() -> None:

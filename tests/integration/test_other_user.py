@@ -1,4 +1,4 @@
-"""Attacks by another user, which cannot join, read or stop a job with a job key or over unix sockets."""
+"""Attacks by another user: they cannot join, read or stop a job that has a job key or uses unix sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    """Yield a sticky folder: every user may create files there, and remove only their own files."""
+    """Yield a sticky directory, in which every user may create files, and remove only their own files."""
     path = tempfile.mkdtemp(dir="/tmp")
     os.chmod(path, 0o1777)
     yield path
@@ -43,7 +43,7 @@ def key_in(folder: str) -> str:
 
 
 class Program:
-    """A process that prints lines of JSON, and continues when it gets a line."""
+    """A process that prints lines of JSON, and continues when the test sends a line."""
 
     def __init__(self, stack: ExitStack, name: str, env: dict[str, str], *prefix: str, **given: Any) -> None:
         command = [*prefix, sys.executable, str(HERE / f"{name}.py"), json.dumps(given)]
@@ -79,7 +79,7 @@ class Program:
 async def test_other_user_cannot_join_read_or_stop_a_job(
     method: str, transport: str, prefix: list[str], folder: str, port: int
 ) -> None:
-    """Attack while the ranks work, and then let the ranks meet again while the attacker holds connections.
+    """Attack while the ranks work; then let the ranks meet again while the attacker keeps connections open.
 
     In a user namespace without mapped users, both users have the number 65534 for the ranks.
     """

@@ -1,4 +1,4 @@
-"""Ranks in separate processes, one of which does not read the posts of the others."""
+"""Ranks in separate processes, one of which does not read the posts of the other ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 JOB = str(Path(__file__).with_name("outboxes_job.py"))
 WORLD = 4
-#: The number of calls per rank. Some calls use frames, while links open or a rank is late.
+#: The number of calls per rank. While links open or a rank is late, calls use frames instead of slots.
 CALLS = 300
 
 needs_namespaces = pytest.mark.skipif(
@@ -28,7 +28,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def run(ranks: Ranks, port: int, what: str, *before: str) -> list[list[object]]:
-    """Return the printed results of all ranks except the last: whether sums are correct, other result, used slots."""
+    """Return for each rank except the last whether sums were right, a further result, and the number of used slots."""
     command = [*before, JOB] if not before else [*before, sys.executable, JOB]
     processes = [ranks.start(*command, what, f"tcp://127.0.0.1:{port}", str(rank), str(WORLD)) for rank in range(WORLD)]
     results = []

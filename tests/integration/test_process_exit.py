@@ -1,4 +1,4 @@
-"""Programs that end with pending calls: the rank prints only its own error, and the other rank gets a named error."""
+"""Programs that end with pending calls: the ending rank prints only its own error, and its peer gets an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .conftest import LIMIT, Ranks
 PENDING_WORKS = str(Path(__file__).with_name("pending_works.py"))
 OPEN_GROUPS = str(Path(__file__).with_name("open_groups.py"))
 
-#: The exit code of rank 1, and the last line of its standard error.
+#: For each kind of end: the exit code of rank 1, and the last line of its standard error.
 EXITS = {
     "raise": (3, ""),
     "interrupt": (-2, "KeyboardInterrupt"),
@@ -50,7 +50,7 @@ def test_interrupted_rendezvous_prints_only_keyboard_interrupt(ranks: Ranks, por
 
 
 def check_stderr(stderr: str, words: str) -> None:
-    """Check that the last line of standard error is `words`, and that no pending calls are reported."""
+    """Check that the last line of standard error is `words`, and that asyncio and aiocoll report no pending calls."""
     assert stderr.strip().rpartition("\n")[2] == words
     for noise in ("ignored", "never retrieved", "destroyed", "nobody looked", "Warning"):
         assert noise not in stderr, stderr
@@ -60,7 +60,7 @@ def check_stderr(stderr: str, words: str) -> None:
 def test_event_loops_that_end_with_open_groups_leave_no_descriptors_and_threads(
     transport: str, ranks: Ranks, port: int
 ) -> None:
-    """Run two processes that have watchdogs and share memory."""
+    """Run two processes, so that the groups have watchdog threads and shared memory."""
     env = {"AIOCOLL_TRANSPORT": transport, "PYTHONWARNINGS": "always::ResourceWarning"}
     processes = [ranks.start(OPEN_GROUPS, f"tcp://127.0.0.1:{port}", str(rank), env=env) for rank in range(2)]
     for rank, process in enumerate(processes):

@@ -1,4 +1,4 @@
-"""Recovery from a killed rank: the other ranks continue without it, and then with a newcomer."""
+"""Recovery from a killed rank: the other ranks continue as a smaller group, and then with a newcomer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from tests.integration.conftest import KEY, LIMIT, PROGRAM
 if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
-#: The warning that a continued rank may log, if it was stopped for over a second and its watchdog ran again before
-#: the end.
+#: A warning that a rank logs after it was stopped for over a second, if its watchdog runs again before the rank ends.
 STALL_WARNING = (
     r"(rank 1: for about \d+\.\d s no other thread of this process could run \(it used \d\.\d s of CPU time\): "
     r"it was stopped, or one call held the GIL\n)?"
 )
-#: Seconds within which the ranks of a group must have made a new group (contract).
+#: Seconds within which the surviving ranks must have made a new group (contract).
 SHRUNK = 2.0
-#: Seconds within which all others must be notified of a killed rank (contract).
+#: Seconds within which all other ranks must be notified of a killed rank (contract).
 LOST = 1.0
 
 
 @pytest.fixture
 async def store(ranks: Ranks) -> AsyncIterator[dict[str, str]]:
-    """Host the store like a launcher; yield its address as environment variables for the ranks."""
+    """Host the store as launchers do; yield environment variables with the store's address for the ranks."""
     server = StoreServer(key=KEY)
     host, port = server.start()
     yield {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher"}
@@ -89,7 +88,8 @@ def test_stopped_and_replaced_rank_is_notified_of_its_exclusion_when_it_continue
     assert [result(process)["result"] for process in processes] == [3, 3, 3]
     stopped.send_signal(signal.SIGCONT)
     cause, refusal = result(stopped, expected_stderr=STALL_WARNING)["result"]
-    # Notices before and after the agreement use different links, so either notice may arrive first.
+    # The other ranks send two notices, one before and one after the agreement, over different links. Either may
+    # arrive first.
     assert cause in {
         "ranks 0, 2 of group 'world:0' continued as a new group",
         *(f"group 'world:0' was replaced: rank {rank} called shrink()" for rank in (0, 2)),
@@ -99,7 +99,7 @@ def test_stopped_and_replaced_rank_is_notified_of_its_exclusion_when_it_continue
 
 
 def result(process: subprocess.Popen[str], code: int = 0, expected_stderr: str = "") -> Any:
-    """Wait for a rank to end; return its printed result. Its standard error must match `expected_stderr`."""
+    """Wait for a rank to end; return its printed result, and check that its standard error matches."""
     out, err = process.communicate(timeout=LIMIT)
     assert re.fullmatch(expected_stderr, err), err
     assert process.returncode == code

@@ -1,4 +1,4 @@
-"""The recovery recipes of the docs: two ranks die, the second one during the recovery from the first death."""
+"""The recovery recipes of the docs, with two deaths: the second rank dies while the others recover from the first."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_documented_recovery_recipe_survives_a_second_death_during_recover
             assert err == ""
             assert process.returncode == (-9 if rank in deaths else 0)
             if rank not in deaths:
-                # A complete group has made every step exactly once.
+                # Each of the 40 steps counted 4 ranks, so a complete group has made every step exactly once.
                 assert json.loads(out) == {"step": 40, "total": 160}
     finally:
         await server.aclose()

@@ -18,10 +18,10 @@ from tests.redis_server import RedisServer, redis_server
 if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
-#: The result of the action "every": the number of element counts of its calls.
+#: The result of the action "every" of `program.py`: the number of element counts with which it makes its calls.
 COUNTS = 4
 
-#: A rank with its own store. Arguments: the URL of the server, the world size, and the rank unless it is assigned.
+#: A rank with its own store object. Arguments: server URL, world size, and the rank unless the store assigns ranks.
 OWN_STORE = """
 import asyncio, sys, aiocoll
 
@@ -67,7 +67,7 @@ def test_ranks_meet_on_redis_over_tls_with_a_password(ranks: Ranks, tmp_path: Pa
 
 @pytest.mark.slow
 def test_ranks_without_given_numbers_are_assigned_on_redis(ranks: Ranks, server: RedisServer) -> None:
-    """Give each process a separate store object, whose reads fail when the server loses its data."""
+    """Check that each process gets a rank, and that reads of its store fail after the server has lost its data."""
     processes = [ranks.start("-c", OWN_STORE, server.url, "4") for _ in range(4)]
     assert sorted(next_line(process) for process in processes) == ["[0, 1, 2, 3]"] * 4
     server.execute("FLUSHALL")
@@ -107,7 +107,7 @@ def next_line(process: subprocess.Popen[str]) -> str:
 
 
 def result(process: subprocess.Popen[str], code: int) -> Any:
-    """Wait for a rank to end; return its printed result."""
+    """Wait for a rank to end with the exit code `code`; return its printed result."""
     out, err = process.communicate(timeout=LIMIT)
     assert (err, process.returncode) == ("", code)
     return json.loads(out) if out else None

@@ -1,4 +1,4 @@
-"""Rendezvous of processes with every init method. The ranks make every call and leave nothing behind."""
+"""Rendezvous of processes with every init method. The ranks make every call, and leave no temporary files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ports import free_port
 if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
 
-#: The result of the action "every": the number of element counts of its calls.
+#: The result of the action "every" of `program.py`: the number of element counts with which it makes its calls.
 COUNTS = 4
 
 

@@ -1,4 +1,4 @@
-"""Processes that are killed while the ranks meet, and the processes that replace them."""
+"""Processes that are killed or stopped during a rendezvous, and processes that start with the same rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Ranks:
         self._server.close()
 
     def start(self, rank: int) -> subprocess.Popen[str]:
-        """Start a process as rank `rank`."""
+        """Start a process with the rank `rank`."""
         place = f"file://{self._folder}/job"
         if self.kind == "ticket":
             place = base64.b64encode(pickle.dumps(self._meeting.ticket(rank))).decode()
@@ -80,7 +80,7 @@ class Ranks:
         return process
 
     def store(self) -> Store:
-        """Return a new handle for the store of the job."""
+        """Open another handle on the store in which the ranks meet."""
         if self.kind == "file":
             return FileStore(self._folder / "job")
         if self.kind == "env":
@@ -89,7 +89,7 @@ class Ranks:
         return TCPStore(ticket.host, ticket.port, key=ticket.key, job=ticket.job)
 
     async def final_lines(self) -> list[tuple[int, str]]:
-        """Return the exit code and the last line of each process."""
+        """Wait for all processes to end; return the exit code and the last line of standard error of each process."""
         found = await asyncio.gather(*(asyncio.to_thread(each.communicate) for each in self.running))
         self.running, ended = [], self.running
         return [
@@ -116,7 +116,7 @@ async def test_rank_killed_during_the_rendezvous_is_replaced(kind: str, victim: 
 
 @pytest.mark.parametrize("kind", ["env", "file"])
 async def test_rank_stopped_during_the_rendezvous_is_not_replaced(kind: str, tmp_path: Path) -> None:
-    """Stop a process, which is alive: a second process with its rank is refused, and the first one meets later."""
+    """Stop a process: a second process with the same rank is refused, and the stopped process meets later."""
     with Ranks(kind, 2, tmp_path) as ranks:
         async with ranks.store() as store:
             stopped = ranks.start(0)

@@ -1,4 +1,4 @@
-"""The example service, which replies while its ranks count together and clients and ranks come and go."""
+"""The example service `examples/service.py`: cancelled requests of clients, and replacement of killed ranks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ LOCAL = "127.0.0.1"
 SCRIPT = str(ROOT / "examples" / "service.py")
 CLIENTS = 8
 REQUESTS = 8  # requests per kind and client
-#: Seconds within which impatient clients disconnect. A round takes at least as long.
+#: Maximum seconds until an impatient client disconnects. A round of the service takes at least as long.
 PATIENCE = 0.05
 
 
 class Service:
-    """A service of two ranks and its clients; processes are addressed by their place, a number."""
+    """The processes of a service with two ranks, and its clients. A `place` is the index of a process."""
 
     def __init__(self, ranks: Ranks, store: TCPStore, session: Any) -> None:
         self._ranks = ranks
         self._session = session
-        # The test hosts the store, like a launcher, so that any rank may die.
+        # The test hosts the store, as launchers do, so that the service survives the death of any rank.
         self._environment = {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(store.port), "AIOCOLL_STORE": "launcher"}
         self.processes = [self._start({"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
         self._urls = ["", ""]
@@ -45,7 +45,7 @@ class Service:
         return self._ranks.start(SCRIPT, "--port", "0", *more, env=self._environment | environment)
 
     def wait_until_up(self, place: int, rank: int) -> None:
-        """Wait until the process number `place` serves requests as `rank`."""
+        """Wait until the process at index `place` serves requests as `rank`."""
         process = self.processes[place]
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -58,7 +58,7 @@ class Service:
         self.processes[place].communicate(timeout=LIMIT)
 
     def replace(self, place: int) -> None:
-        """Start a process in place of a killed one; the group assigns the last rank to it."""
+        """Start a process in place of the killed process at index `place`; the new process gets the last rank."""
         self.processes[place] = self._start({}, "--join")
         self.wait_until_up(place, 1)
 
@@ -80,7 +80,7 @@ class Service:
                 await self.stats(place)
 
     async def send_requests(self, *places: int) -> None:
-        """Let many clients send requests at once, and disconnect at random."""
+        """Let many clients send requests concurrently, and disconnect at random."""
         async with asyncio.TaskGroup() as tasks:
             for seed in range(CLIENTS):
                 tasks.create_task(self._run_client(places, random.Random(seed)))
@@ -92,14 +92,14 @@ class Service:
             await self.request_impatiently(chance.choice(places), chance.random() * PATIENCE)
 
     async def wait_for_all_counts(self, place: int) -> dict[str, Any]:
-        """Request the statistics until they contain every count; return them."""
+        """Request the statistics until they contain every sent count; return the statistics."""
         async with asyncio.timeout(LIMIT):
             while (answer := await self.stats(place))["total"] != self.sent:
                 pass
         return answer
 
     def stop(self) -> list[str]:
-        """Stop the service through one rank; return the last line of each rank."""
+        """Stop the service with a signal to one rank; return the last output line of each rank."""
         self.processes[-1].send_signal(signal.SIGTERM)
         last = []
         for process in self.processes:
@@ -134,7 +134,7 @@ async def test_cancelled_requests_to_the_service_disturb_no_collective(service: 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_killed_rank_of_the_service_is_replaced(victim: int, service: Service) -> None:
-    """Check that the other rank answers every request, and keeps every count that all ranks knew."""
+    """Check that the other rank replies to every request, and that no count is lost that all ranks knew."""
     other = 1 - victim
     await service.send_requests(0, 1)
     await service.wait_for_all_counts(other)
@@ -157,7 +157,7 @@ async def test_launcher_replaces_a_killed_rank_of_the_service(victim: int, ranks
     serving_line = re.compile(r"\[(\d)\] rank \d of 2 serves (http://\S+)\n")
 
     def next_urls(count: int) -> dict[int, str]:
-        """Wait until `count` processes serve; return their URLs by the launcher's number."""
+        """Wait until `count` processes serve; return their URLs by the number that the launcher prints."""
         assert launcher.stdout is not None
         found: dict[int, str] = {}
         for line in launcher.stdout:
@@ -186,7 +186,7 @@ async def test_launcher_replaces_a_killed_rank_of_the_service(victim: int, ranks
     launcher.send_signal(signal.SIGTERM)
     out, err = await asyncio.to_thread(launcher.communicate, timeout=LIMIT)
     assert launcher.returncode == 0
-    # On a busy machine, the ranks may need more than the second after which the launcher reports that it waits.
+    # Ignore the launcher's notice that it waits: on a busy machine, ranks may need more than a second to end.
     assert re.sub(r"aiocoll run: waiting for rank .* to end after SIGTERM;.*\n", "", err) == (
         f"aiocoll run: rank {victim} was killed by SIGKILL; a newcomer is started in its place (restart 1 of 1)\n"
     )
@@ -194,7 +194,7 @@ async def test_launcher_replaces_a_killed_rank_of_the_service(victim: int, ranks
 
 
 def rank_process(launcher: int, local_rank: int) -> int:
-    """Return the child of the launcher with the given LOCAL_RANK."""
+    """Return the id of the launcher's child process with the given LOCAL_RANK."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     wanted = f"LOCAL_RANK={local_rank}"
     return next(int(pid) for pid in children if wanted in Path(f"/proc/{pid}/environ").read_text().split("\0"))

@@ -32,14 +32,14 @@ REDUCTIONS = (
     ("float16", "SUM"),
     ("int64", "affine"),
 )
-#: Ops and dtypes that need the order of the ranks, and so use one level.
+#: Ops and dtypes whose reductions need the rank order, for which the ranks use an algorithm with one level.
 ORDERED = ("affine", "float16")
 MOVED = (("float32", "SUM"), ("uint8", "SUM"))
 ITEMSIZE = {"float32": 4, "float64": 8, "int64": 8, "uint8": 1, "complex64": 8, "int32": 4, "float16": 2}
 
 
 def matrix(world_size: int) -> list[Case]:
-    """Return cases: all collectives with several dtypes, ops and roots, and all counts for one dtype."""
+    """Return test cases: all collectives with several dtypes, ops and roots, and one dtype with all counts."""
     found: list[Case] = []
     for kind in KINDS:
         for dtype, op in REDUCTIONS if kind in REDUCING else MOVED:
@@ -71,12 +71,12 @@ class HostTraffic:
             self.algorithm = choose(*args, **named)
             return self.algorithm
 
-        # These patches are not undone, since the process is used by this test only.
+        # Do not undo these patches: the process ends with this test.
         StreamLink.write = count_and_write  # type: ignore[method-assign]
         planner.choose = choose_and_record  # type: ignore[assignment]
 
     def take(self) -> tuple[str | None, int, int]:
-        """Return the algorithm, the frames and the bytes since the last call."""
+        """Return the last algorithm, and the number of frames and bytes since the last call of `take`."""
         result = self.algorithm, self.frames, self.nbytes
         self.algorithm, self.frames, self.nbytes = None, 0, 0
         return result
@@ -123,8 +123,8 @@ async def test_two_level_calls_give_correct_results_and_send_the_expected_bytes(
             algorithm, kind, nbytes, host_numbers(names)
         ), case
         if algorithm == "leaders":
-            # If there is a single element, only one host has it.
+            # A single element belongs to only one host, which therefore sends the only message.
             messages = {"reduce": 1, "broadcast": 1, "allgather": min(2, count)}.get(kind, 2)
             assert sum(each[1] for each in ranks) == (messages if count or kind == "barrier" else 0), case
-    # The leaders do not repeat user-defined ops, so small arrays with such ops use lanes.
+    # Small arrays with user-defined ops use "lanes", since with "leaders" every leader would repeat the reduction.
     assert used == set(two_level.ALGORITHMS)

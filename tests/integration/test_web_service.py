@@ -1,4 +1,4 @@
-"""The service of docs/web-service.md, run by a small server's workers and by uvicorn (if installed)."""
+"""The service of docs/web-service.md, run by workers of a minimal web server and of uvicorn (if installed)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def total(port: int) -> int:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until `condition` is true, which may need a later round of the service."""
+    """Poll until `condition` is true, for instance until a later round of the service has counted a request."""
     limit = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < limit
@@ -73,7 +73,7 @@ def test_web_service_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, en
         sent += 1
 
     def wait_for_counts(ranks: int, *places: int) -> None:
-        """Wait until the workers at `places` know all counts, as members of a group of `ranks` ranks."""
+        """Wait until the workers with the indexes `places` know all counts and are in a group of `ranks` ranks."""
         for place in places:
             health = {"worker": processes[place].pid, "ranks": ranks}
             wait_until(lambda port=ports[place], health=health: fetch(port, "GET", "/ready") == (200, health))
@@ -106,7 +106,7 @@ def test_web_service_workers_can_be_killed_replaced_and_stopped(ranks: Ranks, en
 
 @pytest.mark.slow
 def test_web_service_survives_two_consecutive_deaths_of_workers(ranks: Ranks, environ: dict[str, str]) -> None:
-    """Kill a second worker while the others detect the first death, or soon after."""
+    """Kill a second worker right after the first, while the other workers detect the first death or soon after."""
     processes: list[Any] = [ranks.start(SERVER, APP, env=environ) for _ in range(WORKERS)]
     ports = [int(process.stdout.readline()) for process in processes]
     fetch(ports[2], "POST", "/count")
@@ -124,7 +124,7 @@ def test_web_service_survives_two_consecutive_deaths_of_workers(ranks: Ranks, en
 def test_metrics_scrape_contains_the_metrics_of_all_web_service_workers(
     ranks: Ranks, environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """Kill and replace a worker, whose counters remain in the scrape while its gauges do not."""
+    """Kill and replace a worker: its counters remain in the scrape, but its gauges do not."""
     directory = tmp_path / "metrics"
     directory.mkdir()
     environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
@@ -136,7 +136,7 @@ def test_metrics_scrape_contains_the_metrics_of_all_web_service_workers(
         return int(processes[place].stdout.readline())
 
     def processes_with_metrics() -> set[int]:
-        """Return the processes with complete metric files; a scrape fails at a file that was just created."""
+        """Return the ids of the processes with complete metric files; a scrape would fail at an empty file."""
         kinds = [
             {int(path.stem.rpartition("_")[2]) for path in directory.glob(f"{kind}_*.db") if path.stat().st_size}
             for kind in ("counter", "gauge", "histogram")
@@ -208,7 +208,9 @@ def test_fastapi_application_starts_and_stops_the_total(ranks: Ranks, environ: d
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_web_server_returns_its_own_exit_code(ranks: Ranks, environ: dict[str, str], number: int) -> None:
+def test_serve_script_returns_the_exit_code_of_a_stopped_web_server(
+    ranks: Ranks, environ: dict[str, str], number: int
+) -> None:
     environ["WORKERS"] = "1"
     script = "import os, sys; os.setpgid(0, 0); sys.argv = sys.argv[1:]; exec(open(sys.argv[0]).read())"
     command = ("-c", script, str(serve_script(environ)), "tests.integration.asgi_server", APP)
@@ -224,16 +226,18 @@ def test_stopped_web_server_returns_its_own_exit_code(ranks: Ranks, environ: dic
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(("this",), 75), (("tests.integration.asgi_server", "none:app"), 1)])
-def test_web_server_that_ends_by_itself_returns_an_exit_code(
+def test_serve_script_returns_an_exit_code_for_a_web_server_that_ends_by_itself(
     ranks: Ranks, environ: dict[str, str], arguments: tuple[str, ...], code: int
 ) -> None:
-    """Use `python -m this`, which ends with 0, and a server that does not find its module."""
+    """Use `python -m this` as a server that ends with code 0, and a server that does not find its module."""
     process: Any = ranks.start(str(serve_script(environ)), *arguments, env=environ)
     process.communicate(timeout=LIMIT)
     assert process.returncode == code
 
 
-def test_killed_web_server_returns_an_exit_code(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
+def test_serve_script_returns_an_exit_code_for_a_killed_web_server(
+    ranks: Ranks, environ: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     process: Any = ranks.start(str(serve_script(environ)), "killed", env=environ)
     process.communicate(timeout=LIMIT)
@@ -241,7 +245,7 @@ def test_killed_web_server_returns_an_exit_code(ranks: Ranks, environ: dict[str,
 
 
 def serve_script(environ: dict[str, str]) -> Path:
-    """Return the path of the page's serve.py, which makes its own store."""
+    """Return the path of serve.py from the page, which hosts a store itself."""
     return Path(environ.pop("STORE")).parent.parent / "serve.py"
 
 
@@ -279,7 +283,7 @@ def test_uvicorn_replaces_killed_workers(ranks: Ranks, environ: dict[str, str], 
 def test_uvicorn_replaces_a_worker_that_dies_during_its_start(
     ranks: Ranks, environ: dict[str, str], port: int, tmp_path: Path, death: str
 ) -> None:
-    """Let the second worker die before it meets the others; its successor meets them."""
+    """Let the second worker die before it meets the other workers, which then meet its replacement."""
     let_second_worker(death, tmp_path)
     server = start_uvicorn(ranks, environ, port)
     wait_until(lambda: readiness(port)["ranks"] == WORKERS)
@@ -300,7 +304,7 @@ def test_web_service_fails_if_a_uvicorn_worker_fails_to_start(
 
 
 def let_second_worker(fail: str, folder: Path) -> None:
-    """Insert a statement that the second worker runs before it meets the others."""
+    """Insert a statement into the service that the second worker runs before it meets the other workers."""
     program, place = folder / "totals.py", "        self.task = asyncio.create_task(self.run())\n"
     text = program.read_text()
     assert place in text
@@ -320,5 +324,5 @@ def start_uvicorn(ranks: Ranks, environ: dict[str, str], port: int) -> Any:
     arguments = re.search(r"python serve.py (.*)", commands(PAGE)[0])
     assert arguments is not None
     quiet = ("--port", str(port), "--log-level", "critical")
-    # Warnings of uvicorn and its dependencies are not tested here.
+    # Ignore warnings, since uvicorn and its dependencies may emit some.
     return ranks.start(str(serve_script(environ)), *arguments[1].split(), *quiet, env=environ | {"PYTHONWARNINGS": ""})

@@ -1,4 +1,4 @@
-"""Rank claims: a successor takes over the claim of a process that ended at any step, but never of a live one."""
+"""Rank claims: a new process takes over the claim of an ended process, but never the claim of a live process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from aiocoll.store.commands import LEFT
 from aiocoll.testing import VirtualLoop
 from aiocoll.transport.stream.addresses import host_identity
 
-#: The timeout of the ranks, in seconds.
+#: The rendezvous timeout of the ranks in seconds.
 LIMIT = 60.0
 
 
 class HoldingStore(HashStore):
-    """The view of a store by one rank; from request `last` on, the requests wait until `released` is set."""
+    """A store handle of one rank: carries out `last` requests; further requests wait until `released` is set."""
 
     def __init__(self, store: Store, last: float) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class HoldingStore(HashStore):
 
 
 async def meet(store: Store, rank: int, size: int) -> list[int]:
-    """Meet the other ranks; return the ranks that all have sent."""
+    """Meet the other ranks; return the rank numbers that an allgather collects from all ranks."""
     async with new_group(store=store, rank=rank, world_size=size, timeout=LIMIT) as pg:
         return await pg.allgather_object(rank)
 
@@ -71,7 +71,7 @@ def loop_time() -> float:
 
 
 async def replace_at_request(size: int, victim: int, last: int, late: int | None) -> bool:
-    """Cancel a rank at its store request `last`, then start its successor and rank `late`; return if it got there."""
+    """Cancel a rank at store request `last`, and start its successor; return whether the rank made this request."""
     store = HashStore()
     watched = HoldingStore(store, last)
     others = [rank for rank in range(size) if rank not in (victim, late)]
@@ -138,7 +138,7 @@ def test_rank_claim_of_a_live_process_is_never_taken_over(size: int) -> None:
     assert last > 4
 
 
-# -- proofs that a process has ended
+# -- evidence that a process has ended
 
 
 def claim_of_ended_process(**changes: Any) -> bytes:
@@ -205,7 +205,7 @@ async def test_store_server_marks_the_rank_claims_of_disconnected_clients() -> N
 
 
 async def test_store_server_does_not_free_a_rank_claim_because_of_a_process_id() -> None:
-    """Check that only the connection counts, since a process id may belong to a cloned host."""
+    """Check that only a closed connection frees the claim, since the process id may belong to a cloned host."""
     async with TCPStore("127.0.0.1", 0, is_master=True) as store:
         await store.set("aiocoll/1/claim/0", claim_of_ended_process())
         with pytest.raises(RankTakenError):
@@ -225,7 +225,7 @@ async def test_successor_process_is_refused_after_all_cards_are_published() -> N
 
 
 async def test_ranks_meet_again_after_a_rendezvous_that_succeeded_on_only_some_ranks() -> None:
-    """Check that a cancelled rendezvous has ended for all ranks, whatever each rank has read of it."""
+    """Mark a rendezvous as cancelled in the store, and check that no rank can complete this rendezvous any more."""
     store = HashStore(timeout=inf)
     for _ in range(3):
         assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
@@ -280,7 +280,7 @@ async def open_group(joining: new_group) -> ProcessGroup:
 
 
 async def test_rank_assignment_skips_ranks_that_are_taken() -> None:
-    """Check that a replacement process gets the ended process's rank, even after the counter has passed it."""
+    """Check that a new process gets the rank of an ended process, although the store counts ranks only upwards."""
     store = HashStore()
     waiting = [asyncio.create_task(open_group(new_group(store=store, world_size=3, timeout=LIMIT))) for _ in range(2)]
     await store.wait(["aiocoll/1/card/0", "aiocoll/1/card/1"])
@@ -295,7 +295,7 @@ async def test_rank_assignment_skips_ranks_that_are_taken() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_rendezvous_waits_for_the_successor_of_an_ended_process(size: int) -> None:
-    """Start the last rank after the death of a process and before its successor."""
+    """Start the last rank after a process has died and before its successor starts."""
 
     async def main() -> None:
         store = HashStore()

@@ -1,4 +1,4 @@
-"""Newcomers of a growing group, on a store and a virtual clock: tickets, dead newcomers, and late ones."""
+"""Newcomers of a growing group, on a store and a virtual clock: numbered requests, dead and late newcomers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.testing.virtual import VirtualLoop
 
 
 def run_on_virtual_clock(test: Callable[[HashStore], Awaitable[Any]]) -> Any:
-    """Run a coroutine test on a new event loop with a virtual clock; return its result."""
+    """Run `test` with a new store on a new event loop with a virtual clock; return the result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
 
         async def run() -> Any:
@@ -39,13 +39,13 @@ def first_generation(assignment: Assignment, store: Store) -> Store:
 
 
 async def take_ticket_and_die(store: HashStore) -> None:
-    """Take a newcomer's ticket, and then do nothing, like a newcomer that died."""
+    """Register as a newcomer, and then do nothing, like a newcomer that has died."""
     ticket = await store.add("aiocoll/grow/tickets", 1)
     await store.set(f"aiocoll/grow/came/{ticket}", b"")
 
 
 class DelayedStore(HashStore):
-    """A store handle whose first wait returns `seconds` late."""
+    """A store handle whose first wait returns `seconds` later than the value arrives."""
 
     def __init__(self, store: HashStore, seconds: float) -> None:
         super().__init__()
@@ -96,12 +96,12 @@ def test_newcomer_that_answers_too_late_takes_another_ticket() -> None:
 
 @pytest.mark.parametrize(("present", "at_least"), [(1, 1), (2, 1), (2, 2), (3, 1)])
 def test_grow_with_a_minimum_includes_all_present_newcomers(present: int, at_least: int) -> None:
-    """Check that the group grows when all newcomers have arrived, or at the timeout if there are enough."""
+    """Check that the group grows once all newcomers have arrived, or at the timeout if the minimum has arrived."""
 
     async def test(store: HashStore) -> None:
         waiting = [asyncio.ensure_future(await_assignment(store, 100)) for _ in range(present)]
         assert await invite(store, Invitation(3, at_least, 2, "large"), 10) == assignment_of(0, 2 + present)
-        # The ranks follow the order of the tickets, which the seed decides.
+        # The order of the newcomers' ranks depends on the seed of the virtual loop.
         assert sorted(each.rank for each in await asyncio.gather(*waiting)) == list(range(2, 2 + present))
         assert loop_time() == pytest.approx(0 if present == 3 else 10)
 
@@ -134,7 +134,7 @@ def test_newcomer_that_timed_out_is_not_assigned_to_a_group() -> None:
 
 
 class MortalStore(HashStore):
-    """A store handle whose user dies at call number `last`, before or after the call is carried out."""
+    """A store handle whose user dies after `last` calls: before or after the store carries out the next call."""
 
     def __init__(self, store: HashStore, last: int, carried_out: bool) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class MortalStore(HashStore):
 @pytest.mark.parametrize("carried_out", [False, True])
 @pytest.mark.parametrize("newcomers", [1, 3])
 def test_newcomers_are_found_after_rank_0_died_at_any_step(newcomers: int, carried_out: bool) -> None:
-    """Check that the successor of rank 0 finds all newcomers, and that none waits in an abandoned group."""
+    """Check that the successor of rank 0 finds all newcomers, and that no newcomer waits in an abandoned group."""
 
     async def test(store: HashStore, last: int) -> bool:
         async def newcomer() -> Assignment:
@@ -221,7 +221,7 @@ def test_rank_that_waits_for_a_newcomer_ignores_dead_newcomers() -> None:
 
 
 class LateStore(HashStore):
-    """A store in which a wait for an assignment times out at the moment the assignment is stored."""
+    """A store in which a wait for a newcomer's assignment times out when the assignment has just been stored."""
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         value = await super()._wait(command, arguments, timeout)
@@ -231,7 +231,7 @@ class LateStore(HashStore):
 
 
 def test_newcomer_accepts_an_assignment_that_arrives_at_its_deadline() -> None:
-    """Check that the newcomer accepts, since rank 0 has stored the assignment and so counts on the newcomer."""
+    """Check that the newcomer accepts despite its timeout, since rank 0 has already assigned a rank to it."""
 
     async def test(_: HashStore) -> None:
         store = LateStore()
@@ -257,7 +257,7 @@ def test_newcomer_that_was_cancelled_is_not_assigned_to_a_group() -> None:
 
 
 class LingeringStore(HashStore):
-    """A store whose server does not yet know that a wait was cancelled."""
+    """A store handle whose cancelled waits continue on the server, which has not been notified yet."""
 
     def __init__(self, store: HashStore) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class LingeringStore(HashStore):
 
 
 def test_cancelled_wait_for_newcomers_does_not_drop_a_newcomer() -> None:
-    """Check that a later wait for newcomers is notified of the next newcomer at once."""
+    """Cancel two waits for newcomers, and check that a later wait notices the next newcomer at once."""
 
     async def test(store: HashStore) -> None:
         lingering = LingeringStore(store)

@@ -1,4 +1,4 @@
-"""Groups merged from groups that have never met, over every transport."""
+"""`merge_remote_group`: groups of separate jobs merged into one group, over every transport."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def checked_ranks(pg: ProcessGroup) -> tuple[int, ...]:
 async def run_on_worlds(
     *sizes: int, fn: Rank, transport: str = "memory", names: tuple[str, ...] = ()
 ) -> list[list[Any]]:
-    """Run `fn` on every rank of several jobs, each with a separate store."""
+    """Run `fn` on every rank of several jobs, each of which meets in a separate store."""
 
     async def rank(store: Store, name: str | None, number: int, size: int) -> Any:
         given = options(transport)
@@ -190,7 +190,7 @@ async def test_merge_fails_if_the_store_is_lost() -> None:
     await run_on_worlds(2, fn=rank)
 
 
-async def test_merge_fails_if_a_rank_gives_up() -> None:
+async def test_merge_fails_on_all_ranks_if_one_rank_is_cancelled() -> None:
     store = HashStore()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -216,7 +216,7 @@ async def test_merge_fails_if_one_of_the_groups_fails() -> None:
         if pg.rank() == 0:
             await wait_until(lambda: pending_waits(store))
             pg.abort("enough")
-            # Cancel rank 0, which waits in the store; the other ranks must be notified at once.
+            # Cancel the merge on rank 0, which waits in the store: the merge must fail on the other ranks at once.
             merging.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await merging

@@ -1,4 +1,4 @@
-"""Collectives on small arrays of random bits, as calls that a test makes on all ranks."""
+"""Test cases: collectives with fixed arguments on small arrays of random bits, for all ranks of a group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..reductions import DTYPES, HALVES, LOGICAL, NARROW, OPS, allowed, numpy_dt
 __all__ = ["DTYPES", "Case", "bits", "cases", "counts", "moves", "reductions"]
 
 Array = NDArray[Any]
-#: A started call on one rank: its work, and the arrays that will hold its results.
+#: A started call on one rank: its `Work`, and the arrays that will hold the results.
 Made = tuple[Work[Any], list[Array]]
 
 
@@ -61,7 +61,7 @@ def counts(size: int, dtype: str) -> list[int]:
 
 
 def cases(size: int, dtype: str, count: int) -> Iterator[Case]:
-    """Yield all collectives on arrays of `count` elements."""
+    """Yield a case for every collective, op and root, on arrays of `count` elements."""
     yield from moves(size, dtype, count)
     for op in OPS:
         if allowed(op, dtype):
@@ -69,7 +69,7 @@ def cases(size: int, dtype: str, count: int) -> Iterator[Case]:
 
 
 def moves(size: int, dtype: str, count: int) -> Iterator[Case]:
-    """Yield the collectives that only move data, with every root."""
+    """Yield a case for every root of each collective that moves data without a reduction."""
 
     def own_array(pg: ProcessGroup, *seed: Any, number: int = count) -> Array:
         return bits(dtype, number, "of rank", pg.rank(), *seed)
@@ -124,7 +124,7 @@ def moves(size: int, dtype: str, count: int) -> Iterator[Case]:
 
 
 def reductions(size: int, dtype: str, count: int, op: str) -> Iterator[Case]:
-    """Yield the collectives that reduce by `op`, with every root."""
+    """Yield a case for every root of each collective that reduces by `op`."""
 
     def own_array(pg: ProcessGroup, *seed: Any, number: int = count) -> Array:
         return bits(dtype, number, "of rank", pg.rank(), *seed)

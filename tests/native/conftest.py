@@ -1,4 +1,4 @@
-"""Fixtures for tests of the accelerator in C: a skip without the accelerator, and event loops for tests of works."""
+"""Fixtures for tests of the accelerator in C: they skip tests without the accelerator, and choose event loops."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from aiocoll.native import core, describe_implementation
 
-#: Files whose tests run on both event loops, asyncio and uvloop.
+#: Names of files whose tests run twice: on the event loop of asyncio, and on uvloop.
 BOTH = ("test_works.py", "test_works_failing.py")
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]] | None:
-    """Return both event loop factories for the files in `BOTH`; None leaves the choice to other hooks."""
+    """Return the loop factories of asyncio and uvloop for files in `BOTH`; None leaves the choice to other hooks."""
     if item.path.name not in BOTH or importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop
@@ -26,6 +26,6 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
 
 @pytest.fixture(autouse=True)
 def _accelerator() -> None:
-    """Skip the test if the accelerator does not run."""
+    """Skip the test if the accelerator in C is not available."""
     if core is None:
         pytest.skip(f"the accelerator in C does not run: {describe_implementation()}")

@@ -1,4 +1,4 @@
-"""Groups in which the accelerator in C carries out the calls of some ranks, and Python those of the others."""
+"""Groups with native ranks, whose calls the accelerator in C carries out, and pure ranks, which use only Python."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ async def group_of_ranks(
 
 
 def pending_in_python(pg: ProcessGroup) -> int:
-    """Return the number of calls that Python has in flight; this hands no native calls over."""
+    """Return the number of calls in flight in Python, without a handover of native calls to Python."""
     return len(comm_of(pg)._pending)
 
 
 def start_allreduce(kind: str, pg: ProcessGroup, array: np.ndarray, **named: Any) -> Work[Any]:
-    """Start an allreduce that waits for the peer and whose work is of `kind`, one of `WORKS`."""
+    """Start an allreduce that waits for the peer; the returned work is of the kind `kind`, one of `WORKS`."""
     work = pg.allreduce(array, **named)
     assert not work.done()
     if kind == "taken over":
@@ -73,5 +73,5 @@ def start_allreduce(kind: str, pg: ProcessGroup, array: np.ndarray, **named: Any
 
 
 async def await_work(work: Work[Any]) -> Any:
-    """Return the result of a work; unlike `Work.join`, this does not hand the call over to Python."""
+    """Await a work directly: unlike `Work.join`, a plain await does not hand a native call over to Python."""
     return await work

@@ -24,7 +24,7 @@ from ..waits import WAITS
 from .cases import DTYPES, Case, cases, counts
 from .groups import await_work, group_of_ranks, pending_in_python
 
-#: Jobs, one letter per rank: N for native, P for pure Python.
+#: Jobs, one letter per rank: N if the accelerator carries out the rank's calls (native), P for pure Python.
 JOBS = ("NN", "NP", "PN", "PP", "NNN", "NPN", "NPNP", "NNNN")
 SMALL = 4096
 
@@ -44,7 +44,7 @@ async def run_on_all(pgs: Sequence[ProcessGroup], rank: Callable[[ProcessGroup],
 
 @pytest.fixture
 def started_by_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the ids of calls that Python starts for a block are appended."""
+    """Return a list that records the id of each call of a block that Python starts."""
     started: list[int] = []
     start = Flush.start_single
 
@@ -60,7 +60,7 @@ def started_by_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def results_of(pgs: Sequence[ProcessGroup], chosen: Sequence[Case], *, block: bool) -> list[list[bytes]]:
-    """Make the calls in one block or one by one; return the result bytes of each rank."""
+    """Make the calls in one block, or one after another; return the result bytes of each rank."""
 
     async def rank(pg: ProcessGroup) -> list[bytes]:
         if block:
@@ -76,7 +76,7 @@ async def results_of(pgs: Sequence[ProcessGroup], chosen: Sequence[Case], *, blo
 
 
 def chosen_cases(size: int, number: int) -> list[Case]:
-    """Return calls of all kinds, on arrays of all dtypes; each dtype gets another count."""
+    """Return calls of all kinds on arrays of all dtypes, with a different element count for each dtype."""
     turns = itertools.count(number)
     chosen = []
     for dtype in DTYPES:
@@ -196,7 +196,7 @@ async def test_native_block_of_list_calls_returns_their_results(job: str) -> Non
 
 @pytest.mark.parametrize("count", [1, SMALL // 8, SMALL // 2, 20_000, 300_000])
 @pytest.mark.parametrize("job", ["NN", "NP", "PP", "NNN"])
-async def test_calls_of_which_two_ranks_know_the_counts_complete_in_a_block_at_every_size(job: str, count: int) -> None:
+async def test_alltoall_gather_and_scatter_of_every_size_complete_in_a_native_block(job: str, count: int) -> None:
     size = len(job)
     async with group_of_ranks(native_ranks(job)) as pgs:
 
@@ -498,15 +498,14 @@ async def test_native_block_times_out_after_the_shortest_timeout_of_its_calls() 
 
 
 async def check_mismatch(pgs: Sequence[ProcessGroup], record: Callable[[ProcessGroup], object], text: str) -> None:
-    """Check that all ranks get a mismatch error with `text` if each makes a block by `record`."""
+    """Check that all ranks get a mismatch error with `text` if each rank records a block with `record`."""
 
     async def rank(pg: ProcessGroup) -> None:
         start = asyncio.get_running_loop().time()
         with pytest.raises(CollectiveMismatchError, match=text):  # noqa: PT012
             async with pg.coalescing():
                 record(pg)
-            # The block may complete on this rank, since the sender of a message that only its peer reads finds no
-            # mismatch.
+            # The block may complete on this rank: only the receiver detects some mismatches, the sender does not.
             await pg.wait_revoked()
             raise comm_of(pg).cause  # type: ignore[misc]
         assert asyncio.get_running_loop().time() - start < 1.0
@@ -526,7 +525,7 @@ async def test_native_blocks_with_different_calls_are_reported_as_a_mismatch(nam
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_shorter_native_block_that_reads_nothing_is_reported_as_a_mismatch(job: str) -> None:
-    """Check that stall reports reveal the mismatch: each rank sends messages that its peer never reads."""
+    """Check that stall reports reveal the mismatch if each rank only sends messages, which its peer never reads."""
     async with group_of_ranks(native_ranks(job)) as pgs:
 
         def record(pg: ProcessGroup) -> None:
@@ -559,7 +558,7 @@ async def test_native_block_against_plain_calls_is_reported_as_a_mismatch(job: s
 
 
 async def test_one_native_block_against_two_shorter_blocks_is_reported_as_a_mismatch() -> None:
-    """Let one rank make a block of four calls, and its peer two blocks of two."""
+    """Let one rank make a block of four calls, and its peer two blocks of two calls."""
     async with group_of_ranks([True, True]) as pgs:
 
         async def rank(pg: ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Calls that the accelerator declines before it posts anything, or hands over to Python later."""
+"""Calls that Python carries out: the accelerator declines the call, or hands the call over to Python later."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Ranks = tuple[ProcessGroup, ProcessGroup]
 
 @pytest.fixture(params=["native peer", "pure peer"])
 async def ranks(request: pytest.FixtureRequest, limits: Limits) -> AsyncIterator[Ranks]:
-    """Yield rank 0, which is native, and its peer, native or pure."""
+    """Yield rank 0, which uses the accelerator, and rank 1, with or without the accelerator."""
     limits(report_strays_after=1000.0)
     async with group_of_ranks([True, request.param == "native peer"]) as (zero, one):
         yield zero, one
@@ -52,7 +52,7 @@ async def await_all(*works: Work[Any]) -> None:
 
 
 async def check_next_call_is_native(ranks: Ranks) -> None:
-    """Check that the next call is carried out by the accelerator."""
+    """Check that the accelerator carries out the next call of rank 0."""
     zero, one = ranks
     work = zero.allreduce(ones())
     assert is_native(work)
@@ -95,7 +95,7 @@ async def test_call_with_a_short_timeout_is_not_native(ranks: Ranks, timeout: fl
 
 
 async def test_timeout_of_a_native_call_expires_in_time() -> None:
-    """Check a call whose timeout differs from the group's: its timer hands the call over, then fails it.
+    """Check a call with a different timeout than the group's: a timer hands the call over to Python, then fails it.
 
     The timer runs every 0.25 s, which bounds the delay.
     """
@@ -185,7 +185,7 @@ async def test_early_frames_prevent_native_calls_until_the_frames_are_taken(rank
 
 
 async def test_calls_on_unusual_arrays_give_correct_results_in_native_groups(ranks: Ranks) -> None:
-    """Check strided, Fortran-ordered and other unusual arrays, which the accelerator may decline."""
+    """Use strided, Fortran-ordered and other unusual arrays, for which the accelerator may decline the call."""
     zero, one = ranks
     for make in (
         lambda: np.ones(6)[::2],
@@ -354,7 +354,7 @@ async def test_frame_instead_of_a_shared_memory_post_hands_a_native_call_over() 
         await asyncio.gather(b_zero.shutdown(), b_one.shutdown())
 
 
-#: Calls that do not match an allreduce of three doubles by SUM.
+#: Calls that mismatch an allreduce of three float64 elements by SUM.
 OTHERS: dict[str, Callable[..., Any]] = {
     "kind": lambda pg, **key: pg.broadcast(ones(), 0, **key),
     "op": lambda pg, **key: pg.allreduce(ones(), ReduceOp.MAX, **key),
@@ -400,7 +400,7 @@ async def test_different_roots_of_native_calls_are_reported(ranks: Ranks) -> Non
 
 
 async def test_mismatch_with_a_finished_native_broadcast_root_is_reported() -> None:
-    """Check that a mismatch is found although the root of the broadcast has already finished its call."""
+    """Check that rank 1 reports the mismatch although the broadcast's root has already finished its call."""
     async with group_of_ranks([True, True]) as (zero, one):
         done = zero.broadcast(ones(), 0)
         assert done.done()
@@ -428,7 +428,7 @@ async def test_timeout_error_of_a_native_call_names_the_rank_that_never_calls() 
 
 
 def comparable_entries(pg: ProcessGroup) -> list[Any]:
-    """Return the flight recorder's entries of a rank, without the fields that differ between groups."""
+    """Return a rank's flight recorder entries without the fields that differ between groups, such as times."""
     varying = ("entered", "started", "finished", "id", "site", "group")
     return [
         {name: value for name, value in each.items() if name not in varying} for each in pg.recorder.dump()["entries"]
@@ -478,7 +478,7 @@ async def test_pending_native_works_are_listed_oldest_first(ranks: Ranks, limits
     assert zero.pending() == []
 
 
-async def test_counters_and_records_of_native_ranks_equal_those_of_pure_ranks() -> None:
+async def test_native_and_pure_ranks_have_equal_counters_and_records() -> None:
     found = []
     for native in (True, False):
         async with group_of_ranks([native, native], "counted") as pgs:

@@ -1,4 +1,4 @@
-"""Repeated calls, whose plans the accelerator finds without Python."""
+"""Repeated calls, for which the accelerator finds the cached plan without running Python code."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def fail_on_plan(*_: Any, **__: Any) -> Any:
 
 
 def forbid_plans(pgs: Sequence[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the test fail if Python plans or starts a call from now on."""
+    """Make every later call fail that Python plans or starts."""
     for pg in pgs:
         dispatcher = pg._parts.collectives._dispatcher
         monkeypatch.setattr(dispatcher.plans, "known", {})
@@ -92,7 +92,7 @@ def forbid_plans(pgs: Sequence[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -
 
 
 async def make_checked_call(pgs: Sequence[ProcessGroup], call: Call, shape: tuple[int, ...]) -> list[Work[Any]]:
-    """Make a call on both ranks and check its results; return the works."""
+    """Make a call on both ranks and check the results; return the works of both ranks."""
     given = [call.arguments_of(pg.rank(), shape) for pg in pgs]
     works = [call.make(pg, *arrays) for pg, arrays in zip(pgs, given, strict=True)]
     async with asyncio.timeout(20):
@@ -214,7 +214,7 @@ async def test_native_list_call_is_handed_over_with_flat_arrays(kind: str) -> No
 
 
 async def test_list_on_a_rank_other_than_the_root_is_detected_in_a_repeated_native_call() -> None:
-    """Check that lists on ranks other than the root are refused, and that the root without a list gets a new one."""
+    """Check that lists on ranks other than the root are refused, and that a root without a list gets a new list."""
     async with group_of_ranks([True, True]) as pgs:
         await make_checked_call(pgs, CALLS["gather"], (4,))
         await make_checked_call(pgs, CALLS["scatter"], (4,))

@@ -16,7 +16,7 @@ from ..internals import native_calls_of
 
 pytestmark = [pytest.mark.skipif(core is None, reason="needs the accelerator in C"), pytest.mark.soak]
 
-#: The number of calls per rank between two measurements, and before the first one.
+#: The number of calls per rank between two measurements, and the number of calls before the first measurement.
 CALLS, WARM = 500_000, 20_000
 
 

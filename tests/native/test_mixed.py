@@ -1,4 +1,4 @@
-"""Jobs with native and pure ranks: their results have the same bits as those of pure jobs."""
+"""Jobs with native and pure ranks: their results have the same bits as the results of pure jobs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..internals import Limits, disable_accelerator, is_native, native_calls_of,
 from .cases import DTYPES, Case, bits, cases, counts
 from .groups import group_of_ranks, open_links, pending_in_python
 
-#: Jobs, one letter per rank: N for native, P for pure Python.
+#: Jobs, one letter per rank: N if the accelerator carries out the rank's calls (native), P for pure Python.
 JOBS = ("NN", "NP", "PN", "NPN", "PNN", "NPNP", "PPNN", "NNPNPNN")
 
 
 @pytest.fixture(autouse=True)
 def _no_age_checks(limits: Limits) -> None:
-    """Turn off the handover of slow calls to Python; on a loaded machine any call is slow."""
+    """Turn off the handover of slow calls to Python, since any call may be slow on a loaded machine."""
     limits(report_after=1000.0, report_strays_after=1000.0)
 
 
@@ -33,7 +33,7 @@ def native_ranks(job: str) -> list[bool]:
 
 
 async def results_of(pgs: Sequence[ProcessGroup], case: Case, first: int) -> tuple[list[Any], list[bool]]:
-    """Make a call on all ranks, first on rank `first`; return the result bytes, and whether each rank was native."""
+    """Make a call on all ranks, first on rank `first`; return each rank's result bytes, and whether it was native."""
     started = {rank: case.call(pgs[rank]) for rank in [*range(first, len(pgs)), *range(first)]}
     for work, _ in started.values():
         await work
@@ -49,7 +49,7 @@ def chosen_count(number: int, size: int, dtype: str) -> int:
 
 
 async def compare_with_pure_job(job: str, chosen: Sequence[tuple[str, int]]) -> None:
-    """Check that a job and a pure job give equal results for all calls with the chosen dtypes and counts."""
+    """Check that `job` and a pure Python job give equal results for all calls with the chosen dtypes and counts."""
     size, native, turns = len(job), native_ranks(job), itertools.cycle(range(len(job)))
     async with group_of_ranks(native) as pgs, group_of_ranks([False] * size, "pure") as pure:
         for dtype, count in chosen:
@@ -71,7 +71,7 @@ async def compare_with_pure_job(job: str, chosen: Sequence[tuple[str, int]]) -> 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("job", JOBS)
 async def test_job_of_native_and_pure_ranks_gives_the_same_bits_as_a_pure_job(job: str) -> None:
-    """Check one element count per dtype; each job uses different counts."""
+    """Check one element count per dtype; each job checks other counts."""
     size, start = len(job), JOBS.index(job)
     chosen = [(dtype, chosen_count(start + place, size, dtype)) for place, dtype in enumerate(DTYPES)]
     await compare_with_pure_job(job, chosen[start % 2 :: 2] if size > 2 else chosen)
@@ -90,7 +90,7 @@ async def test_job_of_native_and_pure_ranks_gives_the_same_bits_as_a_pure_job_fo
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("count", [1, 2, 17])
 async def test_nan_bits_are_equal_on_all_ranks(count: int) -> None:
-    """Check each element count, since NumPy computes other NaN bits for scalars, single elements and longer arrays."""
+    """Check several element counts, since NumPy computes different NaN bits for short and for long arrays."""
     async with group_of_ranks([True, False, True]) as pgs:
         for (op, dtype), seed in itertools.product(nans.cases(), range(25)):
             arrays = [array.copy() for array in nans.inputs(dtype, count, 3, seed)]
@@ -136,7 +136,7 @@ async def test_keyed_calls_of_native_and_pure_ranks_match_in_any_order(job: str)
                 await work
             assert work.key == key
             assert (array == len(pgs) * keys.index(key)).all()
-        # Reuse a key, and continue the sequence numbers of calls without a key.
+        # Use a key again, and make one more call without a key, whose sequence number must still match.
         again = [pg.allreduce(np.ones(1), key=keys[0]) for pg in pgs]
         await asyncio.gather(*again)
         assert {work.seq for work in again} == {3}
@@ -146,7 +146,7 @@ async def test_keyed_calls_of_native_and_pure_ranks_match_in_any_order(job: str)
 
 @pytest.mark.parametrize("job", ["NNNN", "NPNP", "PNPN", "NPPN"])
 async def test_overlapping_groups_with_native_ranks_share_links(job: str) -> None:
-    """Check ranks that call their groups in different orders, while the calls compete for the same slots."""
+    """Let each rank call its groups in another order, with calls that compete for the same slots."""
     async with group_of_ranks(native_ranks(job)) as pgs:
         whole = list(pgs)
         low = await asyncio.gather(*(pg.split(0 if pg.rank() < 3 else None) for pg in pgs))
@@ -176,7 +176,7 @@ async def test_overlapping_groups_with_native_ranks_share_links(job: str) -> Non
 
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 async def test_native_rank_that_runs_ahead_overwrites_no_unread_slot(job: str) -> None:
-    """Let a root make many broadcasts, waiting for no rank, before the reader calls."""
+    """Let the root make more broadcasts than there are slots while the other rank receives them slowly."""
     async with group_of_ranks(native_ranks(job)) as (zero, one):
         sent = [bits("uint8", count, call) for call, count in enumerate([1, 32, 33, 4096, 4097] * 40)]
         got = [np.zeros_like(array) for array in sent]

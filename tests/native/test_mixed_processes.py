@@ -1,4 +1,4 @@
-"""Jobs of processes with and without the accelerator, whose chunks have different sizes."""
+"""Jobs of processes with and without the accelerator, which use different chunk sizes."""
 
 from __future__ import annotations
 

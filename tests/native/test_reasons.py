@@ -1,4 +1,4 @@
-"""The logged reasons why collectives of a group run in Python although the accelerator is available."""
+"""Log messages that explain why collectives of a group run in Python although the accelerator is available."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _debug_level(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def reasons(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
-    """Return the reasons that rank 0 has logged since the last check; all must have this level."""
+    """Return the reasons that rank 0 has logged since the last check; check that all have the given log level."""
     found = [
         record
         for record in caplog.records
@@ -62,7 +62,7 @@ async def test_group_that_runs_natively_logs_no_reason_against_native_calls(capl
     assert reasons(caplog) == []
 
 
-async def test_log_names_a_hook_that_prevents_native_calls_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_names_once_a_hook_that_prevents_native_calls(caplog: pytest.LogCaptureFixture) -> None:
     async with group_of_ranks([True, True], "watched") as pgs:
         handles = [pg.add_hook(Quiet()) for pg in pgs]
         (record, _) = [each for each in caplog.records if REASON in each.getMessage()]

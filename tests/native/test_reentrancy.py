@@ -1,4 +1,4 @@
-"""Native calls that run Python code, which makes, finishes or hands over other calls."""
+"""Native calls that run Python code, for instance finalizers; this code makes, finishes or hands over other calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLS = 300
 
 
 class Finalized:
-    """A reference cycle that runs a function when it is collected."""
+    """A reference cycle that runs a function when the garbage collector frees the cycle."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.itself = self
@@ -39,7 +39,7 @@ class Finalized:
 
 @contextmanager
 def frequent_collections() -> Iterator[None]:
-    """Collect garbage after every second new object."""
+    """Make the garbage collector run after every second new object."""
     before = gc.get_threshold()
     gc.collect()
     gc.set_threshold(2, 1, 1)

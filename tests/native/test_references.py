@@ -1,4 +1,4 @@
-"""References after calls, handovers and refusals.
+"""Reference counts and memory after native calls, handovers to Python, and refused calls.
 
 The tests count the references of all reachable objects. A debug interpreter also has a total, which misses references
 that NumPy counts itself. So the tests compare this total only for calls that run no Python. The arrays are made before
@@ -24,9 +24,9 @@ from ..internals import is_native, native_calls_of
 from .groups import group_of_ranks
 from .test_wrong_arguments import make_common_lane, make_steps
 
-#: The number of counted repetitions, and of earlier repetitions that fill the call history.
+#: The number of repetitions that are measured, and of earlier repetitions that fill the call history.
 TURNS, WARM = 400, HISTORY + 300
-#: The minimum reference count by which extension modules keep objects alive forever.
+#: The minimum reference count of objects that an extension module has made immortal.
 IMMORTAL = 10**8
 
 Arrays = dict[str, Any]
@@ -46,7 +46,7 @@ def arrays() -> Arrays:
     }
 
 
-#: Calls that the accelerator carries out without Python code in the group's method.
+#: Calls for which the method of the group is implemented in C, so that no Python code runs.
 STRAIGHT: dict[str, Callable[[ProcessGroup, Arrays], Work[Any]]] = {
     "allreduce": lambda pg, a: pg.allreduce(a["x"]),
     "one number": lambda pg, a: pg.allreduce(a["one"]),
@@ -178,7 +178,7 @@ def count_references() -> tuple[int, int]:
 async def check_no_growth(
     turn: Callable[[], Awaitable[None]], turns: int = TURNS, warm: int = WARM, allowed: float = 0.5
 ) -> int:
-    """Check that repetitions leave no references and no memory; return the growth of a debug interpreter's total.
+    """Check that repetitions leave no references and no memory; return the growth of `sys.gettotalrefcount()`.
 
     A leak grows in each of several rounds. Caches and free lists stop growing when they are full.
     """
@@ -231,7 +231,7 @@ async def test_handed_over_and_refused_native_calls_leave_no_references(name: st
 
 
 async def test_closed_native_groups_leave_no_references() -> None:
-    """Check groups with a wider limit, since a group has thousands of references and free lists keep a few."""
+    """Use a wider limit than for calls, since a group has thousands of references and free lists keep some objects."""
     made = arrays()["list"]
 
     async def turn() -> None:

@@ -19,18 +19,18 @@ from ..reductions import DTYPES, OPS, allowed, numpy_dtype, reduce_op
 from .cases import bits
 from .groups import group_of_ranks, open_links, pending_in_python
 
-#: Jobs, one letter per rank: N for native, P for pure Python.
+#: Jobs, one letter per rank: N if the accelerator carries out the rank's calls (native), P for pure Python.
 JOBS = ("NN", "NP", "PN", "NPN", "NNNN", "PNNP")
 #: The number of float64 elements in a chunk.
 CHUNK = 16384
-#: Dtypes and ops that NumPy reduces, so that the accelerator can call its loops.
+#: Dtypes and ops for which the accelerator can call the inner loops of NumPy.
 WITH_LOOPS = ("int8", "int16", "int32", "uint64", "float32", "float64", "complex64", "complex128")
 UFUNCS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 @pytest.fixture(autouse=True)
 def _no_age_checks(limits: Limits) -> None:
-    """Turn off the handover of slow calls to Python; on a loaded machine any call is slow."""
+    """Turn off the handover of slow calls to Python, since any call may be slow on a loaded machine."""
     limits(report_after=1000.0, report_strays_after=1000.0)
 
 
@@ -51,14 +51,14 @@ async def check_sums(calls: Sequence[tuple[Work[Any], np.ndarray]], size: int) -
 
 
 def queue_writer(pg: ProcessGroup) -> Any:
-    """Return the writer of the chunk queue to the right neighbour."""
+    """Return this rank's writer of the chunk queue to its right neighbour."""
     shared = comm_of(pg).channels[(pg.rank() + 1) % pg.size()].shared
     assert shared is not None
     return shared.chunks.writer
 
 
 def counts(size: int, chunk: int) -> list[int]:
-    """Return element counts near multiples of a chunk, and one count whose last chunk may have one element."""
+    """Return element counts near multiples of the chunk size, and one count whose last chunk may have one element."""
     return [chunk * size + extra for extra in (-size - 1, -1, 0, 2 * size, size)] + [5 * chunk + 7]
 
 
@@ -90,7 +90,7 @@ async def test_native_relay_gives_the_same_bits_as_pure_ranks(job: str) -> None:
 def start_between_two(
     pg: ProcessGroup, kind: str, dtype: str, count: int, op: str
 ) -> tuple[Work[Any], list[np.ndarray]]:
-    """Start a collective between two ranks; return its work, and the arrays of this rank."""
+    """Start a collective of kind `kind` between two ranks; return the work and the arrays of this rank."""
     rank = pg.rank()
     mine, other = bits(dtype, count, kind, rank), np.zeros(2 * count, numpy_dtype(dtype))
     reduce = reduce_op(op, rank)
@@ -246,14 +246,14 @@ async def test_large_keyed_native_calls_match_in_any_order(job: str) -> None:
         await check_sums(calls, len(job))
 
 
-#: Bytes of a chunk, and message lengths near the limits of a path and near multiples of a chunk.
+#: The chunk size in bytes, and message lengths in bytes near the sizes at which the algorithm changes.
 BYTES = CHUNK * 8
 LENGTHS = [0, 1, *(limit + extra for limit in (BYTES // 2, BYTES, 2 * BYTES, 11 * BYTES) for extra in (-1, 0, 1))]
 LENGTHS += [3_000_017]
 
 
 def start_gather(pg: ProcessGroup, root: int, lengths: Sequence[int], sized: bool, key: str | None = None) -> Work[Any]:
-    """Start a gather of bytes; with `sized`, the root passes outputs."""
+    """Start a gather of byte arrays; with `sized`, the root passes output arrays."""
     rank = pg.rank()
     outputs = [np.zeros(length, np.uint8) for length in lengths] if sized and rank == root else None
     return pg.gather(outputs, bits("uint8", lengths[rank], rank, lengths), root, key=key)
@@ -395,7 +395,7 @@ async def test_error_names_both_mismatched_native_gathers(job: str) -> None:
 @pytest.mark.parametrize("job", ["NN", "NP", "PN"])
 @pytest.mark.parametrize("kind", ["gather", "broadcast"])
 async def test_mismatch_of_finished_native_calls_is_reported(job: str, kind: str, limits: Limits) -> None:
-    """Check calls that finish on both ranks although no rank reads the chunks of its peer."""
+    """Make mismatched calls that finish on both ranks, since each rank only sends chunks and reads none."""
     limits(report_strays_after=0.01)
     async with group_of_ranks(native_ranks(job)) as pgs:
         zero, one = pgs
@@ -414,7 +414,7 @@ async def test_mismatch_of_finished_native_calls_is_reported(job: str, kind: str
 
 
 async def scatter_and_check(pg: ProcessGroup, count: int, value: float, key: str | None = None) -> None:
-    """Scatter from rank 0 and check the result; rank 0 finishes as soon as its chunks are in the queue."""
+    """Scatter from rank 0 and check the result; rank 0 finishes as soon as all its chunks are in the queue."""
     target = np.zeros(count)
     async with asyncio.timeout(20):
         await pg.scatter(target, [np.full(count, float(value))] * 2 if pg.rank() == 0 else None, 0, key=key)
@@ -447,7 +447,7 @@ async def test_unread_chunks_of_a_group_delay_no_other_group(job: str) -> None:
 
 
 async def test_groups_that_share_a_chunk_queue_do_not_wait_for_each_other() -> None:
-    """Check two ranks that make their calls in two groups in opposite orders."""
+    """Let two ranks make their calls in two groups in opposite orders."""
     async with group_of_ranks([True, True]) as pgs:
         others = await asyncio.gather(*(pg.split(0) for pg in pgs))
         await open_links(others)
@@ -531,7 +531,7 @@ async def test_error_names_both_mismatched_large_native_calls(job: str) -> None:
                     await work
 
 
-async def test_counters_and_records_of_native_relays_equal_those_of_python() -> None:
+async def test_native_and_python_relays_have_equal_counters_and_records() -> None:
     async with group_of_ranks([True, True]) as pgs, group_of_ranks([False, False], "pure") as pure:
         for group in (pgs, pure):
             await check_sums([start_allreduce(pg, 8 * CHUNK) for pg in group], 2)
@@ -557,7 +557,7 @@ async def test_native_relays_reduce_registered_arrays() -> None:
 
 @pytest.mark.parametrize("shift", [0, 1, 15])
 async def test_non_temporal_stores_write_results_at_any_address(shift: int) -> None:
-    """Check messages above 16 MiB, which use non-temporal stores; the bytes around the target stay unchanged."""
+    """Check messages above 16 MiB, which use non-temporal stores, and the bytes around the target array."""
     count = (17 << 20) + 13
     async with group_of_ranks([True, True]) as pgs:
         given = [np.arange(count + rank, dtype=np.uint32).view(np.uint8)[: count + 40] for rank in range(2)]
@@ -620,7 +620,7 @@ async def test_native_broadcast_and_allgather_of_several_ranks_use_relays(job: s
 
 
 async def test_native_allgather_of_uneven_blocks_does_not_use_a_relay() -> None:
-    """Check blocks of different lengths, for which ranks would not agree on the number of chunks."""
+    """Use blocks of different lengths, for which ranks would disagree on the number of chunks."""
     async with group_of_ranks([True] * 3) as pgs:
         lengths = [2 * CHUNK, 2 * CHUNK + 1, 5 * CHUNK]
         outputs = [[np.zeros(length) for length in lengths] for _ in pgs]

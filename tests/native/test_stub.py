@@ -15,18 +15,18 @@ from aiocoll.native import core
 
 STUB = ast.parse(Path(native.__file__).with_name("_core.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
-#: Special methods that the stub must declare; type checkers know the others from `object`.
+#: Special methods that the stub must declare; type checkers know all other special methods from `object`.
 SPECIAL = {"__init__", "__await__"}
 
 
 def names_of(body: list[ast.stmt]) -> set[str]:
-    """Return the names that a part of the type stub defines."""
+    """Return the names that the given statements of the type stub define."""
     named = {node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     return named | {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
 
 
 def stub_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yield the dotted names and nodes of the functions in the stub, without properties."""
+    """Yield the dotted name and the syntax node of each function in the stub, except properties."""
     for name, body in {"": STUB.body, **{name: node.body for name, node in CLASSES.items()}}.items():
         for node in body:
             if isinstance(node, ast.FunctionDef) and not node.decorator_list and node.name != "__await__":
@@ -37,7 +37,7 @@ FUNCTIONS = dict(stub_functions())
 
 
 def object_named(name: str) -> Callable[..., Any]:
-    """Return the object with a dotted name in the module; for `__init__`, the class."""
+    """Return the accelerator's object with a dotted name; for the name of an `__init__`, return the class."""
     made: Any = core
     for part in name.removesuffix(".__init__").split("."):
         made = getattr(made, part)
@@ -45,7 +45,7 @@ def object_named(name: str) -> Callable[..., Any]:
 
 
 def callable_named(name: str) -> Callable[..., Any]:
-    """Return a callable without `self`: a function, a class, or a method of an uninitialized object."""
+    """Return a callable that needs no `self` argument: a function, a class, or a bound method."""
     kind, _, method = name.rpartition(".")
     if not kind or method == "__init__":
         return object_named(name)

@@ -29,12 +29,12 @@ def no_handover(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
 
 @pytest.fixture
 def immediate_handover(monkeypatch: pytest.MonkeyPatch, no_handover: None) -> None:
-    """Hand waiting calls over to Python in the next loop iteration."""
+    """Make the accelerator hand waiting calls over to Python in the next loop iteration."""
     monkeypatch.setattr("aiocoll.engine.native_calls.MAX_WAIT", 0.0)
 
 
 def start_allreduces(pg: ProcessGroup, count: int = CALLS) -> list[tuple[np.ndarray, Work[Any]]]:
-    """Start allreduces; rank r fills the array of call n with n + r."""
+    """Start `count` allreduces; the array of call n on rank r is filled with n + r."""
     arrays = [np.full(3, float(number + pg.rank())) for number in range(count)]
     return [(array, pg.allreduce(array)) for array in arrays]
 
@@ -90,7 +90,7 @@ async def test_native_calls_use_frames_if_no_slot_becomes_free(immediate_handove
         zero = start_allreduces(pgs[0])
         await wait_until(lambda: not native_calls_of(pgs[0]).waiting)
         assert [is_native(work) for _, work in zero] == [True] * SMALL_SLOTS + [False] * (CALLS - SMALL_SLOTS)
-        # After a wait, calls use frames until a call has found a free slot again.
+        # After a handover, further calls use frames until a call finds a free slot again.
         array = np.full(3, float(CALLS))
         work = pgs[0].allreduce(array)
         assert not is_native(work)
@@ -124,7 +124,7 @@ async def test_inspection_of_a_waiting_native_call_hands_the_call_over() -> None
 
 
 async def test_waiting_native_call_is_listed_as_in_flight() -> None:
-    """Check that an inspection lists a waiting call as in flight.
+    """Check a waiting broadcast, which the table of calls in flight must list.
 
     A broadcast finishes on its root as soon as it is posted. Without a record, it would count as never made.
     """
@@ -152,7 +152,7 @@ async def test_keyed_native_call_does_not_wait_for_other_calls() -> None:
 
 
 async def test_native_call_of_another_group_does_not_wait_for_a_slot() -> None:
-    """Check that a call uses frames if another group, whose ranks are late, occupies its slot."""
+    """Check that a call uses frames if another group, whose ranks are late, occupies the slot of this call."""
     async with group_of_ranks([True, True]) as pgs:
         others = [pg for pg in await asyncio.gather(*(pg.split(0) for pg in pgs)) if pg is not None]
         for pg in (*pgs, *others):
@@ -223,7 +223,7 @@ async def test_waiting_native_calls_are_recorded_and_counted() -> None:
 async def test_calls_with_a_python_reduction_can_wait_for_a_slot(
     stays_native: bool, monkeypatch: pytest.MonkeyPatch, no_handover: None
 ) -> None:
-    """Check that waiting calls can finish inside the engine's context, which cannot be entered twice."""
+    """Check that waiting calls can finish while Python code of the engine runs in its context."""
     if not stays_native:
         monkeypatch.setattr("aiocoll.engine.native_calls.MAX_WAIT", 0.0)
     async with group_of_ranks([True, True]) as (zero, one):

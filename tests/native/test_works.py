@@ -1,4 +1,4 @@
-"""The contract of works: awaits, waits and inspection, for works of the accelerator and of Python."""
+"""The contract of `Work` objects of the accelerator and of Python: awaits, waits and inspection."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Ranks = tuple[ProcessGroup, ProcessGroup]
 
 @pytest.fixture(params=WORKS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of works that a test starts on rank 0."""
+    """Return the kind of `Work` that the test starts on rank 0, one of `WORKS`."""
     return str(request.param)
 
 
 @pytest.fixture
 async def ranks(kind: str) -> AsyncIterator[Ranks]:
-    """Yield two ranks; all works of rank 0 are of the kind under test."""
+    """Yield two ranks, on which the test can start works of the kind under test on rank 0."""
     async with group_of_ranks([kind != "completion", True]) as (zero, one):
         yield zero, one
 
@@ -181,7 +181,7 @@ async def test_cancelled_await_leaves_no_future_behind(kind: str, ranks: Ranks) 
 
 
 def reachable(start_at: Any, depth: int) -> list[Any]:
-    """Return the lists, futures and completions that a work refers to, over at most `depth` references."""
+    """Return the lists, futures and completions that an object references over chains of up to `depth` references."""
     found, level = [], [start_at]
     for _ in range(depth):
         level = [
@@ -300,7 +300,7 @@ async def test_done_callbacks_are_called_once_in_a_separate_loop_iteration(kind:
     assert called == [work, work]
 
 
-async def test_other_thread_can_wait_for_a_work(kind: str, ranks: Ranks) -> None:
+async def test_thread_outside_the_event_loop_can_wait_for_a_work(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start_allreduce(kind, zero, array)
@@ -316,7 +316,7 @@ async def test_other_thread_can_wait_for_a_work(kind: str, ranks: Ranks) -> None
     assert await asyncio.to_thread(work.wait) is array
 
 
-async def test_other_thread_can_inspect_a_work(kind: str, ranks: Ranks) -> None:
+async def test_thread_outside_the_event_loop_can_inspect_a_work(kind: str, ranks: Ranks) -> None:
     zero, _one = ranks
     array = ones()
     work = start_allreduce(kind, zero, array)
@@ -338,7 +338,7 @@ async def test_other_thread_can_inspect_a_work(kind: str, ranks: Ranks) -> None:
 
 
 async def test_inspection_by_another_thread_does_not_hand_native_calls_over(ranks: Ranks, kind: str) -> None:
-    """Check that another thread hands no call over: only the thread of the loop may use the engine."""
+    """Check that other threads hand no call over, since only the thread of the event loop may use the engine."""
     zero, _one = ranks
     work = start_allreduce(kind, zero, ones())
 
@@ -517,7 +517,7 @@ async def test_work_that_is_never_awaited_emits_a_warning_in_debug_mode(kind: st
 
 
 async def warnings_of(kind: str, use: Callable[[Any], Awaitable[object]] | None) -> list[str]:
-    """Return the warnings about a work that is used by `use` and then dropped."""
+    """Return the warnings about a work that the test passes to `use` and then deletes."""
     loop = asyncio.get_running_loop()
     before = loop.get_debug()
     loop.set_debug(True)
@@ -540,7 +540,7 @@ async def warnings_of(kind: str, use: Callable[[Any], Awaitable[object]] | None)
 
 
 async def inspect_too_early(work: Any) -> None:
-    """Read the result too early, which does not count as a use of the work."""
+    """Read the result before the work is done; this attempt does not count as a use of the work."""
     assert not work.done()
     with pytest.raises(asyncio.InvalidStateError):
         work.result()

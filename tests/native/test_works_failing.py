@@ -1,4 +1,4 @@
-"""The contract of failed works: every awaiter gets the error, and an error that no program code saw is logged."""
+"""The contract of failed `Work` objects: every awaiter gets the error, and an unretrieved error is logged."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ..internals import comm_of
 from ..ranks import wait_until
 from .groups import WORKS, await_work, group_of_ranks, start_allreduce
 
-#: Seconds: about the shortest timeout with which calls are still native.
+#: A timeout in seconds: about the shortest timeout with which the accelerator still carries out calls.
 TIMEOUT = 0.3
 
 
 @pytest.fixture(params=WORKS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of works that a test starts on rank 0."""
+    """Return the kind of `Work` that the test starts on rank 0, one of `WORKS`."""
     return str(request.param)
 
 

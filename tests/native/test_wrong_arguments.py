@@ -1,4 +1,4 @@
-"""Wrong arguments from the Python package, which the accelerator refuses so that no wrong memory is accessed."""
+"""Wrong arguments from Python code, which the accelerator refuses in order not to access wrong memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL, MIDDLE = 4096, 65536
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """Return memory that begins at a cache line."""
+    """Return memory of `nbytes` bytes that starts at the beginning of a cache line."""
     whole = np.zeros(nbytes + LINE, np.uint8)
     start = -whole.ctypes.data % LINE
     return memoryview(whole)[start : start + nbytes]

@@ -1,4 +1,4 @@
-"""A rank process for `test_stranger_soak`, which prints its listeners and the durations of its work.
+"""A rank for `test_stranger_soak`: prints its listener addresses and the durations of its allreduces or meetings.
 
 Arguments: "work" or "meet", the rank, the host and port of the store, the transport, and the seconds to run. Lines of
 standard output: "at FAMILY ADDRESS" for each listener; "took BEGIN SECONDS" for 50 allreduces of 64 KiB, or a meeting.

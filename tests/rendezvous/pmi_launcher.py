@@ -1,4 +1,4 @@
-"""A PMI-1 launcher inside the test process, with one socket per process and as strict as MPICH."""
+"""A simulated PMI-1 launcher for tests in one process, as strict as MPICH, with one socket per simulated process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import socket
 from collections.abc import Mapping
 from typing import Self
 
-#: Invalid replies by command; after an incomplete line, the launcher closes the connection.
+#: Invalid replies by command. After an invalid reply without a line end, the launcher closes the connection.
 Wrong = Mapping[str, str]
 
 
 class PmiLauncher:
-    """A launcher that replies to its processes, all of which enter its barriers.
+    """A PMI-1 launcher that replies to simulated processes, all of which enter each barrier.
 
     Args:
         size: The number of processes.
@@ -27,7 +27,7 @@ class PmiLauncher:
         self._pairs = [socket.socketpair() for _ in range(size)]
         self._wrong = wrong or {}
         self._published: dict[str, str] = {}
-        # Values that other processes can read only after the next barrier, as between hosts.
+        # Values that become readable for other processes at the next barrier, as with a launcher on several hosts.
         self._put: dict[str, str] = {}
         self._barrier: list[asyncio.StreamWriter] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -35,12 +35,12 @@ class PmiLauncher:
         self.entered = 0
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the environment variables of one process."""
+        """Return the PMI environment variables of the process with this rank."""
         fd, size = self._pairs[rank][1].fileno(), len(self._pairs)
         return {"PMI_FD": str(fd), "PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALNRANKS": str(size)}
 
     def is_blocking(self, rank: int) -> bool:
-        """Return whether the socket of a process is still in blocking mode."""
+        """Return whether the PMI socket of a process is still in blocking mode."""
         return self._pairs[rank][1].getblocking()
 
     async def __aenter__(self) -> Self:

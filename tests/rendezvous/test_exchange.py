@@ -43,7 +43,7 @@ async def test_loss_of_the_store_without_a_cancellation_notice_is_raised() -> No
         await run_with_notice(lose_store(), math.inf)
 
 
-async def test_other_rendezvous_outcomes_do_not_wait_for_a_cancellation_notice() -> None:
+async def test_rendezvous_results_and_errors_do_not_wait_for_a_cancellation_notice() -> None:
     async def fail() -> None:
         raise ValueError("wrong")
 

@@ -1,4 +1,4 @@
-"""Tests of the fake backend: calls of a rank without peers complete at once and move no data."""
+"""Tests of the fake backend: one rank of a group without real peers, whose calls complete at once without data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def copies(pg: ProcessGroup, x: Any) -> list[Any]:
     return [x.copy() for _ in range(pg.size())]
 
 
-#: Collectives on arrays: the call with an array `x` of 6 elements, and the arrays that it may return.
+#: Functions that make a collective call in a group, with an array `x` of 6 elements.
 ARRAYS: dict[str, Callable[[ProcessGroup, Any], Work[Any]]] = {
     "allreduce": lambda pg, x: pg.allreduce(x),
     "allreduce avg": lambda pg, x: pg.allreduce(x, ReduceOp.AVG),
@@ -89,7 +89,7 @@ async def test_fake_calls_take_sequence_numbers_and_keys() -> None:
         assert pg.barrier().seq == 4
 
 
-async def test_fake_object_calls_return_the_objects_of_the_own_rank() -> None:
+async def test_fake_object_calls_return_the_objects_of_this_rank() -> None:
     mine = {"rank": 2, "numbers": (1, 2)}
     async with fake_group(2, 4) as pg:
         assert await pg.broadcast_object(mine, 2) is mine
@@ -243,6 +243,6 @@ async def test_fake_group_of_100000_ranks_takes_little_time_and_memory() -> None
             assert call(x := np.ones(1_000_000)) is not None
             assert x.sum() == 1_000_000
         assert (await pg.allgather_into_tensor(np.zeros(100_000), np.ones(1))).sum() == 0
-        # Plans contain no schedule, which can have two steps per rank.
+        # Plans must contain no schedule, since a schedule can have two steps per rank.
         assert all(plan.program == () for plan in plans_of(pg))
         assert len(channels_of(pg)) == 1

@@ -1,4 +1,4 @@
-"""Tests of `env://` with the variables of all launchers. `test_pmi.py` tests the PMI protocol."""
+"""Tests of `env://` with the environment variables of each launcher. `test_pmi.py` tests the PMI protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocoll.rendezvous.parameters import RendezvousParameters, find_parameters
 
 OPTIONS = GroupOptions.resolve(None, {})
 
-#: Variables that launchers set for rank 1 of 3 ranks, two of which are on its host.
+#: Environment variables that launchers set for rank 1 of 3 ranks, if its host has two of the ranks.
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "0",
@@ -57,7 +57,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_GTIDS": "0,1",
 }
-#: Launchers in the order of precedence.
+#: Name, environment variables and store address of each launcher, in order of precedence.
 ROWS = [
     ("torchrun", TORCHRUN, ("node0", 29600)),
     ("explicit variables", EXPLICIT, ("node0", 29500)),
@@ -72,7 +72,7 @@ NAMES = ["torchrun", "explicit variables", "PMI-1", "Open MPI", "Kubernetes", "S
 
 @pytest.fixture(autouse=True)
 def _private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a separate private folder for the sockets of each test."""
+    """Use a separate private directory for the sockets of each test."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
@@ -82,7 +82,7 @@ def parameters_of(env: dict[str, str]) -> RendezvousParameters:
 
 
 def store_address(where: RendezvousParameters) -> tuple[str, int]:
-    """Return host and port of a TCP store."""
+    """Return host and port of a TCP store, or the unix socket name and port 0."""
     place = where.url.removeprefix("tcp://")
     return (place, 0) if place.startswith("unix:") else parse_endpoint(place)
 
@@ -124,7 +124,7 @@ def test_environment_without_a_launcher_is_not_recognised() -> None:
     for env in (
         {},
         {"AIOCOLL_WORLD_SIZE": "3", "HOSTNAME": "x-1"},
-        # Variables in a Slurm batch script, and in a shell of salloc.
+        # Variables of a Slurm batch script and of a shell that salloc started, where no launcher started the process.
         {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_NODELIST": "n1"},
         {"OMPI_MCA_btl": "tcp", "PMIX_RANK": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
         {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -185,7 +185,7 @@ def test_open_mpi_without_a_host_name_is_refused() -> None:
 
 
 def test_incomplete_variables_are_not_mixed_with_a_launcher() -> None:
-    """Check that the error names the launcher that would be used without the incomplete variables."""
+    """Check that the error advises to unset the incomplete variables in order to use the launcher's variables."""
     with pytest.raises(ValueError, match="world_size is missing") as caught:
         parameters_of(SLURM | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
     assert str(caught.value).endswith(
@@ -260,7 +260,7 @@ def test_rank_0_hosts_the_store_if_the_program_changed_the_port() -> None:
 
 
 def test_jobs_on_one_host_use_private_unix_sockets(tmp_path: Path) -> None:
-    """Check that the socket name is different for each job."""
+    """Check that each job gets a different socket name in the private directory."""
     alone = {"XDG_RUNTIME_DIR": str(tmp_path)}
     slurm = SLURM | alone | {"SLURM_STEP_NUM_NODES": "1"}
     places = {
@@ -282,7 +282,7 @@ def test_jobs_on_one_host_use_private_unix_sockets(tmp_path: Path) -> None:
 def test_slurm_jobs_on_several_hosts_use_different_ports() -> None:
     ports = [store_address(parameters_of(SLURM | {"SLURM_JOB_ID": str(job)}))[1] for job in range(200)]
     ports += [store_address(parameters_of(SLURM | {"SLURM_STEP_ID": str(step)}))[1] for step in range(3, 200)]
-    # Of 397 jobs with 4,096 possible ports, about 19 share a port with another job.
+    # With 397 jobs and 4,096 possible ports, about 19 jobs get the port of another job.
     assert len(ports) - len(set(ports)) < 40
     assert all(61440 <= port <= 65535 for port in ports)
     assert store_address(parameters_of(SLURM | {"AIOCOLL_PORT": "31000"}))[1] == 31000
@@ -340,7 +340,7 @@ RANGE = st.tuples(st.integers(0, 999), st.integers(0, 99), st.integers(1, 4)).ma
     lambda drawn: (f"{drawn[0]:0{drawn[2]}}", f"{drawn[0]:0{drawn[2]}}-{drawn[0] + drawn[1]:0{drawn[2]}}")
 )
 RANGES = st.lists(st.one_of(RANGE, st.integers(0, 99).map(lambda n: (str(n), str(n)))), min_size=1, max_size=4)
-#: Pairs: a part of the first host's name, and the corresponding part of the Slurm host list.
+#: Pairs of strings: a part of the first host's name, and the corresponding part of the Slurm host list.
 PART = st.one_of(
     NAME.map(lambda name: (name, name)),
     RANGES.map(lambda ranges: (ranges[0][0], f"[{','.join(text for _, text in ranges)}]")),
@@ -371,7 +371,7 @@ def test_any_text_is_parsed_or_refused_as_slurm_list(nodes: str) -> None:
 # -- local ranks
 
 
-def test_local_numbers_are_read_from_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_and_local_world_size_are_read_from_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, env, _ in ROWS[0], *ROWS[2:]:
         assert local_numbers(env) == ((0, 1) if name == "Kubernetes" else (1, 2))
     assert local_numbers({}) == local_numbers(EXPLICIT) == (None, None)
@@ -392,7 +392,7 @@ def test_local_numbers_are_read_from_launcher_variables(monkeypatch: pytest.Monk
 def test_single_copy_permits_memory_reads_only_to_children_of_the_launcher(
     name: str, env: dict[str, str], address: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that only the launcher's children may read memory, and no process if `single_copy` is off."""
+    """Check that only the launcher's child processes may read memory, and no process if `single_copy` is off."""
     named: list[int] = []
     monkeypatch.setattr(same_host, "permit_reading", named.append)
     by_hand = env is EXPLICIT

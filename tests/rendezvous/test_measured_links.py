@@ -1,4 +1,4 @@
-"""Tests of measured links: the choice of pairs, the tuning of groups, and the validation of figures."""
+"""Tests of link measurements: the measured pairs of hosts, the tuning of groups, and invalid measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cards(hosts: str) -> dict[int, Card]:
 
 
 class Recorder:
-    """A transport that records requests for probes and refuses them."""
+    """A transport that records and refuses each request for a link probe."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -47,7 +47,7 @@ class Recorder:
     [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 5e-3 / BURST), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
 )
 def test_tuning_uses_the_slowest_link_between_the_hosts(hosts: str, latency: float, beta: float) -> None:
-    """Check that latencies add up, no link is faster than loopback, and unmeasured links count as the slowest."""
+    """Check that latencies add up, that loopback is the fastest link, and that unmeasured links count as slowest."""
     assert LINKS.tune(TUNING, set(hosts)) == TUNING._replace(
         tcp=Machine(1e-4 + latency, 2e-5, beta, 3e-10), medium="tcp"
     )
@@ -119,7 +119,7 @@ def test_invalid_link_measurements_are_refused(value: bytes) -> None:
 
 
 async def machine_figures(hosts: str, path: Path) -> list[dict[str, Machine]]:
-    """Return the tuning of each rank in the whole group and in its host's group; each rank has its own loop."""
+    """Return the tuning of each rank for the whole group and for the group of its host; run each rank in a thread."""
 
     async def rank(number: int) -> dict[str, Machine]:
         how = GroupOptions(host_id=hosts[number], job_key=b"k" * 32, bind="127.0.0.1")

@@ -1,4 +1,4 @@
-"""Tests of a rendezvous by PMI-1 in one process; `tests/integration/test_launchers.py` runs real launchers."""
+"""Tests of a rendezvous by PMI-1 with a simulated launcher. `tests/integration/test_launchers.py` runs real ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OWN_KEY = b"of this test and no other"
 
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, PmiStore]]:
-    """Yield the stores of the simulated processes by descriptor; close them after the test."""
+    """Yield the PMI stores of the simulated processes by socket descriptor; close the stores after the test."""
     for name in [name for name in os.environ if name.startswith("AIOCOLL_") and name != "AIOCOLL_TEST_LOOP"]:
         monkeypatch.delenv(name)
     made: dict[str, PmiStore] = {}
@@ -46,7 +46,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, PmiStore]]:
 
 
 def store_request(launcher: PmiLauncher, rank: int) -> Any:
-    """Return the function that requests the address of the store for a rank."""
+    """Return a function that requests the store address from the launcher, as the process of this rank does."""
     return launchers.PMI.address(launcher.environment(rank)).ask
 
 
@@ -236,7 +236,7 @@ async def test_given_job_key_is_not_published_by_pmi(stores: dict[str, PmiStore]
 
 
 async def test_rank_0_publishes_an_address_that_other_hosts_can_reach(stores: dict[str, PmiStore]) -> None:
-    """Check that the options determine the address, since rank 0 does not know the other hosts."""
+    """Check that the options `bind` and `advertise` determine the address, since rank 0 knows no other host."""
     async with PmiLauncher(2) as launcher:
         one_per_host = {"MPI_LOCALNRANKS": "1"}
         options = GroupOptions.resolve(GroupOptions(bind="127.0.0.2", advertise="198.51.100.3"), {})

@@ -1,4 +1,4 @@
-"""Tests of the private folder for the sockets of one user."""
+"""Tests of the private directory in which ranks of one user create unix sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs unix user
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that replaces /tmp."""
+    """Return a directory that this test uses in place of /tmp."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 

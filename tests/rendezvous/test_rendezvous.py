@@ -1,4 +1,4 @@
-"""Tests of every init method, and of errors if ranks do not meet. Ranks are tasks of one loop."""
+"""Tests of every init method, and of the errors if ranks do not meet. The ranks are tasks of one event loop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def port() -> int:
-    """Return a port that is free at this moment."""
+    """Return the number of a free TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
@@ -119,7 +119,7 @@ async def test_rank_and_world_size_come_from_the_environment(environment: pytest
 
 
 async def test_rank_0_can_start_last(port: int) -> None:
-    """Start rank 0, which hosts the store, last; the other ranks wait for it."""
+    """Start rank 0 last: it hosts the store, for which the other ranks must wait."""
     started_ranks: list[int] = []
 
     async def rank(rank: int) -> None:
@@ -222,7 +222,7 @@ async def test_rendezvous_error_explains_a_missing_rank_0() -> None:
     store = HashStore()
     with pytest.raises(RendezvousError, match=r"rank 1 waited 0.1 s for rank\(s\) 0 of 2") as raised:
         await new_group(store=store, rank=1, world_size=2, timeout=0.1)
-    # The traceback shows neither the timeout nor its cancellation.
+    # The traceback must show neither the `TimeoutError` nor the cancellation inside.
     assert raised.value.__cause__ is None
     assert raised.value.__suppress_context__
     await store.aclose()
@@ -231,7 +231,7 @@ async def test_rendezvous_error_explains_a_missing_rank_0() -> None:
 async def test_rendezvous_errors_of_both_ranks_name_a_missing_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Prevent all connections between ranks that have published their cards; a warning comes before the timeout."""
+    """Prevent all connections between the ranks; each rank first logs a warning, and fails at its timeout."""
 
     async def reach(*_: Any, **__: Any) -> socket.socket:
         await asyncio.Event().wait()
@@ -273,7 +273,7 @@ async def test_late_rank_is_reported_in_a_warning(caplog: pytest.LogCaptureFixtu
 
 
 async def test_process_that_restarts_as_a_member_rank_is_advised_to_use_join() -> None:
-    """Start a third process, to which the store assigns a rank of a second rendezvous without other ranks."""
+    """Start a process after both ranks have met: it waits for a second rendezvous, which no other rank attends."""
     store = HashStore()
 
     async def rank(_: int) -> None:
@@ -312,7 +312,7 @@ async def test_different_world_sizes_are_reported_on_every_rank(sizes: tuple[int
 
 
 async def test_second_process_with_the_same_rank_is_refused() -> None:
-    """Use two stores on one server, which stand for two processes with the same rank."""
+    """Use two store handles on one server, which stand for two processes with the same rank."""
     store = HashStore()
     first = PrefixStore("job", store)
     second = PrefixStore("job", store)
@@ -349,7 +349,7 @@ async def test_port_0_is_permitted_for_a_single_rank() -> None:
 async def test_wildcard_master_address_means_this_host(
     host: str, encryption: str, port: int, environment: pytest.MonkeyPatch
 ) -> None:
-    """Check that a wildcard as destination means loopback, so that both ends agree on encryption."""
+    """Check that ranks connect to loopback if the master address is a wildcard, and so agree on encryption."""
     environment.setenv("MASTER_ADDR", host)
     environment.setenv("MASTER_PORT", str(port))
     options = GroupOptions(job_key="k" * 32, encryption=encryption)

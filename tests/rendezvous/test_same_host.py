@@ -1,4 +1,4 @@
-"""Tests of ranks that report the same host but cannot connect there: they use TCP and the job key."""
+"""Tests of ranks with the same host id that cannot connect by unix sockets: they use TCP and need a job key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOBODY = 65534
 
 
 class CopiedMachineStore(Store):
-    """A store as the ranks of one copied machine use it; unix sockets of other copies do not work."""
+    """A store handle for ranks on one copy of a machine; it replaces unix socket names of the other copies."""
 
     def __init__(self, store: Store, owners: dict[str, int], number: int) -> None:
         super().__init__(store.timeout)
@@ -48,7 +48,7 @@ class CopiedMachineStore(Store):
         if command != "multi_get" or "/card/" not in arguments[0][0]:
             return found
         cards = [msgpack.unpackb(data) for data in found]
-        # Give each rank a separate loop name, since ranks of one loop would exchange data in memory.
+        # Give each rank a separate loop name, since ranks of one event loop would exchange data in memory.
         return [
             msgpack.packb({**card, "unix": self._visible_name(card["unix"]), "loop": f"loop {rank}"})
             for rank, card in enumerate(cards)
@@ -62,7 +62,7 @@ def transport_names(pg: ProcessGroup) -> list[tuple[str, str | None]]:
 
 @pytest.mark.parametrize("machines", ["01", "001", "010", "0101", "0012", "0123"])
 async def test_copies_of_one_machine_count_as_several_hosts(machines: str) -> None:
-    """Use machine copies with one boot id, so that all ranks report the same host."""
+    """Give all copies of the machine the same host id; ranks on different copies must use TCP."""
     store, owners, size = HashStore(), {}, len(machines)
 
     async def rank(number: int) -> list[tuple[str, str | None]]:
@@ -127,7 +127,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 def start_other_user(*arguments: str) -> subprocess.Popen[bytes]:
-    """Start rank 1 as an unprivileged user."""
+    """Start rank 1 as a process of an unprivileged user."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -136,7 +136,7 @@ def start_other_user(*arguments: str) -> subprocess.Popen[bytes]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("key", [KEY, None])
 async def test_rank_of_another_user_needs_a_job_key(key: bytes | None, port: int) -> None:
-    """Check, as for a rootless container, that ranks use TCP with the job key, and both fail at once without it."""
+    """Check that ranks of two users meet by TCP if both have the job key, and that both fail at once without a key."""
     there = f"tcp://127.0.0.1:{port}"
     group = new_group(init_method=there, rank=0, world_size=2, timeout=30, options=GroupOptions(job_key=key))
     with start_other_user(str(port), "" if key is None else key.decode()) as other:

@@ -1,4 +1,4 @@
-"""Tests of strangers, clients without the job key, at every listener while ranks meet and work."""
+"""Tests of misbehaving clients without the job key ("strangers") at every listener while ranks meet and work."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from aiocoll.store import StoreServer, TCPStore
 from aiocoll.transport.stream import addresses as address
 
 KEY = b"k" * 32
-#: Connections of a flood per listener, in total and open at a time: more than the listener accepts unproven.
+#: Total number of connections of `flood` to a listener, and number of connections open at a time. Both exceed the limit
+#: for clients without a proven key.
 FLOOD, OPEN = 400, 150
-#: The numbers of handshake bytes that strangers send before they fall silent.
+#: Numbers of handshake bytes after which a client stops sending.
 HANDSHAKE_BYTES = (0, 3, HELLO_SIZE, HELLO_SIZE + 5, HELLO_SIZE + PROOF_SIZE - 1)
 
 Conduct = Callable[[int, Any], Awaitable[None]]
 
 
 async def connected_socket(family: int, target: Any) -> socket.socket:
-    """Connect to a listener with any queue length; a closed listener raises an error, which ends the stranger."""
+    """Connect to a listener, and retry while its accept queue is full; raise an error if the listener is closed."""
     while True:
         try:
             return await address.reach(asyncio.get_running_loop(), family, target)
@@ -48,14 +49,14 @@ async def connected_socket(family: int, target: Any) -> socket.socket:
 
 
 def false_handshake(number: int) -> ClientHandshake:
-    """Return the handshake of a client without the job key that claims a rank and a purpose."""
+    """Return a client handshake with a wrong key that claims a rank and a purpose, both chosen by `number`."""
     kind = list(ConnKind)[number % len(ConnKind)]
     rank = -1 if kind is ConnKind.STORE else number // len(ConnKind) % 4
     return ClientHandshake(Identity(job_id(""), 0, rank, 3, kind), b"another key of this length", os.urandom)
 
 
 async def received_bytes(sock: socket.socket, nbytes: int) -> bytes:
-    """Receive `nbytes`, or fewer if the peer closes or resets the connection."""
+    """Return `nbytes` received bytes, or fewer if the peer closes or resets the connection."""
     data = b""
     while len(data) < nbytes:
         try:
@@ -69,7 +70,7 @@ async def received_bytes(sock: socket.socket, nbytes: int) -> bytes:
 
 
 async def hold(family: int, target: Any) -> None:
-    """Send a part of a handshake or nothing, and stay connected; reconnect when the listener disconnects."""
+    """Keep connections open after a part of a handshake; reconnect when the listener closes a connection."""
 
     async def hold_one(nbytes: int) -> None:
         while True:
@@ -81,7 +82,7 @@ async def hold(family: int, target: Any) -> None:
 
 
 async def repeat(family: int, target: Any) -> None:
-    """Claim each rank and purpose repeatedly; the listener must send only a nonce and zeros."""
+    """Claim each rank and purpose repeatedly with a wrong key; the listener must reply only with a nonce and zeros."""
     for number in count():
         with await connected_socket(family, target) as sock:
             client = false_handshake(number)
@@ -97,7 +98,7 @@ async def repeat(family: int, target: Any) -> None:
 
 
 async def flood(family: int, target: Any) -> None:
-    """Open more connections than a listener accepts without a proven key; half of them send garbage."""
+    """Open more connections than a listener accepts without a proven key; send garbage on half of them."""
     with ExitStack() as stack:
         crowd: deque[socket.socket] = deque()
         stack.callback(lambda: [sock.close() for sock in crowd])
@@ -114,7 +115,7 @@ async def flood(family: int, target: Any) -> None:
 
 
 async def half_open(family: int, target: Any) -> None:
-    """Leave replies unread, and reset connections at any point."""
+    """Leave replies unread, and reset connections at various points of the handshake."""
     with ExitStack() as stack:
         for number in count():
             sock = await connected_socket(family, target)
@@ -132,7 +133,7 @@ async def half_open(family: int, target: Any) -> None:
 
 
 class Strangers:
-    """The strangers of a test, one at each listener."""
+    """The clients without the job key of one test, one client for each listener."""
 
     def __init__(self, conduct: Conduct) -> None:
         self._conduct = conduct
@@ -142,12 +143,12 @@ class Strangers:
         self._tasks.append(asyncio.get_running_loop().create_task(self._stay(family, target)))
 
     async def _stay(self, family: int, target: Any) -> None:
-        # The listener dropped this client for another one, or was closed.
+        # Ignore the errors that a client gets if the listener drops it for another client, or is closed.
         with suppress(BrokenPipeError, ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
             await self._conduct(family, target)
 
     async def leave(self) -> int:
-        """End all strangers and raise their errors; return the number of listeners."""
+        """End all clients, and raise their errors; return the number of listeners that had a client."""
         for task in self._tasks:
             task.cancel()
         for result in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -186,7 +187,7 @@ async def work(pg: ProcessGroup) -> None:
 
 
 async def run_job(endpoint: tuple[str, int], transport: str, world_size: int) -> None:
-    """Meet and work, twice, while strangers connect."""
+    """Run a job whose ranks twice meet and work, while clients without the job key connect."""
 
     async def rank(number: int) -> None:
         host_id = f"host {number}" if transport == "hosts" else None
@@ -208,7 +209,7 @@ async def run_job(endpoint: tuple[str, int], transport: str, world_size: int) ->
 async def test_unauthenticated_clients_at_every_listener_do_not_disturb_a_job(
     conduct: Conduct, transport: str, world_size: int
 ) -> None:
-    """Connect to the listeners of ranks and stores, over unix sockets and TCP; "hosts" adds heartbeats."""
+    """Connect to all listeners of ranks and stores, over unix sockets and TCP. With "hosts", ranks have heartbeats."""
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-test-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
     endpoint = server.start()

@@ -1,4 +1,4 @@
-"""Soak tests of the cost of strangers: a job runs for a minute, alternately with and without strangers."""
+"""Soak tests of the cost of unauthenticated clients ("strangers"), which connect in every second part of a run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from aiocoll.store import StoreServer
 
 HERE = Path(__file__).parent
 KEY = b"k" * 32
-#: Seconds of a run, and of each of its parts with or without strangers.
+#: Duration in seconds of a run, and of each part of the run with or without unauthenticated clients.
 SECONDS, PART = 60.0, 1.5
-#: Limits of the cost: a ratio of medians for "hold" and "repeat", seconds of delay for "flood".
+#: Limits of the cost: the ratio of median durations for "hold" and "repeat", and the delay in seconds for "flood".
 MOST_COST, MOST_DELAY = 1.05, 2.0
 
 pytestmark = pytest.mark.soak
@@ -48,7 +48,7 @@ async def read_lines(rank: Process, strangers: Process, durations: list[tuple[fl
 
 
 async def switch_strangers(strangers: Process, changes: list[float]) -> None:
-    """Switch the strangers on and off in turn, and record the times of the changes."""
+    """Switch the unauthenticated clients on and off in turn, and record the time of each change."""
     while True:
         for word in ("on", "off"):
             send_line(strangers, word)
@@ -57,7 +57,7 @@ async def switch_strangers(strangers: Process, changes: list[float]) -> None:
 
 
 async def measured_times(what: str, conduct: str, transport: str) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the durations of work with and without strangers, for each part of the run."""
+    """Return the durations of work in each part of the run with unauthenticated clients, and in each part without."""
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-soak-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)
     host, port = server.start()
@@ -82,7 +82,7 @@ async def measured_times(what: str, conduct: str, transport: str) -> tuple[list[
     parts: list[list[float]] = [[] for _ in changes]
     for begin, seconds in durations:
         number = sum(change <= begin for change in changes) - 1
-        # Skip calls that overlap a switch, except a rendezvous that finished only after the strangers had left.
+        # Skip measurements that overlap a change, except a rendezvous that the clients delayed until after they left.
         ends = begin + seconds <= changes[number] + PART or (what == "meet" and number % 2 == 0)
         if number >= 0 and begin > changes[number] + PART / 10 and ends:
             parts[number].append(seconds)
@@ -99,7 +99,7 @@ async def test_unauthenticated_clients_that_hold_or_repeat_connections_cost_litt
     conduct: str, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_them, without = map(medians, await measured_times("work", conduct, transport))
-    # Compare adjacent parts of the run, since the load of the machine changes.
+    # Compare adjacent parts of the run, since the load of the machine changes during the run.
     ratio = statistics.median(one / other for one, other in zip(with_them, without, strict=False))
     with capsys.disabled():
         print(

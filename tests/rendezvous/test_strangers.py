@@ -1,4 +1,4 @@
-"""Tests of clients without the job key or with false claims: ranks refuse them and are not disturbed."""
+"""Tests of clients without the job key or with false claims: ranks refuse such clients and are not disturbed."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ KEY = b"k" * 32
 OTHER = b"another key of this length"
 CONTROL, DATA = ConnKind.CONTROL, ConnKind.DATA
 NOBODY = 65534
-#: Seconds within which a rank refuses a peer without the key; the peer waits for this time.
+#: Seconds for which a peer without the key waits, and within which the rank must have refused it.
 LONG_ENOUGH = 2.5
 
 
 class Rank:
-    """A listening transport with its accepted links, and the sink of these links."""
+    """A listening transport that keeps its accepted links, and receives the frames of these links."""
 
     def __init__(self, number: int, flavour: str, world_size: int = 2) -> None:
         runtime = Runtime(asyncio.get_running_loop())
@@ -99,7 +99,7 @@ async def connected_socket(family: int, target: Any) -> socket.socket:
 
 
 async def read(sock: socket.socket, nbytes: int) -> bytes:
-    """Receive `nbytes`, or fewer if the peer closes the connection."""
+    """Return `nbytes` received bytes, or fewer if the peer closes the connection."""
     data = b""
     try:
         while len(data) < nbytes and (
@@ -233,7 +233,7 @@ async def test_replayed_store_requests_do_not_change_the_store() -> None:
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
 async def test_reflected_handshake_challenge_is_refused(flavour: str, kind: ConnKind) -> None:
-    """Let the attacker send a rank's challenge back, so that the rank would reply to its own challenge."""
+    """Let a rank dial itself, as if an attacker reflected its challenge, so that it would prove the key to itself."""
     async with listening_rank(flavour, 1) as rank:
         with pytest.raises(HandshakeRefusedError, match="rank 1 and rank 1 of 2 cannot be peers"):
             await rank.transport.connect(0, rank.card, kind)
@@ -243,7 +243,7 @@ async def test_reflected_handshake_challenge_is_refused(flavour: str, kind: Conn
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(ConnKind))
 async def test_echoed_handshake_is_refused(kind: ConnKind) -> None:
-    """Let the peer send the received bytes back, padded to the required length."""
+    """Let the peer send each received message back in place of its own message."""
     loop = asyncio.get_running_loop()
     listener = address.open_tcp("127.0.0.1")
 
@@ -274,7 +274,7 @@ async def test_echoed_handshake_is_refused(kind: ConnKind) -> None:
 
 @contextmanager
 def process_of_nobody(code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `code` as an unprivileged user, with a unix socket `sock`."""
+    """Run `code` in a process of an unprivileged user; the variable `sock` is a unix socket."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     start = f"import os, socket, sys; os.setuid({NOBODY}); sock = socket.socket(socket.AF_UNIX); "
@@ -292,7 +292,7 @@ async def test_process_of_another_user_cannot_connect_to_a_unix_socket() -> None
     async def attempt(name: str) -> None:
         with process_of_nobody(code, name) as process:
             out, _ = await asyncio.to_thread(process.communicate, timeout=30)
-        # The rank closes without reading; the client gets a reset, or an end of file if its message arrives later.
+        # The rank closes without reading: the client gets a reset, or an end of file if its message arrives later.
         assert out.strip() in (b"b''", b"")
 
     async with listening_rank("unix") as rank:
@@ -320,7 +320,7 @@ async def test_socket_of_another_user_is_refused() -> None:
 
 
 async def test_announced_frame_length_allocates_no_memory_in_a_store() -> None:
-    """Let clients announce the longest permitted frame and send nothing of its body."""
+    """Let clients announce the longest permitted frame, and send nothing of the frame body."""
     server = StoreServer(key=KEY)
     endpoint = server.start()
     identity = Identity(job_id(""), 0, -1, 0, ConnKind.STORE)
@@ -333,7 +333,7 @@ async def test_announced_frame_length_allocates_no_memory_in_a_store() -> None:
     async with TCPStore(*endpoint, key=KEY) as store:
         await store.set("large", bytes(8 << 20))  # this client sends its whole frame
         assert await store.get("large") == bytes(8 << 20)
-    # The clients announced 512 MiB. The data of the correct client is far less than the limit.
+    # The clients have announced 512 MiB in total. The correct client has sent only 8 MiB.
     assert resident_bytes() - before < 100 << 20
     for sock in socks:
         sock.close()
@@ -359,7 +359,7 @@ async def test_announced_frame_length_allocates_no_memory_in_a_link(flavour: str
 
 
 async def test_authenticated_peer_is_not_disconnected_for_unauthenticated_clients() -> None:
-    """Check a peer that has received a verdict and would take a closed connection for a death."""
+    """Check a peer that has proven its key: if its connection were closed, it would take the rank for dead."""
     async with listening_rank("unix") as rank:
         with await connected_socket(*socket_address(rank.card)) as sock:
             client = ClientHandshake(Identity(job_id("job"), 0, 1, 2, DATA), KEY, os.urandom)

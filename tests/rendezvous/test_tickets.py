@@ -1,4 +1,4 @@
-"""Tests of meetings held by a process that is not a rank, and of ranks that the store assigns."""
+"""Tests of `Meeting`, which a process without a rank holds, and of ranks that the store assigns."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_meetings_with_invalid_world_sizes_are_refused(size: Any, error: type[Ex
         Meeting(size)
 
 
-def test_meeting_that_was_not_entered_is_refused() -> None:
+def test_ticket_of_a_meeting_that_was_not_entered_is_refused() -> None:
     for make_ticket in (Meeting(1).ticket, Meeting(1).newcomer):
         with pytest.raises(ValueError, match="the meeting has not been entered: use"):
             make_ticket()
@@ -250,7 +250,7 @@ async def test_program_without_a_launcher_gets_a_hint() -> None:
 
 @pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 3])
 async def test_meeting_reports_the_death_of_a_rank_to_the_other_ranks(hosts: int) -> None:
-    """Check that the ranks of a grown group and the reported process also receive the report."""
+    """Check that a reported death reaches all ranks of a grown group, and the reported process itself."""
     came: asyncio.Queue[None] = asyncio.Queue()
 
     async def rank(number: int, ticket: Ticket) -> str:

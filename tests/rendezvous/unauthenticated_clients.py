@@ -1,4 +1,4 @@
-"""A stranger process, a client without the job key; its argument names its behaviour.
+"""A process of clients without the job key ("strangers"). Argument: the behaviour of the clients.
 
 Lines of standard input name listeners ("at FAMILY ADDRESS", with the address as a Python literal) and start or stop
 the connections ("on", "off"). The process ends at the end of its input.
@@ -31,7 +31,7 @@ from aiocoll.security.handshake import (
 )
 
 RATE = 200
-#: The number of newest listeners to connect to in addition to the store; older ones belong to ranks that have ended.
+#: The number of listeners to which clients connect, in addition to the store. Older listeners belong to ended ranks.
 NEWEST = 2
 EVERY = 2.0
 RANKS = 2
@@ -121,7 +121,7 @@ async def main(conduct: str) -> None:
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                # No stranger may end, except because its listener is closed.
+                # A client may end only because its listener is closed.
                 if not isinstance(result, ConnectionRefusedError | asyncio.CancelledError):
                     raise RuntimeError(f"a stranger ended with {result!r}")
             tasks.clear()

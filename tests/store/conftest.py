@@ -1,4 +1,4 @@
-"""Fixtures for every kind of store, with several handles on one store."""
+"""Fixtures that open handles on one store, for every kind of store."""
 
 import contextlib
 import socket
@@ -24,9 +24,9 @@ def has_ipv6() -> bool:
 
 
 KINDS = ["hash", "file", "tcp4", "redis", "minimal", "prefix-hash"]
-#: Kinds of stores without a limit on keys; their servers have other limits.
+#: Kinds of stores in which aiocoll does not limit the number of keys and the bytes, since their servers have limits.
 UNLIMITED = {"redis", "rediss"}
-#: Stores over other sockets, and prefix stores on stores; only a few tests use these variants by default.
+#: Variants: stores over other sockets, and prefix stores on other stores. Only few tests use variants by default.
 VARIANTS = ["tcp6", "tls", "unix", "unix-abstract", "rediss",
             *(f"prefix-{kind}" for kind in ("file", "tcp4", "redis", "minimal"))]  # fmt: skip
 every_store = pytest.mark.parametrize("open_store", [*KINDS, *VARIANTS], indirect=True)

@@ -1,4 +1,4 @@
-"""The shortest correct store; the guide shows it."""
+"""The shortest correct store, which docs/guide.md shows."""
 
 from aiocoll.errors import StoreError, StoreUnavailableError
 from aiocoll.store import KeyValueStore

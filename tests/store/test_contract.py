@@ -8,7 +8,7 @@ from aiocoll.testing.contracts import StoreContract
 
 from .conftest import UNLIMITED, every_store
 
-#: Tests that run on the variants of stores even without slow tests.
+#: Names of contract tests that run on all variants of stores even if slow tests are not selected.
 EVERY = (
     "test_set_then_get_from_another_handle",
     "test_get_waits_for_a_later_set",
@@ -33,13 +33,13 @@ class TestStores(StoreContract):
 
 
 def base_kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of the store without "prefix-"."""
+    """Return the kind of the store under test, without the "prefix-" of a variant."""
     kind: str = request.node.callspec.params["open_store"]
     return kind.removeprefix("prefix-")
 
 
 def copy_of(function: FunctionType) -> FunctionType:
-    """Return a copy of a function, which can have separate pytest marks."""
+    """Return a copy of a function, so that the copy can have its own pytest marks."""
     return FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )

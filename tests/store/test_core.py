@@ -46,7 +46,7 @@ def test_item_returned_to_a_queue_goes_to_the_longest_waiting_pop() -> None:
 
 @pytest.fixture
 def small(limits: Limits) -> StoreCore:
-    """Return a store that holds at most 4 keys and queued items, and 20 bytes."""
+    """Return a store that holds at most 4 entries (keys and queued items) and 20 bytes."""
     limits(max_store_entries=4, max_store_bytes=20)
     return StoreCore()
 
@@ -60,7 +60,7 @@ def is_accepted(core: StoreCore, command: str, *arguments: Any) -> bool:
 
 
 def free_space(core: StoreCore) -> tuple[int, int]:
-    """Return the numbers of free keys and bytes, measured by temporary entries."""
+    """Return the number of keys and bytes that the store still accepts, measured by adding temporary entries."""
     keys = next(number for number in range(9) if not is_accepted(core, "set", f"room{number}", b""))
     for number in range(keys):
         core.apply("delete_key", (f"room{number}",))

@@ -1,4 +1,4 @@
-"""Tests of `FileStore` beyond the contract of stores: the shared file."""
+"""Tests of `FileStore` beyond the store contract: the shared file, its permissions and its removal."""
 
 import asyncio
 import fcntl
@@ -21,7 +21,7 @@ async def stored_keys(path) -> list[str]:
 
 @pytest.fixture
 async def log(tmp_path):
-    """Return the path of a closed file store with keys a, b and c, and the file sizes before each key."""
+    """Return the path of a closed file store with keys a, b and c, and the file size after each record."""
     path = tmp_path / "store"
     sizes = [HEADER_SIZE]
     async with FileStore(path) as store:

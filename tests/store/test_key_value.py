@@ -1,4 +1,4 @@
-"""Tests of `KeyValueStore`: no change is lost or repeated, whatever the latency of requests."""
+"""Tests of `KeyValueStore`: with any request latency, no change is lost or repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class DistantStore(MinimalStore):
-    """A store whose requests take some loop iterations in each direction."""
+    """A store handle whose requests and replies each arrive some loop iterations late."""
 
     def __init__(self, entries: dict[str, bytes], turns: int = 1) -> None:
         super().__init__(entries)
@@ -43,7 +43,7 @@ class DistantStore(MinimalStore):
 
 
 def distant_stores(clients: int) -> list[DistantStore]:
-    """Return clients of one server with different latencies."""
+    """Return store handles on the same entries, with different latencies."""
     entries: dict[str, bytes] = {}
     return [DistantStore(entries, turns % 3) for turns in range(clients)]
 
@@ -87,7 +87,7 @@ async def test_queue_items_are_popped_once_and_in_push_order() -> None:
 @pytest.mark.parametrize("turns", range(24))
 @pytest.mark.parametrize("again", [None, 0, 1, 2, 4])
 async def test_queue_pop_cancelled_at_any_loop_iteration_loses_no_items(turns: int, again: int | None) -> None:
-    """Cancel at each loop iteration, and with `again` a second time, before the first cancellation has completed."""
+    """Cancel the pop at each loop iteration; with `again`, cancel a second time before the first cancellation ends."""
     near, far, _ = distant_stores(3)
     for item in (b"0", b"1"):
         await near.queue_push("q", item)
@@ -220,7 +220,7 @@ async def test_ranks_on_a_minimal_store_meet_split_and_wait(world_size: int) -> 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 async def test_group_can_grow_on_a_store_with_high_latency(world_size: int) -> None:
-    """Let each rank and the newcomer be a separate client whose requests take time."""
+    """Give each rank and the newcomer a separate store handle with a latency."""
     entries: dict[str, bytes] = {}
 
     async def rank(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The listening address of a store: names that resolve late, loopback names, and names of other machines."""
+"""The listening address of a store, for host names that resolve late, to loopback, or to another machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOREIGN = "192.0.2.7"
 
 
 class SleepingClock:
-    """A clock that advances only by sleeping."""
+    """A runtime whose clock advances only when the code under test sleeps."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -62,7 +62,9 @@ async def test_unknown_host_name_raises_an_error_after_the_timeout(monkeypatch: 
         await found_address(monkeypatch, "master", NameServer(unknown=100))
 
 
-async def test_store_chooses_the_own_address_among_several_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_store_chooses_the_address_of_this_host_among_several_addresses_of_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert await found_address(monkeypatch, "localhost", NameServer(FOREIGN, "127.0.0.1")) == ("127.0.0.1", None)
 
 
@@ -108,7 +110,7 @@ async def test_master_connects_to_its_own_store_by_the_loopback(monkeypatch: pyt
             assert await other.get("k") == b"v"
 
 
-async def test_trouble_of_a_store_explains_a_listener_on_the_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trouble_property_explains_a_listener_on_the_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
     NameServer("127.0.0.1").install(monkeypatch)
     async with TCPStore("myhost", 0, is_master=True) as store:
         assert store.trouble is not None

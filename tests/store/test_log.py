@@ -1,4 +1,4 @@
-"""Damaged logs of `FileStore`: each raises an error with its reason, or has an incomplete end that is not read."""
+"""Damaged logs of `FileStore`: damage raises an error with the reason, and an incomplete last record is ignored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def path(tmp_path):
 
 
 def record_ends(whole: bytes) -> list[int]:
-    """Return the end positions of the log's header and of each record."""
+    """Return the end position of the log's header, and the end position of each record."""
     found = [HEADER_SIZE]
     while found[-1] < len(whole):
         found.append(found[-1] + PREFIX_SIZE + int.from_bytes(whole[found[-1] : found[-1] + 4], "little"))
@@ -43,7 +43,7 @@ def record_ends(whole: bytes) -> list[int]:
 
 
 def log_bytes(header: bytes, *payloads: bytes) -> bytes:
-    """Return the bytes of a log with correct checksums."""
+    """Return the bytes of a log with this header and these record payloads, with correct checksums."""
     whole, chain = header, zlib.crc32(header)
     for payload in payloads:
         record, chain = seal(payload, chain)
@@ -57,7 +57,7 @@ async def stored_keys(path) -> list[str]:
 
 
 async def assert_refused(path, content: bytes, message: str) -> None:
-    """Assert that a store with this content refuses every call, and leaves the file unchanged."""
+    """Assert that a store with this file content refuses every call and leaves the file unchanged."""
     path.write_bytes(content)
     async with FileStore(path) as store:
         for call in (store.list_keys, store.list_keys, lambda: store.set("new", b"1"), lambda: store.get("a", 0)):
@@ -92,7 +92,7 @@ async def test_store_log_with_any_flipped_byte_is_refused(path) -> None:
 
 
 async def test_store_log_with_any_flipped_length_bit_is_refused(path) -> None:
-    """Flip each bit of the lengths; some lengths then reach beyond the file, as those of incomplete records do."""
+    """Flip each bit of each record length; some lengths then exceed the file, as in an incomplete record."""
     whole = path.read_bytes()
     for start in record_ends(whole)[:-1]:
         for bit in range(32):
@@ -104,7 +104,7 @@ async def test_store_log_with_any_flipped_length_bit_is_refused(path) -> None:
 
 @pytest.mark.slow
 async def test_damaged_store_log_with_a_truncated_end_is_refused(path) -> None:
-    """Check that an incomplete end does not hide damage before it."""
+    """Damage an earlier record of a log that also ends with an incomplete record."""
     whole = path.read_bytes()
     first, second, *_ = record_ends(whole)
     for position in range(first, second):
@@ -117,7 +117,7 @@ async def test_damaged_store_log_with_a_truncated_end_is_refused(path) -> None:
 
 @pytest.mark.parametrize("filler", [b"\0", b"\xff"])
 async def test_store_log_with_filler_bytes_in_place_of_records_is_refused(path, filler: bytes) -> None:
-    """Check bytes that a host crash can leave in place of records which processes may have read."""
+    """Use filler bytes that a host crash can leave in place of records which other processes may have read."""
     whole = path.read_bytes()
     for start in record_ends(whole):
         await assert_refused(path, whole[:start] + filler * 4096, damage_pattern(start))
@@ -151,7 +151,7 @@ async def test_rearranged_store_log_records_are_refused(path) -> None:
     await assert_refused(path, header + a + other[record_ends(other)[1] :], damage_pattern(second))
 
 
-#: Payloads that msgpack or the store refuses, each with a part of the error message.
+#: Record payloads that msgpack or the store refuses, each with a part of the error message.
 INVALID_RECORDS: list[tuple[bytes, str]] = [
     *(
         (bytes([first]) + rest, "record")
@@ -206,7 +206,7 @@ async def test_store_log_record_over_the_size_limit_is_refused(path) -> None:
 
 
 async def test_store_file_truncated_after_a_read_is_refused(path) -> None:
-    """Check that a process which has read the lost records neither reads nor writes any more."""
+    """Check that a process which has read the removed records refuses all further reads and writes."""
     whole = path.read_bytes()
     *_, third, end = record_ends(whole)
     async with FileStore(path) as old:
@@ -227,7 +227,7 @@ async def test_store_file_truncated_after_a_read_is_refused(path) -> None:
 
 
 async def test_apparent_damage_of_a_store_log_is_checked_again_under_the_lock(path) -> None:
-    """Read a mixture of old and new bytes, as while a writer replaces an incomplete end."""
+    """Let the reader find a mixture of old and new bytes, as while a writer replaces an incomplete record."""
     whole = path.read_bytes()
     async with FileStore(path) as reader:
         with path.open("rb+") as writer:
@@ -247,7 +247,7 @@ async def test_apparent_damage_of_a_store_log_is_checked_again_under_the_lock(pa
 
 
 async def test_reader_of_a_half_replaced_store_log_end_recovers(path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the reader read the pages of one write one by one."""
+    """Let the reader see only some of the bytes that a writer is writing over an incomplete record."""
     whole = path.read_bytes()
     torn = whole[: record_ends(whole)[-2]] + seal(b"x" * 40, 7)[0][:-1]
     pread = os.pread

@@ -65,7 +65,7 @@ def client(server: StoreServer, key: bytes | None = KEY, **options) -> TCPStore:
 
 @contextlib.asynccontextmanager
 async def raw_connection(server: StoreServer, *, authenticate: bool = False):
-    """Yield the reader and the writer of a raw connection."""
+    """Yield the stream reader and the stream writer of a raw connection to the server."""
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:
         if authenticate:
@@ -81,7 +81,7 @@ async def raw_connection(server: StoreServer, *, authenticate: bool = False):
 
 
 class ImpostorProtocol(asyncio.Protocol):
-    """A server protocol that sends `reply` to each client, then closes the connection or stays silent."""
+    """A server protocol that sends `reply` to each client, and then closes the connection or sends no more."""
 
     def __init__(self, reply: bytes, hang_up: bool, transports: list) -> None:
         self._reply = reply
@@ -97,7 +97,7 @@ class ImpostorProtocol(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def impostor(reply: bytes, *, hang_up: bool = True):
-    """Yield the port of a listener that is not a store."""
+    """Yield the port of a listener that sends `reply` to each client and is not a store."""
     transports = []
     listener = await asyncio.get_running_loop().create_server(
         lambda: ImpostorProtocol(reply, hang_up, transports), LOCAL, 0
@@ -253,7 +253,7 @@ async def test_queue_item_for_a_lost_client_goes_to_the_next_client(server):
         done = threading.Event()
 
         def abort_and_push() -> None:
-            """Push an item before the server notices a closed connection; both happen in one iteration of its loop."""
+            """Close the connection and push items in one loop iteration, before the server notices the close."""
             session.abort()
             server.core.apply("queue_push", ("q", b"1"))
             server.core.apply("queue_push", ("q", b"2"))
@@ -349,7 +349,7 @@ async def test_error_names_a_port_without_a_server():
 
 @pytest.mark.parametrize("name", ["master", "localhost", "localhost.localdomain", "127.0.1.1"])
 async def test_error_explains_a_host_name_that_resolves_to_the_loopback(monkeypatch, name):
-    """Check that only names which resolve to loopback by accident, as in Debian's /etc/hosts, are explained."""
+    """Check that the error explains only names that resolve to loopback by accident, as in Debian's /etc/hosts."""
     port = free_port()
 
     NameServer("127.0.1.1").install(monkeypatch)
@@ -428,7 +428,7 @@ async def test_silent_clients_use_no_memory_for_tls():
 
 
 async def test_store_connection_succeeds_with_concurrently_made_certificates(monkeypatch):
-    """Check that certificates made by several threads at the same time differ."""
+    """Make the server use another certificate than the client, as two threads do that make certificates at once."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     monkeypatch.setattr(server._tls, "get", make_own_contexts.__wrapped__)
     server.start()
@@ -459,7 +459,7 @@ async def test_store_server_disconnects_a_silent_client_at_the_deadline(limits, 
 
 
 async def test_authenticated_store_client_has_no_handshake_deadline(limits):
-    """Let the client confirm after a later client was disconnected at its deadline."""
+    """Let a client send its last handshake message after the server has disconnected a later, silent client."""
     limits(store_handshake_timeout=0.05)
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
@@ -478,7 +478,7 @@ async def test_authenticated_store_client_has_no_handshake_deadline(limits):
 
 
 async def test_handshake_deadline_does_not_end_a_session_with_unread_data():
-    """Let the session's timers fire in one callback while HELLO is unread in the socket."""
+    """Let all deadline timers of the session fire in one callback, while the client's HELLO is unread in the socket."""
     server = StoreServer(LOCAL, 0, key=KEY)
     server.start()
 
@@ -505,7 +505,7 @@ async def test_handshake_deadline_does_not_end_a_session_with_unread_data():
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_timeout_does_not_discard_an_unread_reply(server, name, waits):
-    """Block the client's loop until the reply has arrived and the timeout has expired."""
+    """Block the client's event loop until the reply has arrived and the timeout has passed."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
 
@@ -638,7 +638,7 @@ WRONG_OUTCOMES = [3, -1, None, "0", [0], True, 1.0]
 
 @pytest.mark.parametrize("command", CALLS)
 async def test_invalid_store_reply_closes_the_connection_with_a_reason(server, command, monkeypatch):
-    """Check that each invalid reply raises the same kind of error at once."""
+    """Check that each invalid reply raises `StoreUnavailableError` at once."""
     call, results = CALLS[command]
     answers = [(0, wrong) for wrong in results]
     answers += [(1, wrong) for wrong in (None, b"", [], 7)]
@@ -662,7 +662,7 @@ def send(session: Session, message: list) -> None:
 
 
 async def test_cancelled_store_wait_is_removed_after_its_reply(server):
-    """Check that the request is removed at once, not only when the connection ends."""
+    """Check that the client forgets the request at the reply, and not only at the end of the connection."""
     async with client(server) as store:
         for command in (store.get, store.queue_pop):
             waiting = asyncio.create_task(command("never"))
@@ -759,7 +759,7 @@ def started_uvloop() -> None:
 @pytest.mark.usefixtures("started_uvloop")
 @pytest.mark.parametrize("name", ["asyncio", "uvloop"])
 def test_cancelled_program_with_a_tcp_store_leaves_no_resources(name, tmp_path):
-    """Cancel the run at each step; the leak check of the test suite makes the assertions."""
+    """Let a timeout cancel the program; the test suite's leak check then finds leftover sockets and threads."""
     if name == "uvloop" and uvloop is None:
         pytest.skip("uvloop is not installed")
     new_loop = uvloop.new_event_loop if name == "uvloop" else asyncio.new_event_loop
@@ -823,7 +823,7 @@ async def test_second_join_request_of_a_store_client_is_refused(server):
 
 
 async def test_store_opening_cancelled_after_encryption_does_not_affect_the_next_opening(monkeypatch):
-    """Open another store, whose socket gets the descriptor number of the cancelled one."""
+    """Open another store, whose socket gets the descriptor number of the cancelled store's socket."""
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
     server.start()
 
@@ -840,7 +840,7 @@ async def test_store_opening_cancelled_after_encryption_does_not_affect_the_next
     await server.aclose()
 
 
-async def test_forget_of_the_store_server_ends_connections_and_waits(server: StoreServer) -> None:
+async def test_forget_method_of_the_store_server_ends_connections_and_waits(server: StoreServer) -> None:
     async with client(server, world_size=1) as before, client(server, wait_for_workers=False) as waiting:
         await before.multi_set(["kept/1", "other"], [b"1", b"2"])
         await before.queue_push("queue", b"item")
@@ -856,7 +856,7 @@ async def test_forget_of_the_store_server_ends_connections_and_waits(server: Sto
         assert await after.queue_len("queue") == 0
         await after.queue_push("later", b"mine")
         assert await after.queue_pop("later") == b"mine", "an earlier client took the item"
-    # Clients that connected before `forget` are not counted any more.
+    # The server must not count clients that connected before `forget` as workers any more.
     late = client(server, world_size=2, timeout=0.2)
     with pytest.raises(StoreTimeoutError):
         await late.open()

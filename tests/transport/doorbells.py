@@ -1,4 +1,4 @@
-"""A model of two ranks that share memory: one rank sends through a ring of one entry, and both use doorbells.
+"""A model of two ranks that share memory: one rank sends through a ring of one entry, both use eventfd doorbells.
 
 Each step is one load or one store. Stores enter a buffer and leave it for the memory in order, at any later time.
 That is the memory model of x86-64 (TSO), which promises no more. A fence waits until the buffer is empty; a system
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-#: Memory indices: last stamp, number of taken entries, waiting flag of the writer, both doorbells, both eventfds.
+#: Indices of words in the memory: last stamp, taken entries, waiting flag of the writer, two doorbells, two eventfds.
 STAMP, TAKEN, WAITING, STATUS, EVENTFD = 0, 1, 2, 3, 5
 START = (0, 0, 0, 1, 1, 0, 0)
 WRITER, READER = 0, 1
 CAPACITY = 1
 
-#: The memory fences, each named after the step that it precedes.
+#: The memory fences of the protocol, each named after the step that follows the fence.
 FENCES = ("look again", "look at status", "look at waiting", "look at taken")
 
-#: Steps that the other rank cannot observe; taking them first loses no order of events and reduces the states.
+#: Steps that the other rank cannot observe. The model takes such steps first, which reduces the number of states.
 PRIVATE = frozenset(
     {"attend", "turned", "park", "stamp", "request wakeup", "cancel wakeup", "soon", "write", "deliver", "take"}
 )
@@ -40,11 +40,11 @@ class Case(NamedTuple):
 
 
 class Blocked(Exception):
-    """Raised if a step cannot be taken yet."""
+    """The exception of a step that cannot be taken yet."""
 
 
 class Rank:
-    """The state of a rank during one step, which makes at most one access to the shared memory."""
+    """The state of a rank during one step. A step accesses the shared memory at most once."""
 
     def __init__(self, me: int, local: Local, memory: list[int], buffer: list[tuple[int, int]], case: Case) -> None:
         self.me = me
@@ -70,7 +70,7 @@ class Rank:
             self.drain()
 
     def must_ring(self) -> bool:
-        """Return whether the rank must ring, as `PeerDoorbell.ring` decides after its fence."""
+        """Return whether the rank must ring the peer's doorbell, by the same rule as `PeerDoorbell.ring`."""
         status = self.load(STATUS + 1 - self.me)
         if status & 1 and status != self.local["rung"]:
             self.local["rung"] = status
@@ -112,7 +112,7 @@ def steps(rank: Rank, total: int) -> list[str]:
 
 
 def turn(rank: Rank, total: int) -> list[str]:
-    """Return the due steps, which the loop may take in any order; without a due step, the rank sleeps."""
+    """Return the steps that are due, in which the event loop may choose; raise `Blocked` if the rank sleeps."""
     local = rank.local
     ways = []
     if local["awake"]:
@@ -134,7 +134,7 @@ def call(local: Local, step: str, then: str) -> list[str]:
 
 
 def wake(rank: Rank) -> list[str]:
-    """Handle a ring of the doorbell, as `Doorbell._on_ring` does."""
+    """Handle a ring of this rank's doorbell, as `Doorbell._on_ring` does."""
     rank.drain()
     rank.memory[EVENTFD + rank.me] = 0
     rank.local["then"] = "turn of the loop"
@@ -191,7 +191,7 @@ def reader(rank: Rank, step: str) -> list[str]:
     if step == "poll":
         return ["deliver"] if rank.load(STAMP) == local["next"] else [local.pop("polled then")]
     if step == "deliver":
-        # The receiver of a frame may reply at once, which marks the receiving rank as awake.
+        # The receiver of a frame may reply at once; to reply, the rank first marks itself as awake.
         local["then"] = "take"
         return ["take"] if local["awake"] or not rank.lively else ["take", "attend"]
     if step == "take":
@@ -249,7 +249,7 @@ def replaced(pair: tuple[Any, ...], me: int, value: Any) -> tuple[Any, ...]:
 
 
 def explore(case: Case) -> tuple[int, list[State]]:
-    """Explore every order of events; return the number of states, and the final states."""
+    """Explore every order of events of the model; return the number of states, and the final states."""
     local = {"at": "attend", "then": "turn of the loop", "awake": False, "soon": False, "rung": 0}
     both = ({**local, "sent": 0, "kept": 0}, {**local, "next": 1})
     first: State = (START, ((), ()), tuple(tuple(sorted(each.items())) for each in both))

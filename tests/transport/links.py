@@ -1,4 +1,4 @@
-"""Factories for both ends of a link, for every kind of link."""
+"""Functions that make both ends of a link in this process, for every kind of link."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from aiocoll.transport.stream.tls_stream import open_tls
 
 from .record_stream import open_records
 
-#: "records" runs over `RecordStream`, which imitates the difficulties of an encrypted stream.
+#: The kinds of links. "records" uses `RecordStream`, which behaves like an encrypted stream.
 KINDS = ("memory", "unix", "tcp", "shm", "records", "tls", "striped")
 
 
 def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
-    """Return two connected, non-blocking sockets."""
+    """Return two connected, non-blocking sockets: unix sockets or TCP sockets."""
     if kind == "unix":
         pair = socket.socketpair()
     else:
@@ -45,7 +45,7 @@ def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
 
 
 class Idle:
-    """Polling hooks of a loop on which no operation waits."""
+    """Polling hooks for an event loop on which no operation waits."""
 
     def look(self) -> bool:
         return False
@@ -69,7 +69,7 @@ async def shm_ends(runtime: Runtime, single_copy: Sequence[bool] = (True, True))
 
 
 async def striped(loop: asyncio.AbstractEventLoop, first: Sequence[ByteStream]) -> list[StripedStream]:
-    """Return both ends of a striped stream over three connections; `first` are the ends of the first connection."""
+    """Return both ends of a striped stream over three connections; `first` has both ends of the first connection."""
     ends = [StripedStream(loop, end) for end in first]
     for _ in range(2):
         for end, sock in zip(ends, sockets("unix"), strict=True):
@@ -78,7 +78,7 @@ async def striped(loop: asyncio.AbstractEventLoop, first: Sequence[ByteStream]) 
 
 
 async def make_ends(kind: str, runtime: Runtime) -> list[Any]:
-    """Return both ends of a link, not started yet."""
+    """Return both ends of a link of kind `kind`, which are not started yet."""
     if kind == "memory":
         hub = Hub(runtime)
         transports = [MemoryTransport(hub, rank) for rank in range(2)]
@@ -100,7 +100,7 @@ async def make_ends(kind: str, runtime: Runtime) -> list[Any]:
 
 @asynccontextmanager
 async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tuple[Any, Any]]:
-    """Yield both ends of a link, each with a `Recorder`, not started yet."""
+    """Yield both ends of a link, which are not started yet; a `Recorder` receives the frames of each end."""
     ends = await make_ends(kind, runtime or Runtime.of(asyncio.get_running_loop()))
     for end in ends:
         end.sink = Recorder()

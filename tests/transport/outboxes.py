@@ -1,4 +1,4 @@
-"""Outboxes of several ranks in this process."""
+"""Outboxes (shared memory that one rank writes and its peers read) of several ranks in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiocoll.transport.shm.slots import LaneWriter
 
 __all__ = ["STRONG", "Host"]
 
-#: The fences of x86-64 for a single thread: none.
+#: Memory fences that do nothing, since all ranks run in one thread.
 STRONG = Fences(None, lambda: None)
 
 
@@ -39,13 +39,13 @@ class Host:
         self.lanes: dict[int, LaneWriter] = {}
         self.peer_lanes: dict[int, LaneWriter] = {}
         self.readers: dict[int, PeerOutbox] = {}
-        #: Further objects to clear when this host is closed, so that they release the memory.
+        #: Further objects that `close` clears, so that they release the shared memory.
         self.used: list[Any] = []
         for rank in range(1, linked or ranks):
             self.link(rank)
 
     def link(self, rank: int) -> None:
-        """Open a link between rank 0 and `rank`."""
+        """Open the shared-memory link between rank 0 and `rank`."""
         pair = (0, rank), (rank, 0)
         lanes: dict[int, LaneWriter] = {}
         for me, peer in pair:
@@ -61,16 +61,16 @@ class Host:
         self.lanes[rank], self.peer_lanes[rank] = lanes[0], lanes[rank]
 
     def unlink(self, rank: int) -> None:
-        """Close the link on the side of rank 0 only; `rank` may not notice."""
+        """Close rank 0's end of the link to `rank`, without a notice to `rank`."""
         self.boxes[0].close_lane(self.lanes[rank])
 
     def close(self) -> None:
         for outbox in self.boxes:
             outbox.close()
-        # Until Python 3.13 a mapping keeps its own descriptor. Clear the objects, so that no reference keeps it.
+        # Clear the objects, since before Python 3.13 each mapping that is still referenced keeps a descriptor open.
         for each in (self, *self.used):
             vars(each).clear()
 
     def reserved(self) -> int:
-        """Return the allocated bytes of all outboxes."""
+        """Return the number of allocated bytes of all outboxes."""
         return sum(os.fstat(box.fd).st_blocks * 512 for box in self.boxes)

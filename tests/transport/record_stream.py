@@ -1,4 +1,4 @@
-"""A byte stream that imitates the difficulties of an encrypted stream, without encryption."""
+"""A byte stream that behaves like an encrypted stream (records, read-ahead, handshakes), without encryption."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["RecordStream", "open_records"]
 
 _HEAD = struct.Struct("<BH")
 _DATA, _TAKEN, _END = range(3)
-#: Record size; maximum bytes of one receive; records that may be sent before the peer confirms.
+#: Bytes of a record, maximum bytes of one receive, and number of records that may be sent before the peer confirms.
 RECORD, SOME, AHEAD = 1000, 700, 3
 
 
 class RecordStream:
-    """A stream of records over a socket. Both ends must be of this class.
+    """A stream of records over a socket. The peer must use this class, too.
 
     - It reads ahead from the socket, so that a poller no longer reports the data, and returns them piece by piece.
     - After every `AHEAD` records the receiver must confirm before it returns more, and may have to wait to send that.
@@ -153,7 +153,7 @@ class RecordStream:
             self._received += 1
             self._owes = self._owes or not self._received % AHEAD
 
-    # -- callbacks of the event loop, registered only while the owner wants to be called
+    # -- callbacks of the event loop, registered only while the owner reads or writes
 
     def _has_news(self) -> bool:
         return bool(self._decoded or self._owes or self._ended or self._error)

@@ -38,16 +38,16 @@ from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["Network", "SimulatedRank"]
 
-#: The longest delay of a message, and the longest time that a loop is blocked.
+#: The longest delay of a message and the longest time for which an event loop is blocked, in virtual seconds.
 LONGEST = 3 * HANDSHAKE_TIMEOUT
-#: Sizes of handshake messages, per direction; later messages set up shared memory.
+#: Sizes of the handshake messages in each direction. Later messages negotiate shared memory.
 FROM_DIALLER = (HELLO_SIZE, PROOF_SIZE, CONFIRM_SIZE)
 FROM_ACCEPTOR = (CHALLENGE_SIZE, VERDICT_SIZE)
-#: The number of dials to a rank with frequent delays; later dials are rarely delayed, so that every run ends.
+#: The number of dials to a rank whose messages are often delayed. Later dials are rarely delayed, so that runs end.
 SLOW_DIALS = 3
-#: Virtual seconds after which a simulation has failed.
+#: Virtual seconds after which an unfinished simulation has failed.
 LIMIT = 10_000.0
-#: Size of a send buffer that is filled to keep a connection unwritable until it is established.
+#: The size of the send buffers of connections that are not established yet; a full buffer makes a socket unwritable.
 BUFFER = 4096
 
 
@@ -72,7 +72,7 @@ class RankLoop(VirtualLoop):
         return self.network.now
 
     def jump(self, seconds: float | None) -> None:
-        """Do nothing, since the network advances the clock."""
+        """Do nothing, since `Network` advances the clock."""
 
     @property
     def next_timer(self) -> float:
@@ -88,7 +88,7 @@ class RankLoop(VirtualLoop):
         return bool(ready or self._selector.select(0))  # type: ignore[attr-defined]
 
     def step(self) -> None:
-        """Run one callback; callbacks that become ready meanwhile run in the next iteration, as in any event loop."""
+        """Run one callback. Callbacks that become ready meanwhile wait for the next iteration, as in any event loop."""
         ready = self._ready  # type: ignore[attr-defined]
         if not self._batch:
             for take in (self._take_timers, self._take_events)[:: 1 if self._timers_first else -1]:
@@ -147,7 +147,7 @@ class SimulatedRank:
         self.changed.set()
 
     async def open(self, peer: SimulatedRank, kind: ConnKind, *, dials: bool) -> None:
-        """Open a link to `peer`, or wait for one; then exchange one message in each direction."""
+        """Open a link to `peer`, or wait until `peer` opens one; then exchange one message in each direction."""
         if dials:
             card = {**peer.transport.card, "unix": f"@{peer.rank}"}
             link = await self.transport.connect(peer.rank, card, kind)
@@ -185,7 +185,7 @@ class SimulatedRank:
 
 
 class Relay:
-    """A relay for one direction of a connection: receives from a socket and sends to another after a delay.
+    """A relay for one direction of a connection: receives messages from one socket, and sends them to another later.
 
     Args:
         network: The owner of the clock and the random numbers.
@@ -239,7 +239,7 @@ class Relay:
 
 
 class Event(NamedTuple):
-    """An action of the network at a given time."""
+    """An action of the network at a given virtual time."""
 
     when: float
     number: int
@@ -265,7 +265,7 @@ class Network:
         self._dials = [0, 0]
         timers_first = chance.random() < 0.5
         self.ranks = [SimulatedRank(self, rank, chance.getrandbits(32), transport, timers_first) for rank in (0, 1)]
-        #: The probability that a handshake event blocks a loop.
+        #: The probability that a handshake message blocks an event loop.
         self._blocking = chance.choice((0.0, 0.1, 0.3))
         self._delayed = chance.choice((0.0, 0.2, 0.5))
         for _ in range(chance.randrange(6)):
@@ -273,7 +273,7 @@ class Network:
 
     @contextmanager
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Route all dials through this network inside the context, and close everything at its end."""
+        """Route all dials through this network inside the context; close all ranks and sockets at the end."""
         with monkeypatch.context() as patch:
             patch.setattr(addresses, "reach", self._reach)
             try:
@@ -286,7 +286,7 @@ class Network:
                     rank.loop.close()
 
     def run(self, *programs: Coroutine[Any, Any, None]) -> None:
-        """Run one coroutine per rank until all have finished."""
+        """Run one coroutine per rank until all coroutines have finished."""
         tasks = [rank.loop.create_task(each) for rank, each in zip(self.ranks, programs, strict=True)]
         self._run(lambda: all(task.done() for task in tasks), LIMIT)
         for task in tasks:
@@ -300,16 +300,16 @@ class Network:
         self._run(lambda: False, end)
 
     def at(self, when: float, do: Callable[[], object]) -> None:
-        """Schedule `do` at the virtual time `when`."""
+        """Schedule a call of `do` at the virtual time `when`."""
         self._count += 1
         heapq.heappush(self._events, Event(when, self._count, do))
 
     def delay(self, share: float) -> float:
-        """Return a random delay of a message in seconds; a proportion `share` of messages have a delay."""
+        """Return a random delay of a message in seconds, or 0 for all except a proportion `share` of the messages."""
         return self.random.uniform(0, LONGEST) if self.random.random() < share else 0.0
 
     def maybe_block(self) -> None:
-        """Block a random event loop with some probability, whenever a handshake event occurs."""
+        """Block a random event loop for some time, with the probability of this simulation."""
         if self.random.random() < self._blocking:
             self._block()
 
@@ -346,7 +346,7 @@ class Network:
         in_bursts: bool = False,
         connecting: Callable[[int], object] | None = None,
     ) -> socket.socket:
-        """Connect as `addresses.reach` does, within this network."""
+        """Connect to a rank through this network, in place of `addresses.reach`."""
         rank = int(target[1:])
         near, far = socket.socketpair(), socket.socketpair()
         for sock in (*near, *far):

@@ -1,4 +1,4 @@
-"""Addresses: host identity, listeners, and dialling (`reach`)."""
+"""Addresses: the host id, listeners on sockets, and connection attempts by `reach`."""
 
 import asyncio
 import errno
@@ -21,7 +21,7 @@ from aiocoll.transport.stream import addresses as address
 
 from ..ports import free_ports
 
-# Open a loop once: libuv's first loop opens a pipe that stays open, which would count as a leaked descriptor.
+# Create a uvloop once: the first loop of libuv opens a pipe that stays open, and would count as a leaked descriptor.
 uvloop.new_event_loop().close()
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
@@ -145,7 +145,7 @@ async def test_reach_is_refused_by_a_port_without_a_listener() -> None:
 @linux_only
 async def test_reach_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     class SelfConnectingSocket(socket.socket):
-        """A socket that is bound to the port that it dials, as the kernel may also choose."""
+        """A socket that binds itself to the port that it dials, since the kernel may choose this port, too."""
 
         def connect_ex(self, target: tuple[str, int]) -> int:
             self.bind(target)
@@ -160,7 +160,7 @@ async def test_reach_does_not_connect_to_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_reach_raises_connection_reset_error_for_a_listener_that_resets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a full listener, which resets the connection between two system calls of `reach`."""
+    """Let the listener accept and reset the connection between two system calls of `reach`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         class ResetSocket(socket.socket):
@@ -178,7 +178,7 @@ async def test_reach_raises_connection_reset_error_for_a_listener_that_resets(mo
 
 
 class StarvedListener:
-    """A listening socket whose first `accept` calls fail for lack of file descriptors."""
+    """A listening socket whose first `failures` calls of `accept` fail for lack of file descriptors."""
 
     def __init__(self, real: socket.socket, failures: int) -> None:
         self.real = real
@@ -198,7 +198,7 @@ class StarvedListener:
 
 
 class ManualTimers(Runtime):
-    """A runtime whose timers fire only when the test calls them."""
+    """A runtime that records timers, so that the test decides when each timer fires."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -257,7 +257,7 @@ async def test_close_of_a_listener_without_free_descriptors_cancels_the_accept_r
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_listener_that_was_finalized_before_its_owner_is_closed(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    """Close the loop first, since garbage collection finalizes the objects of a cycle in any order."""
+    """Close the event loop and the listener first, as garbage collection may finalize a cycle in any order."""
     running = loop()
     listeners = address.Listeners(Runtime(running), socket.socket.close)
     listener, name = address.open_unix(os.urandom)

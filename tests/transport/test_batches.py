@@ -1,4 +1,4 @@
-"""Batches of small frames: frames in quick succession share a system call, and a single frame is sent at once."""
+"""Batches of small frames: a single frame is sent at once, and frames in quick succession share a system call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CountingSocket(socket.socket):
 
 
 class ManualClock(Runtime):
-    """A runtime whose clock the test sets."""
+    """A runtime whose clock shows the time that the test sets."""
 
     def __init__(self) -> None:
         super().__init__(asyncio.get_running_loop())
@@ -47,7 +47,7 @@ class ManualClock(Runtime):
 
 
 class Ends:
-    """A link whose system calls are counted, its other end, and the clock of both."""
+    """Both ends of a link with one clock; the system calls of the near end are counted."""
 
     def __init__(self, kind: str) -> None:
         self.clock = ManualClock()
@@ -61,7 +61,7 @@ class Ends:
         self.written: list[tuple[int, bytes]] = []
 
     def write(self, *sizes: int) -> None:
-        """Write frames of these payload sizes; assert that the link accepts all of them."""
+        """Write frames with these payload sizes; assert that the link accepts all frames."""
         for nbytes in sizes:
             op = len(self.written)
             self.written.append((op, payload(op, nbytes)))

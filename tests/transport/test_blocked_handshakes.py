@@ -8,13 +8,13 @@ from aiocoll.security.handshake import ConnKind
 
 from .simulated_network import Network
 
-#: The number of seeds in the fast tests, and in `make soak`.
+#: The number of seeds of the fast test, and of `make soak`.
 FEW = 200
 MANY = 5000
 
 
 def simulate(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open a link between two ranks, one or both of which dial; exchange one message in each direction."""
+    """Let one or both of two ranks dial, and exchange a message in each direction; check that one link remains."""
     network = Network(seed, ("unix", "shm")[seed % 2])
     kind = (ConnKind.DATA, ConnKind.CONTROL)[seed // 2 % 2]
     dialling = ({0}, {1}, {0, 1}, {0, 1})[seed // 4 % 4]

@@ -1,4 +1,4 @@
-"""Receive buffers shared by the links of a transport."""
+"""The pool of receive buffers that all links of a transport share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def frame_bytes(op: int, data: bytes) -> bytes:
 
 
 class CheckedPool(BufferPool):
-    """A pool that records its buffers in use, and overwrites returned buffers."""
+    """A buffer pool that records which buffers are in use, and overwrites each returned buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The contract of byte streams, and checks that links, handshakes and heartbeats need nothing beyond it."""
+"""The contract of byte streams, and checks that links, handshakes and heartbeats rely only on this contract."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STREAMS: dict[str, OpenStream] = {
     "records": open_records,
     "tls": lambda loop, sock, dialled: open_tls(make_own_contexts(), loop, sock, dialled=dialled),
 }
-#: Streams over several connections, with the kind of each connection.
+#: Kinds of streams over several connections, with the kind of stream of each connection.
 STRIPED = {"striped": "plain", "striped records": "records", "striped tls": "tls"}
 #: The number of connections in a striped stream.
 STRIPES = 3
@@ -41,14 +41,14 @@ each_stream = pytest.mark.parametrize("kind", [*STREAMS, *STRIPED])
 
 
 async def opened(kind: str) -> list[ByteStream]:
-    """Return both ends of a connection as byte streams."""
+    """Return both ends of a connection as byte streams of kind `kind`."""
     loop = asyncio.get_running_loop()
     opening = (STREAMS[kind](loop, sock, dialled=bool(end)) for end, sock in enumerate(sockets("unix")))
     return await asyncio.gather(*opening)
 
 
 def striped_pair(connections: Sequence[Sequence[ByteStream]]) -> list[StripedStream]:
-    """Return both ends of a stream over several connections."""
+    """Return both ends of a striped stream over the given connections."""
     ends = [StripedStream(asyncio.get_running_loop(), end) for end in connections[0]]
     for both in connections[1:]:
         for end, stream in zip(ends, both, strict=True):
@@ -75,7 +75,7 @@ def random_bytes(nbytes: int) -> bytes:
 
 
 class Reader:
-    """A reader that receives at most `most` bytes per callback, until the end of the stream."""
+    """A reader of a stream that receives at most `most` bytes per callback until the stream ends."""
 
     def __init__(self, stream: ByteStream, most: int = 1 << 20) -> None:
         self.received = bytearray()
@@ -110,7 +110,7 @@ class Reader:
 
 
 def fill(stream: ByteStream, message: bytes) -> int:
-    """Send until the stream accepts no more data; return the number of accepted bytes."""
+    """Send parts of `message` until the stream accepts no more data; return the number of accepted bytes."""
     sent = 0
     with suppress(BlockingIOError):
         while sent < len(message):
@@ -180,7 +180,7 @@ async def test_large_data_is_sent_in_both_directions_at_once(kind: str, nbytes: 
 
 @each_stream
 async def test_readable_callback_is_called_until_all_data_is_received(kind: str) -> None:
-    """Leave data in the stream by an earlier receive, or let data arrive while reading is paused."""
+    """Pause reading while the stream still has data; a second reader must get all of it."""
     async with stream_ends(kind) as (near, far):
         near.send(random_bytes(900))
         reader = Reader(far, 10)
@@ -249,7 +249,7 @@ async def test_plain_byte_streams_call_socket_methods_directly() -> None:
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
 async def test_transport_sends_and_receives_only_through_its_byte_streams(flavour: str) -> None:
-    """Use a stream of records, so that handshakes, frames and heartbeats outside of the stream would fail."""
+    """Use a stream of records, with which handshakes, frames and heartbeats that bypass the stream would fail."""
     opened: list[bool] = []
 
     async def opening(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> RecordStream:
@@ -281,7 +281,7 @@ async def test_transport_sends_and_receives_only_through_its_byte_streams(flavou
 
 
 async def test_connection_whose_stream_fails_to_open_is_dialled_again() -> None:
-    """Let the stream of a connection fail to open; the dialling rank dials once more."""
+    """Let the stream of an accepted connection fail to open; the dialling rank must dial once more."""
     failing = [True]
 
     async def opening(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> PlainStream:
@@ -300,7 +300,7 @@ async def test_connection_whose_stream_fails_to_open_is_dialled_again() -> None:
 
 @each_stream
 async def test_watchdogs_exchange_heartbeats_through_any_kind_of_byte_stream(kind: str, limits: Limits) -> None:
-    """Check that heartbeats, exchanged by watchdog threads, arrive while the event loop is blocked."""
+    """Check that heartbeats arrive while the event loop is blocked, since watchdog threads exchange them."""
     limits(
         watchdog_interval=watchdog.ROUND / 20,
         unreachable_after=watchdog.UNREACHABLE_AFTER / 20,
@@ -328,7 +328,7 @@ async def test_watchdogs_exchange_heartbeats_through_any_kind_of_byte_stream(kin
 
 @each_stream
 async def test_readable_callback_reports_data_left_by_a_receive_outside_the_loop(kind: str) -> None:
-    """Leave data in the stream as a polling await does before it suspends."""
+    """Receive a part of the data outside of the callback, as a polling await does before it suspends."""
     async with stream_ends(kind) as (near, far):
         rest, received = bytearray(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Carriers of data links: their selection, their use, and the fallback to the connection itself."""
+"""Carriers, with which plugins make data links: their selection, their use, and links without a carrier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aiocoll.transport.stream.link_table import CarrierUse
 
 
 class DecliningCarrier:
-    """A carrier that opens no data links, so frames stay on the authenticated connection."""
+    """A carrier that opens no data links, so that frames use the authenticated connection."""
 
     def __init__(self, request: CarrierRequest) -> None:
         self.request = request
@@ -43,7 +43,7 @@ def make_unavailable_carrier(request: CarrierRequest) -> Any:
 
 @pytest.fixture
 def register() -> Iterator[Any]:
-    """Yield a function that registers a transport by name for one test."""
+    """Yield a function that registers a transport by name until the end of the test."""
     names = []
 
     def register(name: str, make: Any = DecliningCarrier, **how: Any) -> None:
@@ -60,7 +60,7 @@ def request() -> CarrierRequest:
 
 
 @pytest.mark.parametrize("used", [True, False])
-async def test_data_link_waits_until_the_ranks_have_agreed(used: bool) -> None:
+async def test_data_link_waits_until_the_ranks_have_agreed_on_a_carrier(used: bool) -> None:
     carrier = DecliningCarrier(request())
     use = CarrierUse(carrier, carries_all=True)
     with socket.socket(socket.AF_UNIX) as sock:

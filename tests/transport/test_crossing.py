@@ -1,4 +1,4 @@
-"""Simultaneous dials: two ranks that dial each other at once get one link, equal at both ends, in every order."""
+"""Simultaneous dials: two ranks that dial each other at once get the same single link, in every message order."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from aiocoll.transport.stream.crossing import Crossing
 
 from .test_stream import Rank, send_number, settle, started
 
-#: The number of messages in a handshake, counting both directions.
+#: The number of messages in a handshake, in both directions together.
 MESSAGES = 5
-#: The number of messages after which the dialled end has promised the link.
+#: The number of handshake messages after which the dialled rank has promised to use the link.
 PROMISED = 3
 
 
@@ -112,7 +112,7 @@ class Gate:
         return data
 
     async def let_through(self, dialled_by: int) -> None:
-        """Release the next message of the connection dialled by `dialled_by`, and run the loop until it is handled."""
+        """Release the next message on the connection of `dialled_by`, and run the loop until the message is handled."""
         self.through[dialled_by] += 1
         self.changed.set()
         self.changed = asyncio.Event()
@@ -121,7 +121,7 @@ class Gate:
 
 
 def orders() -> Iterator[tuple[int, ...]]:
-    """Yield all orders in which the messages of the two connections can arrive."""
+    """Yield every order in which the messages of the two connections can arrive, as numbers of the dialling rank."""
     for first in itertools.combinations(range(2 * MESSAGES), MESSAGES):
         yield tuple(0 if at in first else 1 for at in range(2 * MESSAGES))
 
@@ -155,7 +155,7 @@ async def test_simultaneous_dials_make_one_link_in_every_message_order(flavour: 
 @pytest.mark.parametrize("flavour", ["unix", "tcp", "shm"])
 @pytest.mark.parametrize("held", [0, 1])
 async def test_dial_succeeds_while_a_simultaneous_dial_of_the_peer_is_stuck(held: int, flavour: str) -> None:
-    """Stop the other dial after any number of its messages; its link wins only if it has been promised."""
+    """Stop the peer's dial after any number of messages; its link is used only if the link has been promised."""
     for before in range(MESSAGES):
         async with gated_ranks(flavour) as (ranks, gate):
             dials = await start_both_dials(ranks)

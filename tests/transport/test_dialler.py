@@ -1,4 +1,4 @@
-"""Dials on a virtual clock: failure reasons, and timeouts that a blocked event loop does not use up."""
+"""Connection attempts on a virtual clock: failure reasons, and timeouts in a blocked event loop."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_shortened_dial_attempt_does_not_replace_the_reported_failure_reason(
     connect_timeout: float,
     reason: str,
 ) -> None:
-    """Let the host first refuse, then be silent; only an attempt with a full handshake timeout proves the silence."""
+    """Let the host first refuse, and then not reply; only an attempt with the full timeout proves that it is silent."""
 
     async def reach(loop: VirtualLoop) -> socket.socket:
         if loop.time() >= silent_from:
@@ -87,7 +87,7 @@ def test_shortened_dial_attempt_does_not_replace_the_reported_failure_reason(
 def test_blocked_loop_does_not_use_up_connect_timeout(
     virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Block the loop for longer than the timeout; the rest of the timeout is used afterwards."""
+    """Block the loop for longer than the timeout; afterwards, the rest of the timeout must still be available."""
     attempts: list[float] = []
 
     async def reach(loop: VirtualLoop) -> socket.socket:
@@ -127,7 +127,7 @@ def test_dial_in_a_constantly_blocked_loop_times_out(
 def test_blocked_loop_does_not_make_a_peer_host_count_as_silent(
     virtual_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Block the loop, after a network error, for longer than a host may be silent; the host is dialled again."""
+    """After a network error, block the loop for longer than a host may be silent; the rank must dial again."""
     attempts: list[float] = []
 
     async def reach(loop: VirtualLoop) -> socket.socket:

@@ -1,4 +1,4 @@
-"""The bytes of a frame header, which other versions and languages must write identically."""
+"""The bytes of a frame header, which all versions and implementations must write identically."""
 
 from __future__ import annotations
 

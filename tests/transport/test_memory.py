@@ -1,4 +1,4 @@
-"""The in-process network: latency, cut links, and late ranks."""
+"""The in-process network between ranks of one process: latency, cut links, and late ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .links import Recorder, frame
 
 
 async def network(world_size: int, latency: list[float] | None = None) -> tuple[Hub, dict[tuple[int, int], MemoryLink]]:
-    """Link every rank to every other rank; each frame takes the next entry of `latency`."""
+    """Link every rank to every other rank; the latency of each frame is the next entry of `latency`."""
     hub = Hub(Runtime.of(asyncio.get_running_loop()), None if latency is None else lambda a, b: latency.pop(0))
     links: dict[tuple[int, int], MemoryLink] = {}
 

@@ -96,7 +96,7 @@ class Wire:
 def measured_figures(
     rate: float, delay: float, *, room: int = 1 << 20, piece: int = PACKET, seconds: float = 1e9
 ) -> Any:
-    """Return the measured round-trip time and rate of a link, and the number of bytes sent to measure them."""
+    """Return the round-trip time and the rate that a probe measures, and the number of bytes that the probe sends."""
 
     async def main() -> tuple[LinkFigures, int]:
         one, two = (Wire(rate, delay, room, piece) for _ in range(2))
@@ -116,7 +116,7 @@ def measured_figures(
 @pytest.mark.parametrize("delay", [0.0, 50e-6, 25e-3, 1.0])
 @pytest.mark.parametrize("room", [1 << 20, 5000], ids=["", "full"])
 def test_link_probe_measures_round_trip_time_and_rate(rate: float, delay: float, room: int) -> None:
-    """Check the round-trip time, measured with a request of 1 byte and a reply of 12 bytes."""
+    """Check the measurements; the round trip includes a request of 1 byte and a reply of 12 bytes."""
     found, sent = measured_figures(rate, delay, room=room)
     assert found.rtt == pytest.approx(2 * delay + 13 / rate)
     assert found.rate == pytest.approx(rate)

@@ -1,4 +1,4 @@
-"""Routes: the address of this host that other ranks dial."""
+"""Routes: the choice of the address of this host to which other ranks connect."""
 
 import errno
 import io
@@ -38,7 +38,7 @@ def test_route_to_an_ipv6_loopback_master_is_ipv6_loopback() -> None:
     assert route.routable_address("::1", bind="any") == "::"
 
 
-def test_wildcard_bind_is_refused_except_for_any() -> None:
+def test_wildcard_bind_address_is_refused_but_the_value_any_is_accepted() -> None:
     assert route.routable_address(None, bind="any") == "0.0.0.0"
     assert route.routable_address("127.0.0.1", bind="any") == "0.0.0.0"
     for wildcard in ("0.0.0.0", "::"):
@@ -131,7 +131,7 @@ FOREIGN = ("192.0.2.7", "192.0.2.8")
 
 @pytest.fixture
 def no_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the default route; only loopback is reachable."""
+    """Simulate a host without a default route, which can reach only loopback addresses."""
 
     def connect(sock: socket.socket, address: tuple[Any, ...]) -> None:
         if not is_loopback(address[0]):
@@ -144,7 +144,7 @@ def no_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Return a table of the interfaces and addresses of this host, which the test may change."""
+    """Simulate the network interfaces of this host; return their table, which the test may change."""
     table = {"lo": "127.0.0.1"}
 
     def ioctl(_: int, request: int, given: bytes) -> bytes:
@@ -183,7 +183,7 @@ def test_bind_any_listens_on_all_addresses_and_publishes_one_address() -> None:
 def test_store_host_publishes_the_address_by_which_other_ranks_reached_the_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check the choice of this host's address among the addresses by which other ranks reached the store."""
+    """Check that the host publishes the one of these addresses that is its own address and not loopback."""
     monkeypatch.setattr(route, "is_own", lambda host: host == FOREIGN[1])
     monkeypatch.setattr(route, "routable_address", lambda master, *_: master)
     assert find_route(["127.0.0.1", *FOREIGN, "127.0.0.1"]) == (FOREIGN[1], FOREIGN[1])

@@ -1,4 +1,4 @@
-"""Negotiation of shared memory: both ranks share memory, or both use the socket, for a failure at any step."""
+"""Negotiation of shared memory: after a failure at any step, both ranks use the socket, or both get an error."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ WARNING = "uses unix sockets instead of shared memory"
 
 
 def stop_polling(moved: bool) -> bool:
-    """End polling as soon as possible."""
+    """Return False, so that a rank stops polling after each poll."""
     return False
 
 
 class Ends:
-    """Two ranks with a socket between them. Rank 0 dials."""
+    """Two ranks that can negotiate shared memory over a socket between them. Rank 0 dials."""
 
     def __init__(self, *wanted: bool) -> None:
         runtime = Runtime.of(asyncio.get_running_loop())
@@ -68,7 +68,7 @@ class Ends:
             raise
 
     async def negotiate(self) -> list[Any]:
-        """Negotiate a link; return the result of each rank: the parts of a link, None, or an error."""
+        """Negotiate a link; return for each rank the parts of a link, None (use the socket), or an error."""
         return await asyncio.wait_for(asyncio.gather(self.propose(), self.accept(), return_exceptions=True), 20)
 
     def end(self, results: list[Any]) -> None:
@@ -104,7 +104,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def are_of_one_kind(results: list[Any]) -> bool:
-    """Return whether both results are of one kind: a shared-memory link, the socket, or an error."""
+    """Return whether both ranks have the same kind of result: a shared-memory link, the socket, or an error."""
     kinds = {
         "none" if result is None else "error" if isinstance(result, BaseException) else "pair" for result in results
     }
@@ -131,14 +131,14 @@ async def test_either_end_of_a_link_can_decline_shared_memory(
 
 
 def assert_socket_is_empty(ends: Ends) -> None:
-    """Assert that no bytes of the negotiation are left in the socket."""
+    """Assert that no unread bytes of the negotiation are left in the socket."""
     near, far = ends.socks
     near.send(b"from near")
     far.send(b"from far")
     assert (near.recv(100), far.recv(100)) == (b"from far", b"from near")
 
 
-#: System calls that may fail on either side: module, function, error number.
+#: System calls that may fail on either rank: module, function and error number.
 FAILURES: dict[str, tuple[Any, str, int]] = {
     "no memfd in the kernel": (os, "memfd_create", errno.ENOSYS),
     "memfd forbidden": (os, "memfd_create", errno.EPERM),
@@ -170,7 +170,7 @@ class FailingCall:
 async def test_refused_system_call_makes_both_ends_use_the_socket(
     failure: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Check that both ranks use the socket whichever system call fails, and one rank warns once with the reason."""
+    """Let each system call fail; both ranks must use the socket, and each refusing rank must warn with the reason."""
     module, name, code = FAILURES[failure]
     for first in range(20):
         failing = FailingCall(module, name, code, first, times)
@@ -203,7 +203,7 @@ async def test_rank_without_shared_memory_warns_once(
 async def test_lack_of_file_descriptors_at_any_step_makes_both_ends_use_the_socket(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Limit the open files: the kernel drops received descriptors beyond the limit without an error."""
+    """Limit the number of open files: beyond the limit, the kernel drops received descriptors without an error."""
     outcomes = []
     for more in range(40):
         ends = Ends()
@@ -225,7 +225,7 @@ async def test_lack_of_file_descriptors_at_any_step_makes_both_ends_use_the_sock
 
 
 async def test_dialler_cancelled_at_any_step_leaves_no_one_sided_link() -> None:
-    """Check that the acceptor uses no link that the dialler, which decides, has given up."""
+    """Check that the acceptor gets an error, and no link, if the dialler is cancelled before its decision."""
     completed = []
     for turns in range(1, 100):
         ends = Ends()
@@ -247,7 +247,7 @@ async def test_dialler_cancelled_at_any_step_leaves_no_one_sided_link() -> None:
 
 
 async def test_dialler_whose_timeout_expires_in_a_blocked_loop_has_no_link() -> None:
-    """Let the reply and the timeout reach the dialler in the same loop iteration; neither rank has a link."""
+    """Let the reply and the timeout reach the dialler in the same loop iteration; neither rank may get a link."""
     ends = Ends()
     tasks = [asyncio.ensure_future(ends.propose()), asyncio.ensure_future(ends.accept())]
     cancelled = asyncio.Event()
@@ -271,7 +271,7 @@ def cancel_when_readable(sock: socket.socket, task: asyncio.Future[Any], cancell
 
 
 async def wait_until_readable(sock: socket.socket) -> None:
-    """Wait until the socket is readable; leave the data in it."""
+    """Wait until the socket is readable, without reading its data."""
     loop = asyncio.get_running_loop()
     became_readable = asyncio.Event()
     loop.add_reader(sock.fileno(), became_readable.set)
@@ -287,7 +287,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 async def test_acceptor_cancelled_at_any_step_leaves_no_one_sided_link() -> None:
-    """Check that a dialler before its decision gets an error, and afterwards has a link whose socket is closed."""
+    """Check that the dialler gets an error, or after its decision a link whose socket is closed."""
     completed = []
     for turns in range(1, 100):
         ends = Ends()
@@ -320,7 +320,7 @@ async def test_socket_closed_during_negotiation_raises_an_error_at_the_peer(sile
 
 
 async def test_busy_thread_pool_does_not_delay_a_shared_memory_link() -> None:
-    """Occupy the default executor, of which the link needs no thread."""
+    """Use a default executor without threads, since the negotiation must not need any thread."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadlessExecutor())
     async with negotiated() as (_, results):
@@ -328,7 +328,7 @@ async def test_busy_thread_pool_does_not_delay_a_shared_memory_link() -> None:
 
 
 async def test_abandoned_shared_memory_link_returns_its_lane() -> None:
-    """Check that lanes are returned: an outbox has one lane per rank and a few spare lanes."""
+    """Abandon more links than an outbox has lanes; each abandoned link must return its lane."""
     ends = Ends()
     kept, socks = await ends.negotiate(), ends.socks  # keep this link, which keeps the outboxes open
     for _ in range(OutboxLayout(2).lanes + 1):
@@ -348,7 +348,7 @@ class ThreadlessExecutor(ThreadPoolExecutor):
         raise RuntimeError("can't start new thread")
 
 
-# -- malformed offers: an authenticated peer that errs must leave no descriptor or memory open
+# -- malformed offers: the offer of a faulty peer must leave no descriptor and no memory open
 
 
 def message(offered: int = 1, ranks: int = 2, lane: int = 0) -> bytes:
@@ -438,16 +438,16 @@ def read_only_memory(nbytes: int) -> int:
 
 
 def own_memory(nbytes: int) -> int:
-    """Return memory that only its owner can write."""
+    """Return the descriptor of memory that only its owner can write."""
     region = OwnRegion(nbytes, (0, PAGE))
     fd = os.dup(region.fd)
     region.close()
     return fd
 
 
-#: Functions that make descriptors that are not a doorbell, or a doorbell that blocks the ringing rank.
+#: Functions that make invalid doorbells: other descriptors than an eventfd, or an eventfd that blocks its writer.
 DOORBELLS = [blocking_eventfd, pipe, regular_file, closed_stream, epoll_descriptor, null_device, sealed_memory]
-#: Functions that make descriptors other than sealed memory of the correct size which both ranks can write.
+#: Functions that make invalid link regions: other descriptors than sealed, writable memory of the correct size.
 MEMORIES = [
     unsealed_memory,
     smaller_memory,
@@ -459,7 +459,7 @@ MEMORIES = [
     pipe,
     eventfd,
 ]
-#: Functions that make descriptors other than an outbox, which only its owner may be able to write.
+#: Functions that make invalid outboxes: other descriptors than memory that only its owner can write.
 OUTBOXES = [unsealed_memory, smaller_memory, larger_memory, regular_file, null_device, pipe, eventfd]
 
 
@@ -540,7 +540,7 @@ async def test_malformed_reply_to_a_shared_memory_offer_is_refused(
 
 
 async def test_full_doorbell_of_a_peer_does_not_block_the_link() -> None:
-    """Fill the doorbell, which wakes its owner anyway, so that a rank may skip the ring."""
+    """Fill the peer's doorbell: a ring would block, and is not needed, since a full doorbell wakes the peer anyway."""
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await wait_until_readable(ends.socks[1])
@@ -589,7 +589,7 @@ async def test_refusal_that_contains_file_descriptors_is_accepted() -> None:
 async def test_machine_without_fences_or_atomic_stores_uses_the_socket(
     function: str, found: bool | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The machine has no fences, or the words of a process may tear."""
+    """Simulate a machine without memory fences, and a process that writes 64-bit words in two steps."""
     monkeypatch.setattr(transport, function, lambda: found)
     async with negotiated() as (ends, results):
         assert results == [None, None]
@@ -599,7 +599,7 @@ async def test_machine_without_fences_or_atomic_stores_uses_the_socket(
 async def test_python_without_memfd_uses_the_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Simulate a Python built for old systems, which has no `os.memfd_create`."""
+    """Remove `os.memfd_create`, which is missing if Python was built for an old system."""
     monkeypatch.delattr(os, "memfd_create")
     async with negotiated() as (ends, results):
         assert results == [None, None]
@@ -627,7 +627,7 @@ async def test_doorbell_is_closed_with_the_last_shared_memory_link() -> None:
 
 
 async def test_lane_of_an_abandoned_shared_memory_link_is_reused() -> None:
-    """Keep the outbox open by another link, so that lanes which are not returned would run out."""
+    """Keep the outbox open with another link, so that lanes would run out if abandoned links kept their lanes."""
     ends = Ends()
     first = await ends.negotiate()
     lanes = [first[0].own.lane.number]

@@ -1,4 +1,4 @@
-"""Doorbells: a model in which no order of events loses a wake-up, and system calls of the real doorbell."""
+"""Doorbells, which wake sleeping peers: a model of all orders of events, and system calls of the real doorbell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.transport.shm.region import open_readable
 
 from .doorbells import Case, explore, received_count
 
-#: Cases: with one entry, all reader behaviour; two entries also fill the ring and need a second doorbell ring.
+#: One sent entry with every reader behaviour, and two entries, which fill the ring and need a second doorbell ring.
 CASES = [Case(1), Case(2, lively=False)]
 LAYOUT = OutboxLayout(2)
 
@@ -39,14 +39,14 @@ def test_doorbell_loses_no_wake_up_in_any_order_of_many_events(case: Case) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("without", ["look again", "look at status", "look at waiting", "another number", "last look"])
 def test_doorbell_model_detects_a_lost_wake_up_for_each_omitted_step(without: str) -> None:
-    """Omit each fence, the last poll before sleeping, or the new number for each sleep from the model."""
+    """Omit a memory fence, the last poll before sleeping, or the new number for each sleep from the model."""
     found = (explore(case._replace(without=without))[1] for case in CASES)
     assert any(received_count(end) < case.total for case, ends in zip(CASES, found, strict=True) for end in ends)
 
 
 @pytest.mark.slow
 def test_doorbell_model_loses_no_wake_up_without_the_fence_of_a_waiting_writer() -> None:
-    """Omit the fence of a waiting writer, which polls again after another fence before it sleeps."""
+    """Omit the fence of a waiting writer: the writer still polls after another fence before it sleeps."""
     for case in CASES:
         _, ends = explore(case._replace(without="look at taken"))
         assert {received_count(end) for end in ends} == {case.total}
@@ -56,7 +56,7 @@ def test_doorbell_model_loses_no_wake_up_without_the_fence_of_a_waiting_writer()
 
 
 class Link:
-    """A stand-in for a link, which counts its polls and reports progress for the first `moves` of them."""
+    """A stand-in for a link that counts its polls; the first `moves` polls report progress."""
 
     def __init__(self) -> None:
         self.polls = 0
@@ -69,7 +69,7 @@ class Link:
 
 
 class ImpatientPolling:
-    """Polling hooks that let the doorbell sleep as soon as a poll moves nothing."""
+    """Polling hooks that let the rank sleep after the first poll without progress."""
 
     def look(self) -> bool:
         return False
@@ -79,7 +79,7 @@ class ImpatientPolling:
 
 
 class Pair:
-    """A doorbell with a link, and the doorbell of a peer that rings the first one."""
+    """The doorbell of a rank that has a link, and the doorbell of a peer that rings the rank's doorbell."""
 
     def __init__(self) -> None:
         runtime = Runtime.of(asyncio.get_running_loop())
@@ -170,7 +170,7 @@ async def test_doorbell_rings_once_per_sleep_and_never_while_awake(pair: Pair) -
 
 
 async def test_doorbell_ring_that_a_peer_withdraws_still_wakes_the_owner(pair: Pair) -> None:
-    """Let a peer read the eventfd of a doorbell that it rings, which withdraws the ring."""
+    """Handle a ring whose eventfd is already empty, since a peer can read the eventfd and so withdraw its ring."""
     loop = asyncio.get_running_loop()
     events: list[Any] = []
     loop.set_exception_handler(lambda _, context: events.append(context))
@@ -193,7 +193,7 @@ async def test_woken_rank_polls_all_links_and_sleeps_again(pair: Pair) -> None:
     async with asyncio.timeout(20):
         while pair.status in (number, number + 1):  # noqa: ASYNC110
             await asyncio.sleep(0)
-    # Three polls with progress, one without, and one after the sleeping status has been published.
+    # Three polls with progress, one poll without progress, and one poll after the rank has published that it sleeps.
     assert pair.link.polls - before == 3 + 1 + 1
     assert pair.take_rings() == 0
 
@@ -263,7 +263,7 @@ async def test_closed_doorbell_does_not_poll(pair: Pair) -> None:
 
 
 async def test_exception_during_a_poll_does_not_prevent_later_wake_ups(pair: Pair) -> None:
-    """Check that the loop reports the exception, and that the next ring still wakes the rank."""
+    """Check that the event loop reports the exception, and that the next ring still wakes the rank."""
     loop = asyncio.get_running_loop()
     events: list[Any] = []
     loop.set_exception_handler(lambda _, context: events.append(context["exception"]))

@@ -1,4 +1,4 @@
-"""Memory fences of each machine architecture."""
+"""Memory fences for shared memory, on each machine architecture."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_32_bit_process_on_a_64_bit_machine_is_refused(monkeypatch: pytest.Monke
 
 
 class Fence:
-    """A stand-in for a library function that ctypes has loaded."""
+    """A stand-in for a fence function of libatomic that ctypes has loaded."""
 
     argtypes: object = None
     restype: object = int
@@ -87,11 +87,11 @@ def test_x86_needs_no_fence_function_to_order_stores(monkeypatch: pytest.MonkeyP
 
 
 class Interrupted(BaseException):
-    """An exception like KeyboardInterrupt."""
+    """A stand-in for `KeyboardInterrupt`."""
 
 
 def test_interrupted_memory_fence_does_not_block_later_fences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupt at each instruction, as a second Ctrl-C can; the cleanup afterwards must not block."""
+    """Interrupt a fence at each access of its lock, as a second Ctrl-C can; later fences must not block."""
 
     class Lock:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory of a shared-memory link, which grows with the sent data and is reserved by the writer before use."""
+"""Memory use of shared-memory links: the writer reserves memory before its first use, as the data grows."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from .links import Idle, frame, linked, shm_ends, sockets
 from .outboxes import Host
 
 KIB = 1024
-#: The largest memory of one rank for an idle link (contract).
+#: The maximum memory in bytes that an idle link takes on one rank (contract).
 IDLE = 64 * KIB
-#: World sizes on both sides of the sizes at which layouts shrink.
+#: World sizes below and above the sizes at which the memory layouts become smaller.
 RANKS = (2, 8, 9, 1000)
 REGIONS = {LinkLayout(ranks).nbytes for ranks in RANKS}
 NO_MEMORY = "this host has no memory left to share"
 
 
 class Kernel:
-    """A kernel interface that records the populated memory, and fails on demand."""
+    """A stand-in for the system call that reserves memory: records the reserved spans, and fails on demand."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int, int]] = []
         self.code = 0
-        #: The number of reservations that succeed before all later ones fail.
+        #: The number of reservations that still succeed before all later reservations fail.
         self.left = 0
 
     def fail_with(self, code: int, after: int = 0) -> None:
@@ -62,12 +62,12 @@ class Kernel:
             raise OSError(self.code, os.strerror(self.code))
         self.left -= 1
         populate(memory, start, nbytes)
-        # Count a link region once, although both ends reserve it. Only its owner reserves an outbox.
+        # Count a link region only once, although both ends reserve it. An outbox is reserved only by its owner.
         which = 0 if len(memory) in REGIONS else id(memory)
         self.spans.append((which, start, start + nbytes))
 
     def reserved(self) -> int:
-        """Return the number of bytes in all populated pages, for one region and all outboxes."""
+        """Return the number of bytes in all reserved pages of one link region and of all outboxes."""
         pages: set[tuple[int, int]] = set()
         for which, start, end in self.spans:
             pages.update((which, page) for page in range(start // PAGE, -(-end // PAGE)))
@@ -82,7 +82,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 class Ends(NamedTuple):
-    """The region of a link, with the writer and the reader of one of its directions."""
+    """The shared region of a link, mapped by a writer and a reader, with the layout of one direction."""
 
     fd: int
     there: Direction
@@ -104,7 +104,7 @@ class Ends(NamedTuple):
 
 @pytest.fixture
 def make_region_ends() -> Iterator[Callable[[int, int], Ends]]:
-    """Yield a function that makes a region for a number of ranks; direction 0 is the dialler's."""
+    """Yield a function that makes a link region for a number of ranks; in direction 0, the dialler writes."""
     known = fences()
     assert known is not None
     open_fds: list[int] = []
@@ -128,7 +128,7 @@ MakeEnds = Callable[..., Ends]
 
 @pytest.fixture
 def make_host() -> Iterator[Callable[..., Host]]:
-    """Yield a function that makes the outboxes of two ranks, with the layout for a number of ranks."""
+    """Yield a function that makes the outboxes of two ranks, with the memory layout for a given number of ranks."""
     known = fences()
     assert known is not None
     hosts: list[Host] = []
@@ -146,7 +146,7 @@ MakeHost = Callable[[int], Host]
 
 
 def post(host: Host, common: bool, slot: int, identity: int, array: np.ndarray) -> bool:
-    """Post `array` to a lane; return whether memory for the slot could be reserved."""
+    """Post `array` to a slot of a lane; return whether memory for the slot could be reserved."""
     if common:
         return host.boxes[0].common.post(slot, identity, 7, 1, array, array.nbytes, [host.lanes[1]])
     return host.lanes[1].post(slot, identity, 7, 1, array, array.nbytes)
@@ -176,7 +176,7 @@ def test_idle_link_reserves_little_memory(ranks: int, make_region_ends: MakeEnds
 
 
 def resident_bytes(nbytes: int) -> list[int]:
-    """Return the resident bytes of each mapping of a region of this size; a page mapped twice counts half."""
+    """Return the resident bytes of each mapping of `nbytes` bytes; a page that is mapped twice counts half."""
     found = []
     for part in Path("/proc/self/smaps").read_text().split("/memfd:aiocoll")[1:]:
         size, _, _, _, pss = (int(line.split()[1]) * KIB for line in part.splitlines()[1:6])
@@ -186,7 +186,7 @@ def resident_bytes(nbytes: int) -> list[int]:
 
 
 async def test_idle_link_takes_less_memory_than_documented() -> None:
-    """Count the accessed pages of the region and the objects of each end."""
+    """Count the accessed pages of the link region, and the Python objects of each end."""
     async with linked("shm") as (near, far):  # the first link makes the objects that all links share
         near.start()
     tracemalloc.start()
@@ -295,7 +295,7 @@ async def test_frames_arrive_intact_while_the_ring_grows(nbytes: int) -> None:
 def test_unreserved_memory_pages_are_never_accessed(
     ranks: int, seed: int, make_region_ends: MakeEnds, make_host: MakeHost, kernel: Kernel
 ) -> None:
-    """Check both processes, in either of which touching an unreserved page would allocate the page."""
+    """Check the writer and the reader: an access to an unreserved page would allocate the page."""
     ends, host, chance = make_region_ends(ranks, seed % 2), make_host(ranks), random.Random(seed)
     out, (writer, reader) = ends.outgoing(), ends.chunk_queue()
     words = ends.reading.cast("Q")
@@ -375,7 +375,7 @@ async def test_all_calls_work_on_an_old_kernel(kernel: Kernel) -> None:
 
 
 def test_process_that_cannot_reserve_memory_uses_no_shared_memory(kernel: Kernel, make_region_ends: MakeEnds) -> None:
-    """Check a process that cannot reserve memory, whatever its peer can do."""
+    """Let the peer reserve its memory, but not this process."""
     ends, layout = make_region_ends(2), LinkLayout(2)
     kernel.fail_with(errno.EINVAL)
     with pytest.raises(OSError, match=NO_MEMORY):
@@ -452,7 +452,7 @@ def test_frame_ring_that_cannot_grow_raises_enomem(code: int, make_region_ends: 
 
 
 @each_code
-async def test_frames_that_fit_are_sent_without_new_memory(code: int, kernel: Kernel) -> None:
+async def test_frames_that_fit_the_reserved_memory_are_sent_without_new_memory(code: int, kernel: Kernel) -> None:
     async with linked("shm") as (near, far):
         kernel.fail_with(code)
         for end in near, far:
@@ -515,7 +515,7 @@ async def test_frame_whose_memory_cannot_be_reserved_is_tried_once(kernel: Kerne
 # -- whole groups
 
 
-#: Element counts for the line of a slot, a small slot and a middle slot, all of which fit in an idle ring.
+#: Element counts for the 64-byte line of a slot, for small slots and for middle slots. All fit into an idle frame ring.
 COUNTS = (1, 5, 6, 500, 600, 1024)
 SUMS = {size: [[size * (size - 1) / 2] * count for count in COUNTS] for size in (2, 3)}
 

@@ -1,4 +1,4 @@
-"""Reading the memory of other processes: results, refusals and reused process ids."""
+"""Reads of other processes' memory (`process_vm_readv`): results, refusals and reused process ids."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IMPORTS = (
 
 
 class ReadableChild:
-    """A child process that prints the address of a text in its memory, after the statements `before`."""
+    """A child process that runs the statements `before`, and then prints the address of a text in its memory."""
 
     def __init__(self, before: str = "") -> None:
         code = (
@@ -92,7 +92,7 @@ def test_memory_of_an_ended_process_raises_lookup_error() -> None:
 
 
 def test_process_with_a_reused_pid_is_not_read() -> None:
-    """Read a process without the secret word at the expected address; none of its memory is returned."""
+    """Read a process that does not have the expected secret word in its memory; the read must return no data."""
     with readable_child() as child:
         memory = PeerMemory(child.process.pid, child.address, child.word ^ 1)
         with pytest.raises(ProcessLookupError, match="another process has its number"):
@@ -103,7 +103,7 @@ def test_process_with_a_reused_pid_is_not_read() -> None:
 
 
 def test_change_of_the_secret_word_is_detected_for_any_value() -> None:
-    """Check secret words of all zeros and all ones, which are as valid as any other value."""
+    """Check that secret words of all zeros and of all ones are as valid as other values."""
     for word in (0, (1 << 64) - 1):
         held = ctypes.c_uint64(word)
         memory = PeerMemory(os.getpid(), ctypes.addressof(held), word)
@@ -140,7 +140,7 @@ def test_address_of_an_array_is_the_address_of_its_first_element(readonly: bool)
 
 
 def test_peer_process_is_identified_by_its_socket() -> None:
-    """Use two ends in this process, which may always read itself."""
+    """Use a socket with both ends in this process, since a process may always read its own memory."""
     own = OwnMemory(os.urandom)
     near, far = socket.socketpair()
     with near, far:
@@ -152,12 +152,12 @@ def test_peer_process_is_identified_by_its_socket() -> None:
 
 
 DROP = f"os.setgid({NOBODY}); os.setuid({NOBODY})"
-#: A process that has changed its user cannot be traced until it sets PR_SET_DUMPABLE.
+#: Statements that change the user and then set PR_SET_DUMPABLE, without which no process could read the memory.
 SHOW = f"{DROP}; ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE"
 
 
 def read_by_other_process(child: ReadableChild, before: str) -> str:
-    """Run another process that reads the child after the statements `before`; return its output."""
+    """Run a process that executes `before` and then reads the child's memory; return the output of this process."""
     code = (
         f"{IMPORTS}\n{before}\n"
         "into = bytearray(11)\n"
@@ -181,7 +181,8 @@ def test_unprivileged_process_reads_only_its_own_user() -> None:
         assert read_by_other_process(hidden, "") == "what it has\n", "root was refused"
 
 
-#: Constants of <linux/seccomp.h> and <linux/filter.h>: process_vm_readv fails with EPERM, other calls succeed.
+#: Statements that install a seccomp filter, with constants of <linux/seccomp.h> and <linux/filter.h>. With this filter,
+#: process_vm_readv fails with EPERM.
 FILTER = """
 import struct
 from platform import machine
@@ -197,7 +198,7 @@ assert prctl(22, 2, ctypes.create_string_buffer(filter_), 0, 0) == 0  # PR_SET_S
 
 
 def test_seccomp_filter_is_reported_as_a_refusal() -> None:
-    """Use a seccomp filter as in containers, which `can_read` detects without a peer."""
+    """Use a seccomp filter, as containers do; `can_read` must detect the filter without a peer."""
     with readable_child() as child:
         assert read_by_other_process(child, FILTER) == "PermissionError\n"
         assert read_by_other_process(child, f"{FILTER}\nprint(can_read())").startswith(
@@ -233,7 +234,7 @@ def test_yama_permission_to_read_is_set_for_the_given_process(monkeypatch: pytes
 
 
 def test_system_without_process_vm_readv_reads_no_memory() -> None:
-    """Use a new process, since each one looks for the function only once."""
+    """Use a new process, since a process looks for the function `process_vm_readv` only once."""
     code = """
 import ctypes, socket
 from aiocoll.transport.shm.process_memory import can_read, peer_memory, permit_reading

@@ -1,4 +1,4 @@
-"""Frames by reference, whose payload the peer reads in place, from a segment or from another process's memory."""
+"""Frames by reference: the peer reads the payload in place, from a shared segment or from the writer's memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .links import Recorder, frame, linked, shm_ends
 PROCESS = pytest.param(
     "process", marks=pytest.mark.skipif(can_read() is not None, reason=f"cannot read memory of processes: {can_read()}")
 )
-#: Payload sizes near the segment size, and the largest size.
+#: Payload sizes in bytes: near the segment size, and the largest payload of a frame by reference.
 SIZES = (1, SEGMENT - 1, SEGMENT, SEGMENT + 1, MOST_BY_REFERENCE)
 
 
@@ -47,7 +47,7 @@ def registered_memory(link: ShmLink) -> RegisteredMemory:
 
 
 class Ends:
-    """Both ends of a started link, and arrays of the near end."""
+    """Both ends of a started link, with functions that make and send arrays of the near end."""
 
     def __init__(self, near: ShmLink, far: ShmLink, where: str) -> None:
         self.near, self.far = near, far
@@ -146,7 +146,7 @@ async def test_frames_by_reference_keep_their_order(where: str) -> None:
 
 
 async def test_writer_has_at_most_two_unread_references(where: str) -> None:
-    """Check that later frames wait a limited time, and that the sink is notified when there is space again."""
+    """Check that the link is not writable with two unread references, and notifies its sink when it is again."""
     async with linked_ends(where) as both:
         array = await both.array(SEGMENT)
         assert both.near.writable
@@ -162,7 +162,7 @@ async def test_writer_has_at_most_two_unread_references(where: str) -> None:
 async def test_reader_that_reads_a_reference_at_once_wakes_the_writer(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let the peer read everything before the writer continues, which must have requested a wake-up earlier."""
+    """Let the peer read the frame before the writer continues: the writer must have requested a wake-up earlier."""
     async with linked_ends(where) as both:
         array = await both.array(1000)
         doorbell, point = both.far._peer_doorbell, RingWriter.point
@@ -192,7 +192,7 @@ async def test_reference_waits_for_space_in_the_frame_ring(where: str) -> None:
 
 
 async def test_withdrawn_reference_is_not_delivered(where: str) -> None:
-    """Change the memory after the call's failure; the reader must not deliver the changed data."""
+    """Withdraw a frame whose call has failed and whose memory may change; the reader must not deliver this frame."""
     async with linked_ends(where) as both:
         array, owner = await both.array(SEGMENT), object()
         assert both.write(array, 1, owner)
@@ -207,7 +207,7 @@ async def test_withdrawn_reference_is_not_delivered(where: str) -> None:
 
 @pytest.mark.parametrize("placed", [False, True])
 async def test_reference_withdrawn_during_its_read_is_not_delivered(where: str, placed: bool) -> None:
-    """Withdraw the frame in `route`, between the two checks around the read of a piece."""
+    """Withdraw the frame and change its memory in `route`, between the two checks that enclose each read."""
     async with linked_ends(where) as both:
         array, owner = await both.array(3 * SEGMENT), object()
         found = bytearray(array.nbytes)
@@ -320,7 +320,7 @@ async def test_sink_may_close_the_link_within_a_frame(where: str) -> None:
 
 
 async def test_reference_is_not_read_after_the_writer_closed(where: str) -> None:
-    """Close the writer, whose memory is then released; the link cannot have ended in order."""
+    """Close the writer's end, after which its memory may change; the reader must report a lost link."""
     async with linked_ends(where) as both:
         array = await both.array(1000)
         both.write(array)
@@ -345,7 +345,7 @@ async def test_reference_to_an_ended_process_fails_the_link() -> None:
 
 
 async def test_unreadable_memory_of_a_withdrawn_reference_causes_no_failure(where: str) -> None:
-    """Use a reference whose memory was unmapped because its operation had failed."""
+    """Use a reference whose memory was unmapped after its operation had failed."""
     async with linked_ends(where) as both:
         await both.array(1)
         owner = object()
@@ -405,7 +405,7 @@ async def test_payloads_are_sent_by_reference_only_if_both_ends_allow_references
     view = memoryview(bytearray(100))
     assert near.references.find(view, attach=True) is None
     assert far.references.find(view, attach=True) is None
-    # Write a reference although the ends agreed on none; the link must detect it.
+    # Write a frame by reference although the ends have agreed on none: the link must detect this.
     assert near.references.write(reference_header(1, 1000), (0, 4096), None, lambda: None)
     await far.sink.until(lambda: far.sink.losses)  # type: ignore[attr-defined]
     for each in (near, far):
@@ -416,7 +416,7 @@ async def test_payloads_are_sent_by_reference_only_if_both_ends_allow_references
 async def test_memory_that_other_processes_cannot_read_is_not_sent_by_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check memory that a device driver has mapped into this process, which is copied instead."""
+    """Simulate memory that a device driver has mapped into this process: its data must be copied into frames."""
     async with linked_ends("process") as both:
         array = await both.array(1000)
         memory = both.near.references._memory

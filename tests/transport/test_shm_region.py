@@ -1,4 +1,4 @@
-"""Anonymous shared memory: fully reserved, of fixed size, and read-only for peers where required."""
+"""Anonymous shared memory (memfd): its reservation, its fixed size, and memory that is read-only for peers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ..internals import make_calls_fail
 from ..shared_memory import mapped
 
 NBYTES = 3 * PAGE
-#: A size larger than the part that one loop iteration reserves, and not a multiple of it.
+#: A size in bytes that is reserved over several loop iterations, with a smaller last part.
 LARGE = 1024 * 1024 + PAGE
 
 Make = Callable[[int], tuple[int, mmap.mmap]]
 
 
 def refuse_to_populate(patch: pytest.MonkeyPatch) -> None:
-    """Fail like kernels before 5.14, which cannot populate memory."""
+    """Make memory reservations fail as on kernels before 5.14, which lack MADV_POPULATE_WRITE."""
     make_calls_fail(patch, OSError(errno.EINVAL, os.strerror(errno.EINVAL)), "populate_memory")
 
 
@@ -46,7 +46,7 @@ def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_on_old_kernel(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make a region on an old kernel, which reserves it over several loop iterations."""
+    """Make a region as on an old kernel, on which the region is reserved over several loop iterations."""
     with pytest.MonkeyPatch.context() as patch:
         refuse_to_populate(patch)
         fd, made = asyncio.run(SharedRegion.create(nbytes, [(0, PAGE)]))
@@ -54,19 +54,19 @@ def make_on_old_kernel(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def make_reserved(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make a fully reserved region."""
+    """Make a region whose memory is fully reserved."""
     fd, made = asyncio.run(SharedRegion.create(nbytes, [(0, nbytes)]))
     return fd, made.memory
 
 
 def make_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make memory whose pages are also mapped in this process."""
+    """Make memory whose pages are also mapped into this process."""
     return asyncio.run(create_mapped(nbytes))
 
 
 @pytest.fixture(autouse=True)
 def _collect_garbage() -> None:
-    """Collect garbage, to release memory that earlier tests have left."""
+    """Collect garbage before each test, to unmap memory that earlier tests have left."""
     gc.collect()
 
 
@@ -96,7 +96,7 @@ def test_size_of_a_shared_memory_region_cannot_be_changed(make: Make) -> None:
 
 
 def test_memory_pages_released_by_a_peer_read_as_zeros() -> None:
-    """Punch a hole into the memory file, which must not raise SIGBUS."""
+    """Punch a hole into the memory file, as a peer can; later accesses must not raise SIGBUS."""
     fd, memory = make_mapped(NBYTES)
     memory[:] = b"x" * NBYTES
     punched = subprocess.run(["fallocate", "-p", "-o", "0", "-l", str(NBYTES), f"/proc/self/fd/{fd}"], pass_fds=[fd])
@@ -180,7 +180,7 @@ def test_failed_creation_of_a_region_leaves_no_open_descriptors(
 
 
 def test_failed_reservation_of_a_region_leaves_no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that neither end leaves a mapping, even if the error and its traceback are referenced."""
+    """Check that neither end leaves a mapping, even while the test still references both errors with tracebacks."""
     fd, memory = make_mapped(NBYTES)
     memory.close()
     monkeypatch.setattr(SharedRegion, "reserve", lambda region, start, end: False)
@@ -258,7 +258,7 @@ def test_memory_limit_raises_an_error_instead_of_a_signal(limit: str, value: int
 
 # -- memory that only its owner can write
 
-#: A program that tries every way to write the memory of a descriptor, and prints the ways that failed.
+#: A program that tries to write the memory of a descriptor by many system calls, and prints which calls failed.
 INTRUDER = """
 import ctypes, fcntl, mmap, os, sys
 fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
@@ -293,7 +293,7 @@ print(whole[:5].decode())
 
 
 def failed_intrusions(fd: int) -> list[str]:
-    """Return the names of the write attempts that failed in another process, and the text that it has read."""
+    """Return the names of the write attempts that failed in another process, and the text that the process has read."""
     command = [sys.executable, "-c", INTRUDER, str(fd), str(NBYTES)]
     return subprocess.run(command, pass_fds=[fd], check=True, capture_output=True, text=True).stdout.split()
 

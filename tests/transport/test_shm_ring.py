@@ -1,4 +1,4 @@
-"""The frame ring, compared with a queue: no frame is lost, torn or overwritten, for any delay of the reader."""
+"""The frame ring, compared with a queue: with any delay of the reader, no frame is lost, torn or overwritten."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from aiocoll.transport.shm.layout import ENTRIES, LINE, LinkLayout
 from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.ring import ENTRY, RingWriter
 
-#: Payload sizes near each limit: none, inline, one line, the largest.
+#: Payload sizes in bytes: 0, and sizes near the limits for inline payloads, for one line and for the largest frame.
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4096, SEGMENT - 64, SEGMENT - 1, SEGMENT)
-#: World sizes for which the data area holds two segments, and one segment.
+#: World sizes for which the data area of a frame ring holds two segments, and only one segment.
 WORLDS = (2, 64)
 
 
 class Ring:
-    """Both ends of a frame ring, and the frames written but not yet read."""
+    """Both ends of a frame ring, and a queue of the frames that were written but not read yet."""
 
     def __init__(self, ranks: int, number: int = 0) -> None:
         layout = LinkLayout(ranks)
@@ -43,7 +43,7 @@ class Ring:
         return True
 
     def take(self) -> bool:
-        """Read the next ring entry as a link does; return whether there was one."""
+        """Read the next ring entry as a link does; return whether there was an entry."""
         at = self.direction.ring + self.read % ENTRIES * LINE
         if self.words[at >> 3] != self.read + 1:
             assert not self.written
@@ -90,7 +90,7 @@ def test_full_frame_ring_refuses_frames(nbytes: int) -> None:
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("nbytes", [9, 64, 65, 8192, SEGMENT // 3, SEGMENT - 1, SEGMENT])
 def test_frame_ring_with_a_full_data_area_refuses_frames(ranks: int, nbytes: int) -> None:
-    """Check that the data area takes every frame that fits, and that small frames pass while a large one waits."""
+    """Check that the data area takes every frame that fits, and that a full data area still lets small frames pass."""
     ring = Ring(ranks)
     lines = -(-nbytes // LINE) * LINE
     room = min(ENTRIES, ring.direction.data_nbytes // lines)
@@ -106,7 +106,7 @@ def test_frame_ring_with_a_full_data_area_refuses_frames(ranks: int, nbytes: int
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_data_area_of_a_frame_ring_wraps_around_at_every_offset(ranks: int) -> None:
-    """Keep the reader half a data area behind, so that frames wrap around at every offset."""
+    """Keep half of the data area unread, so that frames of random sizes wrap around at every offset."""
     ring = Ring(ranks)
     chance = random.Random(ranks)
     half = ring.direction.data_nbytes // 2
@@ -138,7 +138,7 @@ def test_frames_of_any_size_arrive_at_a_reader_with_any_delay(ranks: int, seed: 
 
 
 def test_frame_stamp_is_written_last() -> None:
-    """Check also the fence before the stamp that machines with weak memory ordering need."""
+    """Check the order of writes, and the memory fence before the stamp, which weakly ordered machines need."""
     ring = Ring(2)
     seen_words: list[int] = []
     at = ring.direction.ring

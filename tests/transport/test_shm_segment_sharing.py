@@ -1,4 +1,4 @@
-"""Segment sharing: a link offers a segment, and the peer maps it, reads it by reference and releases it."""
+"""Segment sharing: a link offers a memory segment; the peer maps the segment, reads from it and releases it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FLOAT = np.dtype(np.float64)
 
 
 class Ends:
-    """Both ends of a link, and the registered memory of the near end."""
+    """Both ends of a shared-memory link, and the registered memory of the near end."""
 
     def __init__(self, near: ShmLink, far: ShmLink) -> None:
         self.near, self.far = near, far
         self.registered_memory = RegisteredMemory(asyncio.get_running_loop())
 
     async def share(self) -> tuple[Any, Segment]:
-        """Return an array of ascending numbers, and its segment, which the far end has mapped."""
+        """Return an array of ascending numbers and its segment; wait until the far end has mapped the segment."""
         array, segment = await self.make()
         await wait_until(lambda: self.near.segment_sharing.can_map(segment))
         return array, segment
@@ -53,7 +53,7 @@ class Ends:
 
 
 def fill(sock: socket.socket) -> None:
-    """Send messages that the peer ignores until the socket buffer is full."""
+    """Fill the socket buffer with messages that the peer ignores."""
     with suppress(BlockingIOError):
         while True:
             sock.send(_MESSAGE.pack(_ENDED, 77, 0))
@@ -99,7 +99,7 @@ async def test_memory_segment_is_offered_to_a_peer_once(ends: Ends, monkeypatch:
 
 
 async def test_segment_offer_that_exceeds_the_socket_buffer_is_sent_later(ends: Ends) -> None:
-    """Check that an offer is repeated, and that the notice about an ended segment is kept."""
+    """Fill the socket buffer; the offer and the notices about ended segments must arrive later."""
     segments = [await ends.share() for _ in range(3)]
     _array, late = await ends.make()
     fill(socket_of(ends.near))

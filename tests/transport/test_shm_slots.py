@@ -32,7 +32,7 @@ OLD, NEW = 7, 7 | 1 << 61
 
 
 class Stepwise:
-    """Words of memory that call `Steps.step` before each access."""
+    """Words of shared memory that call `Steps.step` before each access to a word."""
 
     def __init__(self, words: memoryview, steps: Steps) -> None:
         self.words = words
@@ -48,7 +48,7 @@ class Stepwise:
 
 
 class Steps:
-    """A counter of memory word accesses, which runs a callback before a chosen access."""
+    """A counter of accesses to words of shared memory; runs a callback of the test before a chosen access."""
 
     def __init__(self) -> None:
         self.until = -1
@@ -63,12 +63,12 @@ class Steps:
             self.other()
 
 
-#: Names of the attributes that hold words which both ranks access.
+#: Names of the attributes that hold words of shared memory.
 WORDS = ("_words", "_lines", "_named", "_consumed", "common_named", "common_consumed", "consumed", "words")
 
 
 def watch_steps(*parts: Any) -> Steps:
-    """Return the `Steps` of all accesses by the given objects to the words that both ranks share."""
+    """Return a `Steps` that counts all accesses of the given objects to words of shared memory."""
     steps = Steps()
     for part in parts:
         for name in WORDS:
@@ -77,12 +77,12 @@ def watch_steps(*parts: Any) -> Steps:
     return steps
 
 
-#: The fingerprint of all posts and chunks.
+#: The fingerprint with which the tests make all posts and chunks.
 PRINT = 1 << 31 | 1
 
 
 class Box:
-    """A lane of rank 0's outbox, and its reader on rank 1."""
+    """A lane of rank 0's outbox, with the writer on rank 0 and a reader on rank 1."""
 
     def __init__(self, host: Host, is_common: bool) -> None:
         self.host = host
@@ -91,7 +91,7 @@ class Box:
         self.outbox = host.readers[1]
         self.reader: SlotReader = self.outbox.common if is_common else self.outbox.lane
         self.writer: Any = host.boxes[0].common if is_common else host.lanes[1]
-        #: The lanes of all readers, as of the common lane.
+        #: The lanes of rank 0 for all its readers, which are also the readers of the common lane.
         self.lanes = list(host.lanes.values())
 
     def post(self, slot: int, identity: int, group: int, array: np.ndarray, length: int = 0) -> bool:
@@ -156,7 +156,7 @@ def block_of(number: float) -> np.ndarray:
 
 
 def take(reader: SlotReader, slot: int, identity: int, group: int) -> float | None:
-    """Read and free the contribution to an operation; return None if there is none."""
+    """Read the contribution to an operation and free its slot; return its value, or None without a contribution."""
     if reader.look(slot, identity, group) != PRINT:
         return None
     got = reader.view(slot, np.dtype("f8"), 3).copy()
@@ -224,7 +224,7 @@ def test_parts_of_the_memory_layouts_do_not_overlap(ranks: int) -> None:
 
 
 def test_memory_words_of_a_lane_do_not_overlap(box: Box) -> None:
-    """Write each kind of word once, and check that no other word has changed."""
+    """Write each kind of word, and check that no word of another kind has changed."""
     lane, reader = box.host.lanes[1], box.outbox
     rows = [lane._named, lane.common_named]
     for number, row in enumerate(rows, 1):
@@ -244,7 +244,7 @@ def test_memory_words_of_a_lane_do_not_overlap(box: Box) -> None:
 def test_end_of_an_old_group_during_a_post_keeps_the_new_post(
     step: int, order: Any, make_box: Callable[..., Box]
 ) -> None:
-    """End an old group, whose slots are freed, except the slot of a post that is just being written."""
+    """Free the slots of an old group while the writer reuses one of these slots for a post of a new group."""
     box = make_box(Fences(order, lambda: None))
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
@@ -275,7 +275,7 @@ def test_post_during_the_end_of_another_group_is_kept(step: int, box: Box) -> No
 
 @pytest.mark.parametrize("step", range(10))
 def test_equal_operation_numbers_of_two_groups_are_distinguished(step: int, box: Box) -> None:
-    """Check that the line has the new operation number before any other part of the new contribution."""
+    """Let the reader look for an equal operation number of the new group at any step of a post."""
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
     got: list[float | None] = []
@@ -293,7 +293,7 @@ def test_equal_operation_numbers_of_two_groups_are_distinguished(step: int, box:
 
 @pytest.mark.parametrize("step", range(10))
 def test_unfinished_post_is_not_reported_as_the_previous_operation(step: int, box: Box) -> None:
-    """Interrupt the writer during a post, when the slot's previous operation has ended and matches no call."""
+    """List the unread posts at any step of a post to a slot whose previous operation has ended."""
     assert box.post(5, 5, NEW, block_of(1))
     assert take(box.reader, 5, 5, NEW) == 1
     seen: list[list[tuple[int, int, int]]] = []
@@ -322,7 +322,7 @@ def test_slot_that_is_read_during_a_write_is_consistent(step: int, box: Box) -> 
 
 @pytest.mark.parametrize("step", range(10))
 def test_new_posts_flag_is_not_lost_if_it_is_read_during_a_post(step: int, box: Box) -> None:
-    """Check that a reader that reads the flag finds the post, or that the flag is set again afterwards."""
+    """Check that a reader that reads the flag finds the new post, or finds the flag set again later."""
     found: list[bool] = []
     steps = box.step_writer()
     steps.interrupt(step, lambda: found.append(box.outbox.has_news() and take(box.reader, 5, 6, NEW) == 2))
@@ -353,7 +353,7 @@ def test_post_for_a_finished_group_is_not_listed_as_unread(box: Box) -> None:
 
 
 def test_read_slot_is_not_freed_again_after_its_group_ended(box: Box) -> None:
-    """End the group of a read slot, whose line the reader must then neither read nor change."""
+    """End the group of a slot that was already read; the reader must then neither read nor change the slot's line."""
     assert box.post(5, 5, OLD, block_of(1))
     assert take(box.reader, 5, 5, OLD) == 1
     box.reader.purge(OLD)
@@ -365,7 +365,7 @@ def test_read_slot_is_not_freed_again_after_its_group_ended(box: Box) -> None:
 
 
 def test_withdrawn_post_is_not_freed(make_host: Callable[..., Host]) -> None:
-    """Withdraw a post; a number that a reader has consumed before stays consumed."""
+    """Withdraw a post for a reader, and check that the reader does not count the post as consumed."""
     host = make_host(3)
     common, lanes, reader = host.boxes[0].common, list(host.lanes.values()), host.readers[2].common
     assert common.post(5, 5, OLD, PRINT, block_of(1), 24, lanes)
@@ -401,7 +401,7 @@ def test_lane_without_reserved_memory_for_its_lines_accepts_no_post(
 
 
 class RecordedWords:
-    """Words of memory that record the name of each written word."""
+    """Words of shared memory that record the name of each written word."""
 
     def __init__(self, words: Any, events: list[str], name: str) -> None:
         self.words, self.events, self.name = words, events, name
@@ -473,7 +473,7 @@ def test_reader_without_a_link_blocks_no_slot(make_host: Callable[..., Host]) ->
 
 @pytest.mark.parametrize("step", range(12))
 def test_reader_given_up_by_the_writer_detects_overwritten_data(step: int, make_host: Callable[..., Host]) -> None:
-    """Stop the reader at each instruction, and let it continue when the slot has other contents."""
+    """Overwrite the slot at each step of the reader, after the writer has closed the link to this reader."""
     host = make_host(3)
     common, lanes = host.boxes[0].common, list(host.lanes.values())
     reader = host.readers[2].common
@@ -530,7 +530,7 @@ def test_new_link_to_a_rank_finds_no_posts_of_the_old_link(make_host: Callable[.
 
 
 def test_posts_are_kept_if_a_link_is_opened_twice_at_once(make_host: Callable[..., Host]) -> None:
-    """Open two links, as when both ranks dial or a peer reconnects early; each link has a separate lane."""
+    """Open further lanes for the same peer, as when both ranks dial at once; they must not reuse the first lane."""
     host = make_host(2)
     old, box = host.lanes[1], host.boxes[0]
     assert old.post(5, 5, NEW, PRINT, block_of(1))
@@ -548,7 +548,7 @@ def test_posts_are_kept_if_a_link_is_opened_twice_at_once(make_host: Callable[..
 
 
 def test_reader_of_a_closed_link_does_not_affect_the_next_link(make_host: Callable[..., Host]) -> None:
-    """Let a reader read and release late: it refers to the lane of the old link, in a closed outbox."""
+    """Let a reader of the old link read late, and release slots after a new link has been opened."""
     host = make_host(2)
     old = host.readers[1]
     for slot in (5, 6):
@@ -569,7 +569,7 @@ def test_reader_of_a_closed_link_does_not_affect_the_next_link(make_host: Callab
 
 
 def test_closed_outbox_is_unmapped_while_its_lanes_are_referenced(make_host: Callable[..., Host]) -> None:
-    """Reference the lanes, as a traceback that keeps cached plans alive may."""
+    """Keep references to the lanes, as a traceback can do that keeps cached plans alive."""
     host = make_host(2)
     inode = f" {os.fstat(host.boxes[0].fd).st_ino} "
     outbox, reader = host.boxes[0], host.readers[1]
@@ -595,7 +595,7 @@ def test_lane_number_outside_of_the_peers_outbox_is_refused(make_host: Callable[
 
 @pytest.mark.parametrize("value", [0, 1, 2**63, 2**64 - 1])
 def test_malformed_lane_of_a_peer_is_tolerated(value: int, box: Box) -> None:
-    """Write arbitrary words as a faulty peer may; lookups succeed or fail, but read no other memory."""
+    """Write arbitrary words, as a faulty peer can; lookups may succeed or fail, but must not read other memory."""
     for words in (*(lane._named for lane in box.lanes), *(lane.common_named for lane in box.lanes), box.writer._lines):
         for index in range(len(words)):
             words[index] = value
@@ -674,7 +674,7 @@ def test_reader_of_a_chunk_queue_wakes_a_waiting_writer() -> None:
 
 @pytest.mark.parametrize("step", range(8))
 def test_chunk_freed_while_the_writer_starts_waiting_is_detected(step: int) -> None:
-    """Check that the writer finds the freed chunk, or that the reader notifies the writer."""
+    """Check that the writer finds the freed chunk, or that the reader knows that it must notify the writer."""
     writer, reader = chunk_queue_ends()
     assert writer.take(3, NEW)
     for number in range(CHUNKS):

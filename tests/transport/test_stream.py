@@ -1,4 +1,4 @@
-"""The stream transport: accepted and refused connections, simultaneous dials, timeouts, unauthenticated clients."""
+"""The stream transport: accepted and refused connections, simultaneous dials, and handshake timeouts."""
 
 import asyncio
 import gc
@@ -60,7 +60,7 @@ FLAVOURS = [*PLAIN, "tls"]
 
 
 class Rank:
-    """A transport with its links, which receives the frames of all of them."""
+    """A transport with its links; receives the frames of all these links."""
 
     def __init__(self, transport: StreamTransport) -> None:
         self.transport = transport
@@ -82,7 +82,7 @@ class Rank:
         self.changed.set()
 
     async def connect(self, other: "Rank", kind: ConnKind | None = None) -> StreamLink | None:
-        # Use a data link for shared memory, which transfers data only.
+        # Use a data link for shared memory, since control links do not use shared memory.
         kind = kind or (DATA if self.transport._transport == "shm" else CONTROL)
         link = await self.transport.connect(other.transport.rank, other.card, kind)
         if link is not None:
@@ -127,7 +127,7 @@ def send_number(link: Link, number: int) -> None:
 
 
 async def settle(*ranks: Rank) -> None:
-    """Wait until all handshakes of these ranks have finished."""
+    """Wait until these ranks have finished all handshakes of accepted connections."""
     for rank in ranks:
         while waiting := [*rank.transport._serving, *rank.transport._evicted]:
             await asyncio.wait(waiting)
@@ -167,7 +167,7 @@ def flavour(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def stranger(card: Card) -> AsyncIterator[socket.socket]:
-    """Yield a client socket that is connected to the listener of `card` and has sent nothing."""
+    """Yield the socket of an unauthenticated client, connected to the listener of `card`."""
     loop = asyncio.get_running_loop()
     if card["unix"]:
         sock = await address.reach(loop, socket.AF_UNIX, address.unix_address(card["unix"]))
@@ -180,7 +180,7 @@ async def stranger(card: Card) -> AsyncIterator[socket.socket]:
 
 @asynccontextmanager
 async def stuck_dial(one: Rank, other: Rank) -> AsyncIterator[tuple[asyncio.Task[StreamLink | None], socket.socket]]:
-    """Yield a dial whose HELLO is intercepted, and the interceptor's socket, which withholds the reply."""
+    """Yield the task of a dial that reaches a listener of the test, and the test's end of this connection."""
     listener, name = address.open_unix(os.urandom)
     with listener:
         card = {**other.card, "unix": name}
@@ -191,7 +191,7 @@ async def stuck_dial(one: Rank, other: Rank) -> AsyncIterator[tuple[asyncio.Task
 
 
 async def read(sock: socket.socket, nbytes: int) -> bytes:
-    """Return `nbytes` received bytes, or fewer if the peer closes before."""
+    """Return `nbytes` received bytes, or fewer if the peer closes the connection earlier."""
     data = b""
     loop = asyncio.get_running_loop()
     try:
@@ -209,7 +209,7 @@ def make_client(rank: int, world_size: int = 2, **changes: object) -> ClientHand
 
 
 async def prove_key(sock: socket.socket, client: ClientHandshake) -> Status:
-    """Prove the job key; return the received status, before the client's last message is sent."""
+    """Prove the job key, without the last message of the handshake; return the status that the server sends."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, client.hello())
     await loop.sock_sendall(sock, client.prove(await read(sock, CHALLENGE_SIZE)))
@@ -221,7 +221,7 @@ async def prove_key(sock: socket.socket, client: ClientHandshake) -> Status:
 
 
 async def serve(sock: socket.socket, rank: int, decide: Callable[[Peer], Status]) -> tuple[ServerHandshake, bytes]:
-    """Receive the proof of a rank that has dialled `sock`; return the handshake and the reply."""
+    """Receive the proof of a rank that has dialled `sock`; return the server's handshake and its reply."""
     server = ServerHandshake(Identity(job_id("job"), 0, rank, 2, CONTROL), KEY, os.urandom)
     sock.send(server.challenge(await read(sock, HELLO_SIZE)))
     return server, server.verdict(await read(sock, PROOF_SIZE), decide)
@@ -279,7 +279,7 @@ async def test_sixteen_ranks_can_open_links_between_all_pairs(flavour: str) -> N
 
 
 async def test_simultaneous_dials_make_one_link(flavour: str) -> None:
-    """Check that there is one link for every order of events, equal for both ranks, which transfers frames."""
+    """Let both ranks dial with various delays; both must use the same single link, which must transfer frames."""
     chance = random.Random(5)
     async with started(2, flavour) as (a, b):
 
@@ -315,7 +315,7 @@ async def test_simultaneous_dials_of_all_ranks_make_one_link_per_pair(flavour: s
 
 @pytest.mark.parametrize("sent_bytes", [0, HELLO_SIZE, HELLO_SIZE + PROOF_SIZE])
 async def test_dial_to_an_unauthenticated_peer_does_not_affect_other_handshakes(sent_bytes: int) -> None:
-    """Check that the reply to another rank does not depend on the progress of an unproven dial."""
+    """Check that the reply to a client does not depend on the progress of a dial to an unproven peer."""
     async with started(3) as (low, middle, high):
         for rank in (low, high):
             async with stuck_dial(rank, middle) as (dial, served), stranger(rank.card) as sock:
@@ -330,7 +330,7 @@ async def test_dial_to_an_unauthenticated_peer_does_not_affect_other_handshakes(
 
 @pytest.mark.parametrize("sent_bytes", range(4))
 async def test_unauthenticated_client_does_not_stop_a_dial(sent_bytes: int) -> None:
-    """Let a client send nothing, half a HELLO, a correct HELLO, or a proof with another key."""
+    """Let a client send nothing, half a HELLO, a correct HELLO, or also a wrong proof."""
     for rank in range(2):
         async with started(2, connect_timeout=3600.0, handshake_timeout=3600.0) as ranks:
             one, other = ranks[rank], ranks[1 - rank]
@@ -369,7 +369,7 @@ async def test_connect_dials_if_the_connection_of_an_authenticated_peer_fails(wo
 
 
 async def test_higher_rank_keeps_the_link_that_it_has_promised() -> None:
-    """Check that after its promise, the higher rank waits for the lower one, even if its own dial is accepted."""
+    """Check that the higher rank waits for the promised link of the lower rank, even if its own dial is accepted."""
     async with started(2) as (a, b), stuck_dial(b, a) as (dial, served), stranger(b.card) as sock:
         _, verdict = await serve(served, 0, lambda peer: Status.OK)
         client = make_client(0)
@@ -393,7 +393,7 @@ async def test_lower_rank_uses_the_link_that_the_higher_rank_has_promised() -> N
         link.close()
 
 
-async def test_accepted_link_cancels_the_own_dial() -> None:
+async def test_accepted_link_cancels_the_dial_of_this_rank() -> None:
     async with (
         started(2, handshake_timeout=3600.0, connect_timeout=3600.0) as (a, b),
         stuck_dial(b, a) as (dial, _),
@@ -418,7 +418,7 @@ async def test_close_of_the_transport_cancels_a_dial() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("confirmed_first", [False, True])
 async def test_two_final_handshake_replies_in_one_iteration_make_one_link(rank: int, confirmed_first: bool) -> None:
-    """Let the peer accept both connections, as no correct rank does; only one becomes the link."""
+    """Let a faulty peer accept both of two simultaneous connections; only one of them may become a link."""
     async with started(2) as ranks:
         one, other = ranks[rank], ranks[1 - rank]
         async with stranger(one.card) as sock, stuck_dial(one, other) as (dial, served):
@@ -520,7 +520,7 @@ async def test_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 class HeldTimers(Runtime):
-    """A runtime whose timers fire only when the test calls them."""
+    """A runtime that holds timers, so that the test decides when each timer fires."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -561,7 +561,7 @@ async def test_silent_client_is_disconnected_at_the_handshake_timeout(flavour: s
 
 @pytest.mark.parametrize("flavour", PLAIN, indirect=True)
 async def test_authenticated_client_has_no_handshake_timeout(flavour: str) -> None:
-    """Check that the server waits for the client's last message, after which the client has a link."""
+    """Check that the server waits without a timeout for the last handshake message of an authenticated client."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
         client = make_client(0)
@@ -578,7 +578,7 @@ async def test_authenticated_client_has_no_handshake_timeout(flavour: str) -> No
 
 
 async def test_authenticated_client_from_another_host_has_tcp_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that keepalive probes are on, which alone detect the loss of a host after the handshake timeout."""
+    """Check keepalive probes, which alone can detect a lost host while no handshake timeout applies."""
     probed: list[socket.socket] = []
     monkeypatch.setattr("aiocoll.transport.stream.transport.enable_keepalive", probed.append)
     loop = asyncio.get_running_loop()
@@ -596,7 +596,7 @@ async def test_authenticated_client_from_another_host_has_tcp_keepalive(monkeypa
 
 @pytest.mark.parametrize("nbytes", [HELLO_SIZE, HELLO_SIZE - 1])
 async def test_handshake_timeout_does_not_discard_an_arrived_message(nbytes: int) -> None:
-    """Let HELLO arrive while the loop is blocked and earlier timers are due."""
+    """Let HELLO, or all but its last byte, arrive before the timers fire that were due during a blocked loop."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, runtime=runtime) as (_, b), stranger(b.card) as sock:
         await runtime.held_one.wait()
@@ -630,7 +630,7 @@ async def test_unread_messages_extend_the_handshake_timeout_at_most_three_times(
 async def test_dial_reads_arrived_handshake_messages_when_its_timeout_expires(
     last: str, connect_timeout: float
 ) -> None:
-    """Let a message arrive while the loop is blocked and the timer of the attempt or of the dial is due."""
+    """Let a message arrive in a blocked loop, in which the timer of the attempt or of the whole dial is due."""
     runtime = HeldTimers(asyncio.get_running_loop())
     async with (
         started(2, runtime=runtime, connect_timeout=connect_timeout) as (a, b),
@@ -669,7 +669,7 @@ async def test_failed_dial_ends_a_connection_inherited_by_a_forked_child() -> No
 
 
 async def test_handshake_message_that_arrived_while_the_loop_was_blocked_is_in_time() -> None:
-    """Let a deadline pass in a blocked loop; a peer that has already replied must not fail."""
+    """Let the handshake timeout pass in a blocked loop; a peer that has already replied must get its link."""
     async with started(2, handshake_timeout=0.01) as (_, b), stranger(b.card) as sock:
         client = make_client(0)
         assert await prove_key(sock, client) is Status.OK
@@ -680,7 +680,7 @@ async def test_handshake_message_that_arrived_while_the_loop_was_blocked_is_in_t
 
 
 async def test_handshake_can_take_several_slow_loop_iterations(flavour: str) -> None:
-    """Make iterations longer than the handshake timeout, as when many ranks of one loop connect at once."""
+    """Make loop iterations longer than the handshake timeout, as when many ranks of one loop connect at once."""
     loop, seconds = asyncio.get_running_loop(), 0.01
 
     def slow_iteration() -> None:
@@ -764,14 +764,14 @@ async def test_connect_to_an_unreachable_peer_raises_peer_lost_error(flavour: st
         await b.transport.aclose()
         with pytest.raises(PeerLostError) as caught:
             await a.connect(b)
-        # Further attempts start at seconds 1 to 5; at second 6 the timeout has passed.
+        # The clock advances by a second per reading: further attempts start at seconds 1 to 5, and the timeout is 6 s.
         assert str(caught.value) == f"rank 1 cannot be reached at {where}: Connection refused (tried for 7.0 s)"
         assert caught.value.ranks == (1,)
         assert caught.value.how == "unreachable"
 
 
 async def test_authenticated_peer_is_not_reported_as_silent() -> None:
-    """Keep an authenticated connection without a link open; when it closes, the rank dials by itself."""
+    """Keep an authenticated connection open that does not become a link; when it closes, the waiting rank dials."""
     runtime = TickingClock(asyncio.get_running_loop(), 3)
     async with started(2, runtime=runtime, connect_timeout=1000.0, handshake_timeout=0.01) as (a, b):
         b.transport.set_all_met()
@@ -876,7 +876,7 @@ async def test_auto_transport_uses_unix_on_one_host_and_tcp_between_hosts() -> N
 
 @pytest.mark.parametrize("trouble", ["missing", "another user"])
 async def test_tcp_is_used_if_the_unix_socket_is_unusable(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use cards that name one host although the unix socket belongs to another machine or another user."""
+    """Give both ranks the same host id, although the unix socket belongs to another machine or another user."""
     runtime = Runtime(asyncio.get_running_loop())
     ranks = [Rank(StreamTransport(runtime, r, 2, "job", KEY, StreamOptions(host_id="one"))) for r in range(2)]
     for rank in ranks:
@@ -998,7 +998,7 @@ async def test_cancelled_connect_leaves_no_open_sockets(flavour: str, turns: int
         await asyncio.wait([dial])
         await settle(b)
         assert await a.connect(b) is not None or not dial.cancelled()
-        # The peer had no link that ended, since it would have reported a lost rank.
+        # The peer must not have had a link: it would have reported the end of the link as a lost rank.
         assert b.lost_peers == []
         del dial  # the traceback of `dial` references the sockets
     del a, b  # a link keeps its mapped memory until it is deleted
@@ -1008,7 +1008,7 @@ async def test_cancelled_connect_leaves_no_open_sockets(flavour: str, turns: int
 
 
 async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
-    """Let rank 1 miss the end of the link; it accepts a new one, since rank 0 proves that it has no link."""
+    """Let rank 1 miss the end of the link; rank 1 must accept a new link, since rank 0 proves to have none."""
     async with started(2, flavour) as (zero, one):
         for ended in range(3):
             link = await zero.connect(one)
@@ -1028,7 +1028,7 @@ async def test_link_that_the_peer_has_lost_is_replaced(flavour: str) -> None:
 
 
 async def test_earlier_dial_does_not_end_a_newer_link(flavour: str) -> None:
-    """Check that the proof that a peer has lost its link ends only links that began earlier."""
+    """Check that the proof of a peer to have lost its link ends only links that were opened before the proof."""
     async with started(2, flavour) as (zero, one):
         kind = DATA if flavour == "shm" else CONTROL
         link = await zero.connect(one)

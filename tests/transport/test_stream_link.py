@@ -1,4 +1,4 @@
-"""Links over byte streams: frames cut at any byte, invalid frames, resets, and polls of limited time."""
+"""Links over byte streams: frames that arrive in pieces, invalid frames, resets, and polls of limited duration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def frame_bytes(op: int, data: bytes) -> bytes:
 
 
 class StoppedClock(Runtime):
-    """A runtime whose clock stands still, so that no poll ends for lack of time on a busy machine."""
+    """A runtime whose clock stands still, so that polls never reach their time limit on a busy machine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -188,7 +188,7 @@ async def test_connection_reset_after_finish_is_reported_as_a_link_end() -> None
 
 
 class ExhaustedClock(Runtime):
-    """A runtime on which the time budget of a callback has passed at each reading of the clock."""
+    """A runtime on which each reading of the clock shows that the callback's time limit has passed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)

@@ -24,19 +24,19 @@ from ..ranks import wait_until
 from .links import Recorder, frame, sockets
 from .test_stream import Rank, started
 
-#: A constant of <asm-generic/socket.h>.
+#: The value of SO_MAX_PACING_RATE in <asm-generic/socket.h>, which the module `socket` lacks.
 SO_MAX_PACING_RATE = 47
 LARGE = bytes(range(256)) * (SEGMENT // 256)
 
 
 def connections(rank: Rank, peer: int) -> list[socket.socket]:
-    """Return the sockets of the data link from `rank` to `peer`; none if it is not striped."""
+    """Return the sockets of the data link from `rank` to `peer`, or an empty list if the link is not striped."""
     striped = rank.transport._links._striped.get(peer)
     return [] if striped is None else [stripe.stream.sock for stripe in striped._stripes]
 
 
 async def striped_ends(ranks: list[Rank], count: int) -> tuple[Any, Any]:
-    """Let rank 0 dial; return both ends once they have all connections."""
+    """Let rank 0 dial a striped link; return both ends as soon as both have all `count` connections."""
     ranks[0].transport.connections = lambda host: count
     near = await ranks[0].connect(ranks[1], ConnKind.DATA)
     await wait_until(lambda: ranks[1].accepted and all(len(connections(ranks[r], 1 - r)) == count for r in range(2)))
@@ -70,7 +70,7 @@ async def test_frames_of_a_striped_link_arrive_in_order_over_all_connections(fla
 async def test_connections_to_distant_hosts_are_paced(
     count: int, host: str, rtt: float, paced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check pacing, without which a fast link loses packets of a burst after a pause, and slows down."""
+    """Check pacing: without it, a fast link loses packets when it sends a burst after a pause."""
     replace_parts(monkeypatch, round_trip=lambda sock: rtt)
     async with started(2, "tcp") as ranks:
         ranks[1].card = await ranks[1].transport.listen_tcp(host)
@@ -167,7 +167,7 @@ async def test_blocks_of_a_striped_stream_are_delivered_in_order() -> None:
 
 
 async def test_block_received_early_can_be_read_in_parts() -> None:
-    """Read a part of an early block; the loop calls the reader again for the rest, which a poll no longer reports."""
+    """Read a part of an early block; the loop must call the reader again, although the sockets have no more data."""
     with Ends() as ends:
         ends.send_block(1, 1, bytes(range(100)), announced=200)
         with pytest.raises(BlockingIOError):
@@ -193,7 +193,7 @@ async def test_block_received_early_can_be_read_in_parts() -> None:
 
 
 async def test_early_blocks_of_a_striped_stream_are_kept_up_to_a_limit() -> None:
-    """Check that further blocks wait in the kernel, except the block that is due next."""
+    """Check that blocks beyond the limit wait in the kernel, except the block that is due next."""
     with Ends() as ends:
         block = 1
         full = False
@@ -221,7 +221,7 @@ async def test_striped_stream_refuses_a_block_of_another_length(length: int) -> 
 
 @pytest.mark.parametrize("block", [0, 2])
 async def test_striped_stream_refuses_a_repeated_block(block: int) -> None:
-    """Repeat a block whose first copy was delivered, or waits for its turn."""
+    """Send a block again whose first copy has already been delivered, or waits for earlier blocks."""
     with Ends() as ends:
         ends.send_block(0, 0, b"0")
         ends.send_block(1, 2, b"2")
@@ -232,7 +232,7 @@ async def test_striped_stream_refuses_a_repeated_block(block: int) -> None:
 
 
 async def test_writable_callback_of_a_striped_stream_follows_the_connection_in_use() -> None:
-    """Let another connection with more space take the next blocks."""
+    """Let the stream switch to another connection, which has more free space for the next blocks."""
     with Ends() as ends:
         calls = 0
 
