@@ -52,7 +52,7 @@ def test_interrupted_rendezvous_prints_only_keyboard_interrupt(ranks: Ranks, por
 def check_stderr(stderr: str, words: str) -> None:
     """Check that the last line of standard error is `words`, and that asyncio and aiocoll report no pending calls."""
     assert stderr.strip().rpartition("\n")[2] == words
-    for noise in ("ignored", "never retrieved", "destroyed", "nobody looked", "Warning"):
+    for noise in ("ignored", "never retrieved", "destroyed", "never awaited", "Warning"):
         assert noise not in stderr, stderr
 
 
