@@ -1,4 +1,6 @@
-"""Adapters of array libraries, imported with the first array of their library; `aiocoll.shipped` registers them.
+"""Adapters for array libraries; each is imported with the first array of its library.
+
+`aiocoll.shipped` registers the adapters.
 
 cuda_array     flat views of CUDA memory, and code that the adapters of CUDA arrays share
 cupy_arrays    CuPy arrays

@@ -1,4 +1,4 @@
-"""Flat views of CUDA memory, and code that the adapters of CUDA arrays share."""
+"""`CudaArray`, a flat view of CUDA memory, and code that all adapters for CUDA arrays share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from aiocoll.elements.dtypes import DType, from_numpy
 
 __all__ = ["KIND", "LABEL", "CudaArray", "cuda_dtype", "spare_buffer"]
 
-#: Name of this kind of device, in programs and in error messages.
+#: Name of CUDA devices in the API, and in error messages.
 KIND, LABEL = "cuda", "CUDA"
 
 
 class CudaArray(DeviceArray):
-    """Contiguous elements on a CUDA device.
+    """A flat view of contiguous memory on a CUDA device, whatever library owns the memory.
 
     Only the address is used, so bfloat16 and float8 need no library that supports them.
     """
@@ -30,7 +30,9 @@ class CudaArray(DeviceArray):
 
 
 def cuda_dtype(dtype: np.dtype[Any], name: str) -> DType:
-    """Return the element type for a NumPy dtype; `name` is the array argument's name in error messages.
+    """Return the element type for the NumPy dtype of a CUDA array.
+
+    `name` is the name of the array argument in error messages.
 
     Raises:
         TypeError: elements of this dtype cannot be exchanged between devices.
@@ -45,7 +47,7 @@ def cuda_dtype(dtype: np.dtype[Any], name: str) -> DType:
 
 
 def spare_buffer(buffer: Buffer, ptr: int, fresh: Any, copy: Callable[[int], None]) -> Buffer:
-    """Return a buffer in new device memory that replaces `buffer`; its content is copied back to the caller's array.
+    """Return a temporary buffer that replaces `buffer` during an operation, and is copied back at its end.
 
     Args:
         buffer: buffer of an array on a CUDA device.

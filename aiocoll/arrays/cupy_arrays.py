@@ -1,4 +1,4 @@
-"""The adapter of CuPy arrays. It does not import CuPy: an array exists only if the program has imported CuPy."""
+"""The adapter for CuPy arrays. It never imports CuPy: with a CuPy array, the program has imported it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CUPY"]
 
 
 class _CupyArrays(ArrayAdapter):
-    """The adapter of CuPy. It lets CuPy copy non-contiguous arrays on the caller's stream."""
+    """The adapter for CuPy arrays, which CuPy itself copies on the caller's stream if not contiguous."""
 
     library = "cupy"
     noun = "a CuPy array"
@@ -49,12 +49,12 @@ class _CupyArrays(ArrayAdapter):
             return sys.modules["cupy"].empty(array.shape, array.dtype)
 
     def overwrite(self, array: Any, values: Any) -> None:
-        """Copy `values` into `array`, on the current CUDA stream."""
+        """Copy `values` into `array`, on the array's device and CuPy's current stream."""
         with array.device:
             array[...] = values
 
     def spare(self, buffer: Buffer) -> Buffer:
-        """Return a buffer in new device memory that replaces `buffer` during an operation; see `spare_buffer`."""
+        """Return a temporary buffer that replaces `buffer` during an operation; see `spare_buffer`."""
         fresh = self.empty_like(buffer.result)
         return spare_buffer(buffer, fresh.data.ptr, fresh, _copy_into(sys.modules["cupy"], buffer.result, fresh))
 
@@ -68,7 +68,7 @@ def _copy_into(cupy: Any, array: Any, dense: Any) -> Callable[[int], None]:
 
 
 class _ForeignStream:
-    """A wrapper of another library's CUDA stream, which CuPy accesses by the CUDA stream protocol."""
+    """A CUDA stream address wrapped in the ``__cuda_stream__`` protocol, so that CuPy can use the stream."""
 
     def __init__(self, address: int) -> None:
         self._address = address

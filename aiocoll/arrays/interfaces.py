@@ -1,4 +1,4 @@
-"""Adapters of CUDA arrays of any library: by ``__cuda_array_interface__``, or by DLPack through CuPy or torch."""
+"""Adapters for CUDA arrays of any library: by ``__cuda_array_interface__``, or by DLPack."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DLPACK_CUDA = 2
 
 
 class _InterfaceArrays(ArrayAdapter):
-    """The adapter of objects with ``__cuda_array_interface__``."""
+    """The adapter for objects with ``__cuda_array_interface__``."""
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
         """Return a flat view of an object's CUDA memory."""
@@ -30,12 +30,15 @@ class _InterfaceArrays(ArrayAdapter):
 
 
 class _DlpackArrays(ArrayAdapter):
-    """The adapter of objects that export CUDA memory only by DLPack."""
+    """The adapter for objects that export CUDA memory only by DLPack, which CuPy or torch imports."""
 
     label = LABEL
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
-        """Return a flat view of an object's CUDA memory, through CuPy or torch, whichever the program has imported."""
+        """Return a flat view of an object's CUDA memory, by importing the object into CuPy or torch.
+
+        The program must have imported CuPy or torch.
+        """
         library: Any = sys.modules.get("cupy") or sys.modules.get("torch")
         if library is None:
             raise TypeError(
@@ -48,7 +51,7 @@ class _DlpackArrays(ArrayAdapter):
 
 
 class _RocmArrays(ArrayAdapter):
-    """The adapter that rejects objects on ROCm devices."""
+    """The adapter for objects on ROCm devices, which rejects them with a clear error."""
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
         """Raise TypeError: ROCm is not supported."""
@@ -61,7 +64,7 @@ ROCM = _RocmArrays()
 
 
 def _view_interface(obj: Any, name: str, writable: bool) -> CudaArray:
-    """Return a flat view of an object of an unknown library, by its ``__cuda_array_interface__`` of version 2 or 3.
+    """Return a flat view of the memory that ``obj.__cuda_array_interface__`` (version 2 or 3) describes.
 
     Raises:
         TypeError: it is masked, not contiguous, or its dtype cannot be exchanged.
@@ -74,7 +77,7 @@ def _view_interface(obj: Any, name: str, writable: bool) -> CudaArray:
     except (KeyError, TypeError, ValueError) as exc:
         raise TypeError(f"{name}: its __cuda_array_interface__ is not complete: {exc!r}") from exc
     if version < 2:
-        raise TypeError(f"{name}: its __cuda_array_interface__ has version {version}, it must be 2 or later")
+        raise TypeError(f"{name}: its __cuda_array_interface__ has version {version}, but must have version 2 or later")
     if stream == 0:
         raise TypeError(f"{name}: its __cuda_array_interface__ names stream 0, which the protocol forbids")
     dtype = _dtype_by_name(obj, found) or cuda_dtype(found, name)
@@ -85,12 +88,12 @@ def _view_interface(obj: Any, name: str, writable: bool) -> CudaArray:
     if strides is not None and not _is_contiguous(strides, shape, dtype.itemsize):
         raise TypeError(f"{name} is not contiguous, and its library is not known: pass a contiguous copy")
     size = int(np.prod(shape, dtype=np.int64))
-    # Without a stream the library has no pending work. Use the default stream, which always exists.
+    # If the interface names no stream, the library has no pending work. Then use the default stream.
     return CudaArray(ptr, size, dtype, _device_of(obj), stream or 0, obj)
 
 
 def _view_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool) -> Any:
-    """Return a CuPy or torch array, which has a stream, on the memory that `obj` exports by DLPack.
+    """Import `obj` by DLPack into CuPy or torch, and return the CuPy or torch array, which has a stream.
 
     Raises:
         TypeError: the library cannot import `obj`.
@@ -105,7 +108,10 @@ def _view_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool
 
 
 def _dtype_by_name(obj: Any, found: np.dtype[Any]) -> DType | None:
-    """Return the element type of a bfloat16 or float8 array by its name, as `found` has only the width; else None."""
+    """Return the element type for the dtype name of `obj` if it is bfloat16 or float8; otherwise None.
+
+    The NumPy dtype `found` has only the width of such elements.
+    """
     name = getattr(getattr(obj, "dtype", None), "name", None)
     if found.kind == "V" and isinstance(name, str):
         with suppress(TypeError):
@@ -115,12 +121,12 @@ def _dtype_by_name(obj: Any, found: np.dtype[Any]) -> DType | None:
 
 
 def _is_immutable(obj: Any) -> bool:
-    """Return whether `obj` is a JAX array, which is immutable even if a protocol reports its memory as writable."""
+    """Return whether `obj` is a JAX array, which must not be modified even if its memory seems writable."""
     return type(obj).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _device_of(obj: Any) -> int:
-    """Return the number of the CUDA device of an object; `UNKNOWN` if it does not report one."""
+    """Return the number of the CUDA device of `obj`; return `UNKNOWN` if `obj` does not report it."""
     ask = getattr(obj, "__dlpack_device__", None)
     if ask is None:
         return UNKNOWN
@@ -129,7 +135,10 @@ def _device_of(obj: Any) -> int:
 
 
 def _is_contiguous(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements are in C order without gaps; strides of dimensions of length 1 do not matter."""
+    """Return whether an array with these strides has its elements in C order without gaps.
+
+    Strides of dimensions of length 1 do not matter.
+    """
     step = itemsize
     for stride, length in zip(reversed(strides), reversed(shape), strict=True):
         if length > 1 and stride != step:

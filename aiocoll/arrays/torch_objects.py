@@ -13,7 +13,7 @@ from aiocoll.errors import SerializationError
 
 __all__ = ["content", "pack", "unpack"]
 
-#: Maximum number of dimensions in torch.
+#: Maximum number of dimensions of a received tensor, as in torch itself.
 _MAX_NDIM = 64
 _NAMES = frozenset(
     {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
@@ -45,7 +45,9 @@ def content(torch: Any, tensor: Any) -> memoryview:
 
 
 def unpack(torch: Any, dtype: str, shape: list[Any], data: bytes) -> Any:
-    """Return a new tensor with a received dtype, shape and content; `torch` is None if the program has not imported it.
+    """Return a new tensor with a received dtype, shape and content.
+
+    `torch` is None if the program has not imported torch.
 
     Raises:
         SerializationError: the arguments do not describe a tensor, or `torch` is None.
@@ -53,7 +55,7 @@ def unpack(torch: Any, dtype: str, shape: list[Any], data: bytes) -> Any:
     if torch is None:
         raise SerializationError("received an object that contains a torch tensor; import torch before receiving it")
     if dtype not in _NAMES or (kind := getattr(torch, dtype, None)) is None:
-        raise SerializationError(f"{dtype!r:.60} is not the dtype of a tensor")
+        raise SerializationError(f"received a torch tensor with the unknown dtype {dtype!r:.60}")
     good = len(shape) <= _MAX_NDIM and all(type(n) is int and 0 <= n <= sys.maxsize for n in shape)
     if not good or prod(shape) * kind.itemsize != len(data):
         raise SerializationError(f"a tensor of shape {shape!r:.80} and dtype {dtype} does not have {len(data)} bytes")

@@ -51,7 +51,7 @@ def _describe_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
     if tensor.layout is not torch.sparse_coo:
         raise TypeError(f"{name} is a torch tensor of layout {tensor.layout}; pass {name}.to_sparse()")
     shape, sparse_dim = tuple(tensor.shape), tensor.sparse_dim()
-    # Use private accessors, because the public ones raise for a tensor that is not coalesced.
+    # Use torch's private accessors, because `indices()` and `values()` raise for a tensor that is not coalesced.
     indices, values = tensor._indices(), tensor._values()
     flat = view(values, name=name, writable=False)
     grid, dense = shape[:sparse_dim], shape[sparse_dim:]
@@ -110,7 +110,7 @@ def _describe_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
 
 
 def _to_tensor(torch: Any, values: Array, dtype: Any) -> Any:
-    # The NumPy arrays hold bfloat16 and float8 as integers. The view gives them the torch dtype.
+    # NumPy has no bfloat16 or float8, so such values arrive as integers and need a view as the torch dtype.
     if dtype.is_floating_point and values.dtype.kind == "u":
         return torch.from_numpy(values.view(np.int16) if values.itemsize == 2 else values).view(dtype)
     return torch.from_numpy(values)

@@ -1,4 +1,4 @@
-"""The adapter of torch tensors. It does not import torch: a tensor exists only if the program has imported torch."""
+"""The adapter for torch tensors. It never imports torch: with a tensor, the program has imported it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TORCH", "cuda_view"]
 
 
 class _TorchTensors(ArrayAdapter):
-    """The adapter of torch. Autograd does not record aiocoll's operations."""
+    """The adapter for torch tensors; autograd does not record the operations of aiocoll."""
 
     library = "torch"
     noun = "a torch tensor"
@@ -36,7 +36,7 @@ class _TorchTensors(ArrayAdapter):
             return _view_elsewhere(torch, tensor, name, writable)
         dtype, carrier = _checked_dtype(tensor, name)
         try:
-            # Each of these conversions takes 0.5 µs, and few tensors need one.
+            # Convert only if necessary, because each of these conversions takes 0.5 µs and few tensors need one.
             plain = tensor.detach() if tensor.requires_grad else tensor
             resolved = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
             resolved = resolved.contiguous()
@@ -64,11 +64,11 @@ class _TorchTensors(ArrayAdapter):
         return sys.modules["torch"].empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def overwrite(self, tensor: Any, values: Any) -> None:
-        """Copy `values` into `tensor`, on the current CUDA stream."""
+        """Copy `values` into `tensor`; for a CUDA tensor, on torch's current stream."""
         tensor.detach().copy_(values)
 
     def spare(self, buffer: Buffer) -> Buffer:
-        """Return a buffer in new device memory that replaces `buffer` during an operation; see `spare_buffer`."""
+        """Return a temporary buffer that replaces `buffer` during an operation; see `spare_buffer`."""
         tensor = buffer.result
         fresh = self.empty_like(tensor)
         copy = _copy_into(sys.modules["torch"], tensor.detach(), fresh)
@@ -118,7 +118,7 @@ TORCH = _TorchTensors()
 
 
 def _view_elsewhere(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
-    """Return a flat view of a CUDA tensor; raise TypeError for a sparse tensor, or a tensor on another device."""
+    """Return a flat view of a CUDA tensor; raise TypeError for any tensor that is not supported."""
     device = tensor.device.type
     if device != KIND:
         raise _dense_tensor_error(tensor, name, f"{tensor.layout} on {device}")
@@ -151,7 +151,7 @@ def cuda_view(torch: Any, tensor: Any, dtype: DType, name: str, writable: bool) 
 
 def _copy_into(torch: Any, plain: Any, dense: Any) -> Callable[[int], None]:
     def copy(stream: int) -> None:
-        # torch does not accept the handles of the default stream (0 and 1).
+        # torch's `ExternalStream` does not accept the handles of the default stream (0 and 1).
         on = torch.cuda.ExternalStream(stream, plain.device) if stream > 1 else torch.cuda.default_stream(plain.device)
         with torch.cuda.stream(on):
             plain.copy_(dense)

@@ -1,4 +1,4 @@
-"""Functions of `torch.distributed`, awaited: ``import aiocoll.distributed as dist; await dist.all_reduce(t)``.
+"""Awaitable functions with the names of `torch.distributed`, such as ``await dist.all_reduce(t)``.
 
 A thin layer over `ProcessGroup`. The default group is the group of the context (`aiocoll.process_group`, which the
 testing kit sets on every rank). Otherwise it is the first group that `init_process_group` has made on this event loop.

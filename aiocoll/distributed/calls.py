@@ -42,7 +42,7 @@ __all__ = [
 SUM = ReduceOp.SUM
 
 A = TypeVar("A", bound=Array)
-#: Type of an array argument, if the result may have another array type.
+#: Type of one array argument in a function whose arrays may have two different types.
 B = TypeVar("B", bound=Array)
 #: Type of the argument and the result of a reduction.
 N = TypeVar("N", bound=Array | Number)
@@ -110,7 +110,7 @@ def broadcast(tensor: N, src: int | None = None, group: Group = None, group_src:
 
 
 def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Work[None]:
-    """Wait for all ranks, as `ProcessGroup.barrier` does, and for the collectives that this rank started earlier.
+    """Wait for all ranks, and for the collectives that this rank has started before; see `ProcessGroup.barrier`.
 
     As with torch's Gloo backend, the tensor of an earlier `all_reduce` is reduced after ``await barrier()``.
     Collectives of other groups, keyed calls, sends and receives do not count.
@@ -139,7 +139,7 @@ def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Wor
 
 
 def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
-    """Return whether `work` is a collective without a key that started before `barrier`, or starts together with it."""
+    """Return whether `barrier` must wait for `work`: a collective without a key, started before or with it."""
     completion = completion_of(work)
     if isinstance(completion, DeferredCompletion) and work.seq is None:
         is_in_block = completion.progress is completion_of(barrier).progress
@@ -148,7 +148,9 @@ def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
-    """Wait until all ranks have made this call; the error names missing ranks. See `ProcessGroup.monitored_barrier`.
+    """Wait until all ranks have made this call; on timeout, the error names the missing ranks.
+
+    See `ProcessGroup.monitored_barrier`.
 
     Args:
         group: a group; None means the default group.
@@ -188,7 +190,7 @@ def all_gather_into_tensor(output_tensor: A, input_tensor: Array, group: Group =
 def all_gather_coalesced(
     output_tensor_lists: list[list[A]], input_tensor_list: list[B], group: Group = None
 ) -> Work[list[list[A]]]:
-    """Check several tensors, then gather each of them from all ranks by its own `ProcessGroup.allgather`.
+    """Gather several tensors of each rank on every rank, each by its own `ProcessGroup.allgather`.
 
     Args:
         output_tensor_lists: one list per rank, with room for the tensors of that rank; the result.
@@ -260,7 +262,7 @@ def scatter(
     group: Group = None,
     group_src: int | None = None,
 ) -> Work[A]:
-    """Send the r-th tensor of rank `src`'s list to rank r; see `ProcessGroup.scatter`.
+    """Send the r-th tensor in the list of rank `src` to rank r; see `ProcessGroup.scatter`.
 
     Args:
         tensor: the array that receives this rank's part; the result.
@@ -292,7 +294,9 @@ def reduce_scatter(output: A, input_list: list[B], op: ReduceOp = SUM, group: Gr
 
 
 def reduce_scatter_tensor(output: A, input: Array, op: ReduceOp = SUM, group: Group = None) -> Work[A]:
-    """Reduce all inputs, and store the r-th part in rank r's output; see `ProcessGroup.reduce_scatter_tensor`.
+    """Reduce the inputs of all ranks, split the result into equal blocks, and store the r-th block on rank r.
+
+    See `ProcessGroup.reduce_scatter_tensor`.
 
     Args:
         output: the array that receives this rank's part, of the same count on every rank; the result.
@@ -326,7 +330,9 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> Work[A]:
-    """Send part r of `input` to rank r, and concatenate received parts in `output`; see `ProcessGroup.alltoall_base`.
+    """Send block r of `input` to rank r, and store the block received from rank r as block r of `output`.
+
+    See `ProcessGroup.alltoall_base`.
 
     Args:
         output: the array that receives the parts in rank order; the result.
@@ -343,7 +349,7 @@ def all_to_all_single(
 
 
 def _check_list(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
-    """Return `tensors` after a check that it is a list with one entry per rank."""
+    """Check that `tensors` is a list with one entry per rank, and return it."""
     if not isinstance(tensors, list):
         raise TypeError(f"{name} must be a list, not {type(tensors).__name__}")
     if len(tensors) != pg.size():
@@ -352,12 +358,12 @@ def _check_list(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
 
 
 def _check_root_list(tensors: Any, name: str, root_name: str, pg: ProcessGroup, root: int) -> list[Any] | None:
-    """Return the root's list of tensors; raise if the root has no list, or another rank has one."""
+    """Check that the root, and no other rank, has given a list of one tensor per rank; return the list."""
     is_root = pg.rank() == root
     if is_root:
         if tensors is None:
-            raise ValueError(f"{name} is missing; the rank that is {root_name} must give one tensor per rank")
+            raise ValueError(f"{name} is missing; rank {root_name} must give a list with one tensor per rank")
         return _check_list(tensors, name, pg)
     if tensors is not None and not (isinstance(tensors, list) and not tensors):
-        raise ValueError(f"{name} must be None or [] on this rank; only the rank that is {root_name} gives it")
+        raise ValueError(f"{name} must be None or [] on this rank; only rank {root_name} gives a list")
     return None

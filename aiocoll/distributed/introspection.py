@@ -34,7 +34,10 @@ GroupName = NewType("GroupName", str)
 
 
 class DebugLevel(IntEnum):
-    """The extent to which ranks compare their calls before data moves. INFO exists for comparisons; no group has it."""
+    """The debug levels of torch.distributed; at `DETAIL`, ranks compare their calls before data moves.
+
+    No group has the level INFO, which exists so that programs can compare levels.
+    """
 
     OFF = 0
     INFO = 1
@@ -42,14 +45,14 @@ class DebugLevel(IntEnum):
 
 
 def get_debug_level() -> DebugLevel:
-    """Return the debug level of the default group, or else the level that the environment sets for new groups."""
+    """Return the debug level of the default group; without one, the level that new groups will have."""
     pg = find_default_group()
     options = GroupOptions.resolve(None, os.environ) if pg is None else parts_of(pg).dispatcher.options
     return DebugLevel[options.debug.upper()]
 
 
 def get_backend(group: Group = None) -> Backend:
-    """Return the backend of a group for arrays on the host, or for CUDA arrays if the group serves only these.
+    """Return the backend of a group for host arrays; for CUDA arrays if the group accepts only these.
 
     Args:
         group: a group; None means the default group.
@@ -59,7 +62,7 @@ def get_backend(group: Group = None) -> Backend:
 
 
 def get_backend_config(group: Group = None) -> str:
-    """Return the backends of a group by device, such as ``"cpu:aio,cuda:nccl"``.
+    """Return the backend of a group for each kind of device, such as ``"cpu:aio,cuda:nccl"``.
 
     Args:
         group: a group; None means the default group.
@@ -81,7 +84,7 @@ def get_default_backend_for_device(device: Any) -> str:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Return whether this process can use the named backends; "nccl" loads CuPy.
+    """Return whether this process can use the given backend or backends; "nccl" imports CuPy.
 
     Args:
         backend: a name, or pairs of device and name such as ``"cpu:aio"``.
@@ -94,12 +97,12 @@ def is_backend_available(backend: str) -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Return whether this process can use NCCL for CUDA arrays; loads CuPy."""
+    """Return whether this process can use NCCL for CUDA arrays; imports CuPy if installed."""
     return is_backend_available(Backend.NCCL)
 
 
 def is_gloo_available() -> bool:
-    """Return whether the program has registered a backend named "gloo", which aiocoll does not contain."""
+    """Return whether the program has registered a backend named "gloo"; aiocoll itself has none."""
     return is_backend_available("gloo")
 
 
@@ -119,7 +122,7 @@ def is_xccl_available() -> bool:
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Return whether a reduction op is defined on complex numbers: MIN, MAX, bitwise and logical ops are not.
+    """Return whether a reduction op can reduce complex numbers; MIN, MAX, bitwise and logical ops cannot.
 
     Args:
         reduceOp: an operation.
@@ -128,7 +131,7 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
 
 
 def get_pg_count() -> int:
-    """Return the number of open groups: the default group, and all groups split off from it."""
+    """Return the number of open groups: the default group, and all groups that were split off from it."""
     pg = find_default_group()
     return 0 if pg is None else len(parts_of(pg).reconfigurer.open_groups())
 

@@ -1,4 +1,4 @@
-"""A second work for the operation of another work, with a function applied to the result."""
+"""`map_result`: a work whose result is a function of another work's result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def map_result(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
-    """Return a second work for the operation of `work`, with `change(result)` as its result.
+    """Return a work that ends together with `work`, and has the result `change(result of work)`.
 
     Args:
         work: the work of the operation. The caller must not use it after this call.

@@ -1,4 +1,6 @@
-"""Object collectives, which fill lists in place. `aiocoll.codec` documents the supported types; pickle is not used.
+"""Object collectives of torch.distributed, which fill lists in place, without pickle.
+
+`aiocoll.codec` documents the supported types.
 
 The arguments `device` and `use_batch` are accepted but not used: objects always go through host memory.
 """
@@ -48,7 +50,7 @@ def broadcast_object_list(
     device: object = None,
     group_src: int | None = None,
 ) -> Work[list[Any]]:
-    """Copy the objects in rank `src`'s list into the lists of all ranks; see `ProcessGroup.broadcast_object`.
+    """Copy the objects in the list of rank `src` into the lists of all ranks; see `ProcessGroup.broadcast_object`.
 
     Args:
         object_list: a list of the same length on every rank; the result.
@@ -105,7 +107,7 @@ def gather_object(
         assert object_gather_list is not None
         return map_result(pg.gather_object(obj, root), _make_filler(object_gather_list, "the group"))
     if object_gather_list:
-        raise ValueError("object_gather_list must be None or [] on this rank; only rank dst gives it")
+        raise ValueError("object_gather_list must be None or [] on this rank; only rank dst gives a list")
     return pg.gather_object(obj, root)
 
 
@@ -132,7 +134,9 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> Work[list[Any]]:
-    """Store object r of rank `src`'s list in the first entry of rank r's list; see `ProcessGroup.scatter_object`.
+    """Send the r-th object in the list of rank `src` to rank r, as the first entry of its output list.
+
+    See `ProcessGroup.scatter_object`.
 
     Args:
         scatter_object_output_list: a list of at least one entry; the result.
@@ -146,7 +150,7 @@ def scatter_object_list(
         return finish_outside("SCATTER_OBJECT")
     _check_list(scatter_object_output_list, "scatter_object_output_list")
     if not scatter_object_output_list:
-        raise ValueError("scatter_object_output_list is empty; its first entry receives the object")
+        raise ValueError("scatter_object_output_list is empty; pass a list with one entry, which receives the object")
     root = rank_of(pg, "src", src, group_src, 0)
     if pg.rank() == root:
         _check_list(scatter_object_input_list, "scatter_object_input_list", pg.size())
@@ -227,13 +231,15 @@ def _check_list(given: Any, name: str, length: int | None = None) -> None:
 
 
 def _make_filler(into: list[Any], whose: str) -> Callable[[Any], list[Any]]:
-    """Return a function that stores received objects in the list `into`; in a dry run it leaves the list unchanged."""
+    """Return a function that stores received objects in the list `into`, except in a dry run."""
 
     def fill(objects: Any) -> list[Any]:
         if objects is not None and objects is not into:
             if not isinstance(objects, list) or len(objects) != len(into):
                 what = f"a list of {len(objects)}" if isinstance(objects, list) else type(objects).__name__
-                raise ValueError(f"{whose} gave {what}, but the list here has {len(into)} entries; use equal lengths")
+                raise ValueError(
+                    f"{whose} gave {what}, but the list on this rank has {len(into)} entries; use equal lengths"
+                )
             into[:] = objects
         return into
 

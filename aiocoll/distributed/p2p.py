@@ -24,7 +24,7 @@ A_co = TypeVar("A_co", bound=Array, covariant=True)
 def isend(
     tensor: M, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> Work[M]:
-    """Send `tensor` to another rank; the work is done when its memory may be reused; see `ProcessGroup.send`.
+    """Send `tensor` to another rank; the work is done when the tensor may be modified. See `ProcessGroup.send`.
 
     Args:
         tensor: an array, dense or sparse; the result.
@@ -43,7 +43,7 @@ send = isend
 def irecv(
     tensor: M, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work[M]:
-    """Receive into `tensor`; see `ProcessGroup.recv`, or `recv_anysource` if no source is given.
+    """Receive a message into `tensor`, from one rank or from any; see `ProcessGroup.recv` and `recv_anysource`.
 
     Args:
         tensor: an array of the length and dtype of the message, or a sparse one of its shape; the result.
@@ -59,7 +59,7 @@ def irecv(
 def recv(
     tensor: Array | Sparse, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work[int]:
-    """Receive into `tensor`, as `irecv` does; the result is the sender's global rank, or -1 outside the group.
+    """Receive a message into `tensor`, and return the sender's global rank; -1 on a rank outside the group.
 
     Args:
         tensor: an array of the length and dtype of the message, or a sparse one of its shape.
@@ -123,10 +123,10 @@ class P2POp(Generic[A_co]):
 
 
 class Requests(list[Work[A]]):
-    """The list of a batch's works. Awaiting the list awaits all works and returns their tensors."""
+    """A list of the works of `batch_isend_irecv`, which is awaitable: it waits for all works."""
 
     def __await__(self) -> Generator[Any, None, list[A]]:
-        """Wait for all works, even after a work has failed, as the work of `ProcessGroup.batch` does."""
+        """Wait for all works, even if one has failed, and return their tensors; see `ProcessGroup.batch`."""
         return combine_works(parts_of(self[0].group).messages.one_of("BATCH", self), self).__await__()
 
 

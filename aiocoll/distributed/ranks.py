@@ -25,7 +25,7 @@ __all__ = [
 
 
 def get_rank(group: Group = None) -> int:
-    """Return this rank's number in a group; -1 if it is not in the group.
+    """Return the rank of this process in a group; -1 if it is not in the group.
 
     Args:
         group: a group; None means the default group.
@@ -47,7 +47,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Return the rank in `group` of a rank of the default group.
+    """Convert a global rank to the rank in `group`.
 
     Args:
         group: a group.
@@ -61,7 +61,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Return the rank in the default group of a rank of `group`.
+    """Convert a rank in `group` to a global rank, which is the rank in the default group.
 
     Args:
         group: a group.
@@ -86,7 +86,7 @@ def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return this process's rank among the ranks of its host, from ``LOCAL_RANK`` or the launcher's own variable.
+    """Return this process's rank on its host, from ``LOCAL_RANK`` or the launcher's own variable.
 
     Args:
         fallback_rank: returned if there is no such variable.
@@ -105,7 +105,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def rank_of(pg: ProcessGroup, name: str, given: int | None, group_given: int | None, default: int | None = None) -> int:
-    """Return the rank in `pg` of a root or peer, given by its global rank or by its rank in the group.
+    """Return the rank in `pg` of a root or peer that the caller gives by global rank or by group rank.
 
     Args:
         pg: the group.
@@ -127,7 +127,7 @@ def rank_of(pg: ProcessGroup, name: str, given: int | None, group_given: int | N
 
 
 def sender_of(pg: ProcessGroup, work: Work[Any]) -> int:
-    """Return the global rank of the sender of the message that `work` received; -1 in a dry run."""
+    """Return the global rank that sent the message received by `work`; -1 in a dry run."""
     source = completion_of(work).source
     return -1 if source is None else global_rank_of(pg, source)
 
@@ -152,8 +152,8 @@ def global_rank_of(pg: ProcessGroup, rank: int) -> int:
         return world.global_ranks.index(pg.global_ranks[rank])
     except ValueError:
         raise ValueError(
-            f"rank {rank} of group {pg.group_name!r} is not in the default group, {world.group_name!r}, so it has no "
-            "global rank"
+            f"rank {rank} of group {pg.group_name!r} has no global rank, because it is not in the default group, "
+            f"{world.group_name!r}"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Subgroups: groups of some ranks of another group."""
+"""Functions that make subgroups: groups of some ranks of another group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "split_group",
 ]
 
-#: Flags of `shrink_group`: wait for pending calls in the group, or let them fail.
+#: Values of the argument `shrink_flags` of `shrink_group`: wait for pending calls in the group, or let them fail.
 SHRINK_DEFAULT = 0
 SHRINK_ABORT = 1
 
@@ -49,7 +49,7 @@ def new_group(
     group_desc: str | None = None,
     device_id: object = None,
 ) -> Work[ProcessGroup | int]:
-    """Make a group of some ranks of the default group, without sending a message; see `ProcessGroup.split_group`.
+    """Make a group of some ranks of the default group, without communication; see `ProcessGroup.split_group`.
 
     All ranks of the default group call it, in the same order.
 
@@ -88,7 +88,7 @@ def split_group(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Work[ProcessGroup | None]:
-    """Split a group into the groups of `split_ranks`; see `ProcessGroup.split_group`.
+    """Split a group into one group per list in `split_ranks`; see `ProcessGroup.split_group`.
 
     Args:
         parent_pg: a group; None means the default group.
@@ -116,7 +116,7 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Work[tuple[Group, list[Group]]]:
-    """Make groups of equal size from consecutive ranks of a group, by `new_group`; all ranks of the group call it.
+    """Split a group into subgroups of `group_size` consecutive ranks; all ranks of the group call this.
 
     Args:
         group_size: ranks per group; None means the number of ranks that the launcher has started on this host
@@ -157,7 +157,7 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Work[tuple[Group, list[Group]]]:
-    """Make several groups of ranks of the default group, by `new_group`; all of its ranks call it.
+    """Make one group per list of global ranks; all ranks of the default group call this.
 
     Args:
         ranks_per_subgroup_list: lists of global ranks, without common ranks.
@@ -197,7 +197,7 @@ async def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: Any = None,
 ) -> ProcessGroup:
-    """Make a group without some ranks; see `ProcessGroup.shrink`. Only the remaining ranks call it.
+    """Make a group without `ranks_to_exclude`; only the remaining ranks call this. See `ProcessGroup.shrink`.
 
     The old group is closed, with all groups split off from it. If it was the default group, the new one replaces it.
 
@@ -216,18 +216,20 @@ async def shrink_group(
     if not isinstance(ranks_to_exclude, list):
         raise TypeError(f"ranks_to_exclude must be a list, not {type(ranks_to_exclude).__name__}")
     if not ranks_to_exclude:
-        raise ValueError("ranks_to_exclude is empty; name at least one rank")
+        raise ValueError("ranks_to_exclude is empty; give at least one rank")
     if isinstance(shrink_flags, bool) or shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise ValueError(f"shrink_flags={shrink_flags!r} must be SHRINK_DEFAULT or SHRINK_ABORT")
     old = require_member(group)
     _check_same_options(old, None, pg_options, None)
     if old.size() < 2:
-        raise ValueError(f"group {old.group_name!r} has only one rank, so none can be excluded")
+        raise ValueError(f"group {old.group_name!r} has only one rank, which cannot be excluded")
     excluded = _check_ranks(ranks_to_exclude, "ranks_to_exclude", old)
     if len(excluded) == old.size():
         raise ValueError(f"ranks_to_exclude names all {old.size()} ranks of the group; at least one must remain")
     if old.rank() in excluded:
-        raise RuntimeError(f"ranks_to_exclude names rank {old.rank()}, this one; only the remaining ranks call it")
+        raise RuntimeError(
+            f"ranks_to_exclude names rank {old.rank()}, which is this rank; only the remaining ranks may make this call"
+        )
     if shrink_flags == SHRINK_DEFAULT:
         await parts_of(old).lifetime.settle()
     new = await old.shrink(excluded)
@@ -241,7 +243,10 @@ async def shrink_group(
 def _split_into(
     parent: ProcessGroup, lists: list[list[int]], timeout: Timeout, backend: str | None, options: Any, desc: str | None
 ) -> Work[tuple[Group, list[Group]]]:
-    """Split `parent` into `lists` of ranks; return the group of this rank, and a group or marker for each list."""
+    """Make one group per list of ranks; return this rank's group, and a group or marker for each list.
+
+    The marker stands for a group that this rank is not in.
+    """
     _check_same_options(parent, backend, options, None)
 
     def all_parts(pg: ProcessGroup | None) -> tuple[Group, list[Group]]:
@@ -266,24 +271,28 @@ def _check_ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:
             raise ValueError(f"{name} names rank {number} twice")
         numbers.append(number)
     if not numbers:
-        raise ValueError(f"{name} is empty; name at least one rank")
+        raise ValueError(f"{name} is empty; give at least one rank")
     return sorted(numbers)
 
 
 def _check_same_options(pg: ProcessGroup, backend: str | None, options: Any, device: Any) -> None:
-    """Raise if an argument requests a backend, device or options that the parent group `pg` does not have."""
+    """Raise if a backend, device or option differs from that of the parent group `pg`, which subgroups inherit."""
     if options is not None:
         raise ValueError("pg_options must be None; a group has the options of the group that it is split off from")
     if backend is not None and not _has_backend(pg, backend):
         own, served = get_backend(pg), get_backend_config(pg)
-        raise ValueError(f"backend={backend!r} must be None or {own!r}; group {pg.group_name!r} has {served}")
+        raise ValueError(
+            f"backend={backend!r} must be None or {own!r}, because the parent group {pg.group_name!r} has {served}"
+        )
     if device is not None and kind_of(device_name(device) or "", "device_id") not in parts_of(pg).devices:
         served = ", ".join(map(repr, parts_of(pg).devices))
-        raise ValueError(f"device_id={device!r} must be None or of a kind that {pg.group_name!r} serves: {served}")
+        raise ValueError(
+            f"device_id={device!r} must be None or a device of the parent group {pg.group_name!r}, which has {served}"
+        )
 
 
 def _has_backend(pg: ProcessGroup, backend: str) -> bool:
-    """Return whether `pg` has the named backend, or all given pairs of device and backend."""
+    """Return whether group `pg` has `backend`: a backend name, or pairs such as "cpu:aio,cuda:nccl"."""
     try:
         wanted = BackendConfig(backend).device_backend_map
     except ValueError:  # not a known backend, so no group has it
@@ -294,7 +303,7 @@ def _has_backend(pg: ProcessGroup, backend: str) -> bool:
 
 
 def _set_description(pg: Any, desc: str | None, outside: Any) -> Any:
-    """Set the description of the split-off group `pg` and return it; return `outside` if this rank is not in it."""
+    """Set the description of the new group `pg`, and return `pg`; return `outside` if `pg` is None."""
     if pg is None:
         return outside
     if desc is not None:

@@ -1,4 +1,4 @@
-"""Default group: of the context, else of the event loop, else of the process in a thread without a loop."""
+"""Default group: the group of the context, else of the event loop, else of the process."""
 
 from __future__ import annotations
 
@@ -46,18 +46,19 @@ Group = ProcessGroup | int | None
 default_pg_timeout = timedelta(seconds=300)
 
 _NON_GROUP_MEMBER: Final = -100
-#: The first group that `init_process_group` has made on each loop. A new entry removes the entries of closed loops.
+#: The first group that `init_process_group` has made on each event loop. Adding an entry removes the entries of closed
+#: loops.
 _first_groups: dict[asyncio.AbstractEventLoop, ProcessGroup] = {}
 #: All groups that `init_process_group` has made, one per rank of this process.
 _groups: WeakSet[ProcessGroup] = WeakSet()
-#: Groups that `shrink_group` has closed, with the groups that replace them.
+#: For each group that `shrink_group` has closed: the group that replaces it.
 _successors: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 class _World(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
-        """The default group, or None. An assignment sets the default group of this context."""
+        """The default group, or None; assigning a group makes it the default group of this context."""
         return find_default_group()
 
     @WORLD.setter
@@ -66,11 +67,11 @@ class _World(type):
 
 
 class group(metaclass=_World):
-    """Holder of the default group: ``group.WORLD``."""
+    """The namespace of ``group.WORLD``, the default group, as in torch.distributed."""
 
 
 class GroupMember(metaclass=_World):
-    """Holder of the marker that a rank gets instead of a group that it is not in.
+    """The namespace of ``GroupMember.NON_GROUP_MEMBER``, as in torch.distributed.
 
     Attributes:
         NON_GROUP_MEMBER: returned instead of a group to ranks that are not in it.
@@ -80,7 +81,7 @@ class GroupMember(metaclass=_World):
 
 
 def find_default_group() -> ProcessGroup | None:
-    """Return the default group; None if there is none, or if it is closed.
+    """Return the default group; None if there is no open default group.
 
     Raises:
         RuntimeError: this thread runs no event loop, and the process has several ranks.
@@ -93,7 +94,7 @@ def find_default_group() -> ProcessGroup | None:
 
 
 def _find_in_process() -> ProcessGroup | None:
-    """Return the default group of the only rank in this process; None if the process has no rank."""
+    """Return the default group of this process's only rank; None if this process has no rank."""
     ranks = {pg for made in list(_groups) if (pg := _find_open_successor(made)) is not None}
     if len(ranks) > 1:
         raise RuntimeError(
@@ -104,14 +105,14 @@ def _find_in_process() -> ProcessGroup | None:
 
 
 def _find_open_successor(pg: ProcessGroup | None) -> ProcessGroup | None:
-    """Return `pg` if it is open, else the open group that replaced it; None without such a group."""
+    """Return `pg` if it is open, else the open group that has replaced `pg`; None if all are closed."""
     while pg is not None and _is_closed(pg, otherwise=False):
         pg = _successors.get(pg)
     return pg
 
 
 def _is_closed(pg: ProcessGroup | None, *, otherwise: bool) -> bool:
-    """Return whether this rank has closed a group; `otherwise` for a third-party group, which does not report it."""
+    """Return whether this rank has closed a group; return `otherwise` for a group of a third-party class."""
     return parts_of(pg).dispatcher.closed if isinstance(pg, ProcessGroup) else otherwise
 
 
@@ -124,19 +125,19 @@ def default_group() -> ProcessGroup:
     pg = find_default_group()
     if pg is None:
         raise ValueError(
-            "there is no default group here; call `await init_process_group()` first, or use "
-            "`with aiocoll.process_group(pg):`; a closed group is not a default group"
+            "there is no open default group in this context; call `await init_process_group()` first, or use "
+            "`with aiocoll.process_group(pg):`"
         )
     return pg
 
 
 def is_outside(group: Group) -> bool:
-    """Return whether `group` is the marker that this rank got instead of a group that it is not in."""
+    """Return whether `group` is `GroupMember.NON_GROUP_MEMBER`: this rank is not in the group."""
     return isinstance(group, int) and group == _NON_GROUP_MEMBER
 
 
 def member_of(group: Group, op: str) -> ProcessGroup | None:
-    """Return the `ProcessGroup` that the call `op` uses; warn and return None if this rank is not in it."""
+    """Return the group that the call `op` uses; warn and return None if this rank is not in the group."""
     if group is None:
         return default_group()
     if is_outside(group):
@@ -148,7 +149,7 @@ def member_of(group: Group, op: str) -> ProcessGroup | None:
 
 
 def check_group(group: Any) -> ProcessGroup:
-    """Return `group` after a check that it is a group of any backend, and not a rank number or a coroutine."""
+    """Return `group` if it is a process group; raise TypeError for a coroutine or any other object."""
     if not hasattr(group, "allreduce"):
         hint = "; await the call that makes the group" if hasattr(group, "__await__") else ""
         raise TypeError(f"group must be a ProcessGroup or None, not {type(group).__name__}{hint}")
@@ -157,14 +158,14 @@ def check_group(group: Any) -> ProcessGroup:
 
 
 def require_member(group: Group) -> ProcessGroup:
-    """Return the `ProcessGroup` that a call uses; raise if this rank is not in it."""
+    """Return the group that a call uses; raise if this rank is not in the group."""
     if is_outside(group):
-        raise ValueError("group: this rank is not in the given group")
+        raise ValueError("group: this rank is not in the given group; only its members may make this call")
     return default_group() if group is None else check_group(group)
 
 
 def finish_outside(op: str, result: Any = None) -> Work[Any]:
-    """Return a finished work with `result`, for a call by a rank that is not in the group."""
+    """Return a finished work with `result`, for a call by a rank outside the group."""
     pg = default_group()
     parts = parts_of(pg)
     return finished_work(parts.comm.endpoint, op, parts.dispatcher, result)
@@ -213,8 +214,8 @@ async def init_process_group(
     present = CURRENT.get()
     if present is not None and find_default_group() is not None:
         raise ValueError(
-            f"a default group exists here already, {present.group_name!r}; call destroy_process_group() before "
-            "another init_process_group()"
+            f"the default group {present.group_name!r} exists already; call destroy_process_group() before another "
+            "init_process_group()"
         )
     if store is not None and init_method is None and rank == -1:
         raise ValueError("rank is missing; give rank= with store=, as torch.distributed requires it")
@@ -255,14 +256,14 @@ async def destroy_process_group(group: Group = None) -> None:
 
 
 def device_name(device_id: Any) -> str | None:
-    """Return the name of a device, given by its name, its number, a `torch.device` or None."""
+    """Return the name of a device, such as "cuda:0"; None stands for no device."""
     if hasattr(device_id, "__index__"):
         return f"cuda:{to_int(device_id, 'device_id', 'a device, its number or None')}"
     return None if device_id is None else str(device_id)
 
 
 def is_available() -> bool:
-    """Return whether the package can be used: always True."""
+    """Return True: this package can always be used."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""Interfaces to CUDA, NCCL and this library's kernels, as protocols that use plain integers.
+"""Interfaces to CUDA, NCCL and arithmetic on devices: `typing.Protocol` classes, with integers as handles.
 
 Devices are ordinals. Streams, events and memory are addresses. `aiocoll.gpu.cupy_api` implements the protocols by CuPy;
 tests use fakes. Rules for callers:
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 __all__ = ["LIBRARY", "Cuda", "DeviceError", "Kernels", "Nccl", "NcclCommunicator"]
 
-#: The name of NCCL as a backend, and in statistics.
+#: Name of the NCCL backend in group options and in statistics.
 LIBRARY = "nccl"
 
 
 class DeviceError(Exception):
-    """Raised for errors that CUDA or NCCL reports.
+    """Raised when a CUDA or NCCL call reports an error.
 
     Attributes:
         call: the function that failed.
@@ -39,7 +39,7 @@ class DeviceError(Exception):
 
 
 class Kernels(Protocol):
-    """Device arithmetic for which the CUDA runtime has no function."""
+    """Arithmetic on device arrays, which the CUDA runtime itself does not provide."""
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
         """Multiply `count` elements of `source` by `factor` into `target`, which may be `source`, in stream order.
@@ -73,16 +73,19 @@ class Cuda(Protocol):
         """Make `device` the current device of this thread."""
 
     def current(self) -> int:
-        """Return the current device of this thread. Streams 0, 1 and 2 are streams of that device."""
+        """Return the number of this thread's current CUDA device.
+
+        Streams 0, 1 and 2 are streams of that device.
+        """
 
     def has_context(self, device: int) -> bool:
-        """Return whether this process has a CUDA context on the device. If not, `use` would make one."""
+        """Return whether this process has a CUDA context on `device`; `use` creates a missing context."""
 
     def relax(self) -> None:
-        """Prevent calls of this thread from invalidating graph captures of other threads."""
+        """Prevent CUDA calls of this thread from invalidating the CUDA graph captures of other threads."""
 
     def device_of(self, address: int) -> int:
-        """Return the device to whose memory `address` belongs."""
+        """Return the number of the device that owns the memory at `address`."""
 
     def stream_create(self) -> int:
         """Return a new stream on the thread's current device that does not wait for the default stream."""
@@ -94,7 +97,7 @@ class Cuda(Protocol):
         """Return whether work on `stream` is being captured into a CUDA graph."""
 
     def event_create(self, sleeps: bool = False) -> int:
-        """Return a new event on the thread's device. Threads that wait for it spin, or sleep if `sleeps`.
+        """Return a new CUDA event on the current device; threads that wait for it sleep if `sleeps`, else spin.
 
         Few sleeping events may be pending on a stream, see `aiocoll.gpu.events`.
         """
@@ -103,22 +106,22 @@ class Cuda(Protocol):
         """Destroy a CUDA event."""
 
     def event_record(self, event: int, stream: int) -> None:
-        """Record `event` on `stream`: it is done when all work enqueued there so far is done."""
+        """Record `event` on `stream`; the event is done when all work enqueued on the stream so far is done."""
 
     def event_done(self, event: int) -> bool:
-        """Return whether the event is done; raise an error if earlier work has failed."""
+        """Return whether the event is done; raise `DeviceError` if work before the event has failed."""
 
     def event_synchronize(self, event: int) -> None:
-        """Block this thread, without the GIL, until the event is done; raise an error if earlier work has failed."""
+        """Block this thread, without holding the GIL, until the event is done; raise if work before it has failed."""
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """Let work enqueued later on `stream` wait for `event`."""
+        """Make work that is enqueued on `stream` after this call wait for `event`."""
 
     def stream_write(self, stream: int, address: int, value: int) -> None:
-        """Write a 32-bit unsigned integer to page-locked memory when all work enqueued on `stream` so far is done."""
+        """Enqueue a write of a 32-bit unsigned integer to page-locked host memory, in stream order."""
 
     def pinned(self, nbytes: int) -> NDArray[Any]:
-        """Return `nbytes` of page-locked host memory as a uint8 array. Its last reference frees the memory."""
+        """Return `nbytes` of page-locked host memory as a uint8 array, freed with the last reference to the array."""
 
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from device memory to page-locked host memory, in stream order."""
@@ -130,10 +133,10 @@ class Cuda(Protocol):
         """Copy within device memory, in stream order."""
 
     def scratch(self, nbytes: int, stream: int) -> int:
-        """Return the address of `nbytes` of new device memory, for work enqueued later on `stream`."""
+        """Allocate `nbytes` of device memory in stream order, and return the address."""
 
     def scratch_free(self, address: int, stream: int) -> None:
-        """Free memory from `scratch` when the work that is on `stream` now is done."""
+        """Free memory from `scratch` in stream order: after the work that is enqueued on `stream` now."""
 
 
 class NcclCommunicator(Protocol):
@@ -152,10 +155,10 @@ class NcclCommunicator(Protocol):
         """Concatenate `count` elements of every rank in every rank's `target`."""
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce over all ranks; part r of the result, with `count` elements, goes to rank r's `target`."""
+        """Reduce over all ranks, and store the r-th block of `count` elements in rank r's `target`."""
 
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Send to `peer`. The stream is blocked until `peer` calls `recv`."""
+        """Send device memory to `peer`; the stream is blocked until `peer` calls `recv`."""
 
     def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """Receive from `peer` into device memory."""
@@ -164,14 +167,17 @@ class NcclCommunicator(Protocol):
         """Return the asynchronous error of the communicator, or None."""
 
     def abort(self) -> None:
-        """Abort the calls in flight, from any thread. They then count as done, with undefined results."""
+        """Abort the NCCL calls in flight; any thread may call this.
+
+        The aborted calls count as done, with undefined results.
+        """
 
     def destroy(self) -> None:
-        """Destroy the communicator. All ranks of a host must call this, with no NCCL call in flight."""
+        """Destroy the communicator; all ranks of a host must call this, while no NCCL call is in flight."""
 
 
 class Nccl(Protocol):
-    """The NCCL library of this process. Methods raise `DeviceError` when the NCCL call fails, and may block."""
+    """The NCCL library of this process; each method may block, and raises `DeviceError` if its NCCL call fails."""
 
     def version(self) -> int:
         """Return the version of NCCL, such as 22809."""
@@ -180,10 +186,10 @@ class Nccl(Protocol):
         """Return the 128-byte id of a new communicator. One rank calls this, and sends the id to the others."""
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
-        """Create this rank's communicator on the thread's device. Blocks until all ranks have called this."""
+        """Create this rank's communicator on the thread's current device; block until all ranks have called this."""
 
     def group_start(self) -> None:
-        """Start an NCCL group: calls up to `group_end` are launched together, so none waits for another."""
+        """Start an NCCL group: `group_end` launches all calls made until then, so that none waits for another."""
 
     def group_end(self) -> None:
         """Launch all calls since `group_start`; raise the first error of these calls."""

@@ -1,4 +1,4 @@
-"""Device backend for CUDA, by which the core uses this package. The first call loads the rest of the package."""
+"""Device backend for CUDA: the entry point to this package, whose other modules it imports lazily."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CUDA"]
 
 
 class _CudaBackend:
-    """The device backend for CUDA arrays: NCCL carries out the calls, or the host does."""
+    """The device backend for CUDA arrays: calls run in NCCL, or on copies of the arrays in host memory."""
 
     kind = KIND
     label = LABEL
@@ -33,7 +33,7 @@ class _CudaBackend:
     def calls(
         self, comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
     ) -> CudaCalls:
-        """Make the `CudaCalls` of a group, at its first call on CUDA arrays."""
+        """Create the `CudaCalls` of a group, when the group first makes a call on CUDA arrays."""
         with loading("CUDA arrays"):
             from aiocoll.gpu.calls.device_calls import CudaCalls  # imports all modules for GPUs
 

@@ -1,4 +1,4 @@
-"""Copies between a device and ordinary host memory, for use when no page-locked memory is available.
+"""Copies between a device and pageable host memory, for arrays that could not get page-locked memory.
 
 CUDA locks memory, and frees locked memory, only when the kernels on the device have ended: and those of NCCL may wait
 for a rank that waits for what is to be copied. So one block is locked before there are such kernels. In a thread of its
@@ -18,12 +18,12 @@ from aiocoll.gpu.api import Cuda
 
 __all__ = ["Bounce"]
 
-#: Size of the block in bytes: enough for nearly the full speed of large copies.
+#: Size of the page-locked bounce buffer in bytes: enough for nearly the full speed of large copies.
 NBYTES = 1 << 20
 
 
 class Bounce:
-    """A page-locked block of memory for one device, through which copies go one after the other.
+    """A page-locked bounce buffer of one device; copies pass through the buffer one after the other.
 
     Args:
         cuda: the CUDA runtime.
@@ -38,7 +38,7 @@ class Bounce:
         self._block = cuda.pinned(NBYTES)
 
     def copy(self, pairs: Sequence[tuple[NDArray[Any], int]], *, to_host: bool) -> None:
-        """Copy between host arrays and addresses on the thread's device. Block until the copies are done.
+        """Copy between host arrays and addresses on the thread's current device; block until the copies are done.
 
         Raises:
             DeviceError: CUDA has refused.

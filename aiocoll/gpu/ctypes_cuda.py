@@ -21,7 +21,7 @@ from aiocoll.gpu.driver import Driver
 __all__ = ["SIGNATURES", "CtypesCuda"]
 
 _INT, _UINT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
-#: Argument types of functions that `Driver` does not use. Handles and addresses are as wide as pointers.
+#: Argument types of the CUDA driver functions that only this module calls. Handles and host addresses are pointers.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (_POINTER,),
     "cuDeviceGetCount": (_POINTER,),
@@ -53,7 +53,7 @@ _BUS_ID = 64
 
 
 class CtypesCuda(Driver):
-    """The interface `Cuda`, implemented by the CUDA driver.
+    """An implementation of `Cuda` that calls the CUDA driver by ctypes.
 
     Args:
         library: libcuda, as returned by `ctypes.CDLL`.
@@ -90,7 +90,7 @@ class CtypesCuda(Driver):
         return major, minor
 
     def current(self) -> int:
-        """Return the current device of this thread; -1 if there is none."""
+        """Return the number of this thread's current device; -1 if there is none."""
         try:
             return self._number("cuCtxGetDevice")
         except DeviceError as error:
@@ -125,7 +125,7 @@ class CtypesCuda(Driver):
         self._call("cuEventDestroy_v2", event)
 
     def event_record(self, event: int, stream: int) -> None:
-        """Record `event` on `stream`: it is done when all work enqueued there so far is done."""
+        """Record `event` on `stream`; the event is done when all work enqueued on the stream so far is done."""
         self._call("cuEventRecord", event, stream)
 
     def event_synchronize(self, event: int) -> None:
@@ -133,7 +133,7 @@ class CtypesCuda(Driver):
         self._call("cuEventSynchronize", event)
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """Let work enqueued later on `stream` wait for `event`."""
+        """Make work that is enqueued on `stream` after this call wait for `event`."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def pinned(self, nbytes: int) -> NDArray[Any]:
@@ -157,11 +157,11 @@ class CtypesCuda(Driver):
         self._call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
 
     def scratch(self, nbytes: int, stream: int) -> int:
-        """Return the address of new device memory, for work enqueued later on `stream`."""
+        """Allocate device memory in stream order, and return the address."""
         return self._address("cuMemAllocAsync", nbytes, stream)
 
     def scratch_free(self, address: int, stream: int) -> None:
-        """Free memory from `scratch` when the work that is on `stream` now is done."""
+        """Free memory from `scratch` in stream order: after the work that is enqueued on `stream` now."""
         self._call("cuMemFreeAsync", address, stream)
 
     def _number(self, name: str, *args: Any) -> int:
@@ -176,7 +176,7 @@ class CtypesCuda(Driver):
 
 
 class _TorchKernels:
-    """The interface `Kernels`, implemented by torch."""
+    """An implementation of `Kernels` by torch."""
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
         """Multiply `count` elements of `source` by `factor` into `target`."""
@@ -185,7 +185,9 @@ class _TorchKernels:
         if kind.kind not in ("half", "float", "complex") or kind.itemsize == 1:
             raise DeviceError("scale", f"{dtype} cannot be multiplied on a device", fatal=False)
         if torch is None:
-            raise DeviceError("scale", "without CuPy, factors need torch, which is not loaded", fatal=False)
+            raise DeviceError(
+                "scale", "scaling needs CuPy or torch: install CuPy, or import torch before the call", fatal=False
+            )
         number = factor if kind.kind == "complex" else factor.real
         try:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
@@ -196,7 +198,7 @@ class _TorchKernels:
 
 
 class _PinnedMemory:
-    """Page-locked host memory for a NumPy array. Its last view frees the memory."""
+    """Page-locked host memory behind NumPy arrays, freed with the last array."""
 
     def __init__(self, address: int, nbytes: int, free: Callable[[int], int]) -> None:
         self._address = address
@@ -208,7 +210,7 @@ class _PinnedMemory:
 
 
 class _Memory:
-    """Device memory in the form of bytes, for torch."""
+    """Device memory as an array of bytes with ``__cuda_array_interface__``, which torch can view."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -217,5 +219,5 @@ class _Memory:
 
 
 def _view_tensor(torch: Any, address: int, count: int, kind: DType) -> Any:
-    """Return a torch tensor that uses memory of the thread's device."""
+    """Return a torch tensor that views memory at `address` on the thread's current device."""
     return torch.as_tensor(_Memory(address, count * kind.itemsize), device="cuda").view(getattr(torch, kind.name))

@@ -1,4 +1,4 @@
-"""NCCL by ctypes, with the library libnccl from torch or from an NVIDIA package.
+"""NCCL by ctypes: bindings to libnccl from an NVIDIA package, as installed with torch, or from the system.
 
 The communicators are non-blocking: a call that has to wait for other ranks returns at once. This module then polls
 whether the call is done, in the end every millisecond. So no thread is inside NCCL while it waits, and the communicator
@@ -22,13 +22,13 @@ UNIQUE_ID_BYTES = 128
 
 
 class UniqueId(ctypes.Structure):
-    """The C type `ncclUniqueId`, which functions take by value."""
+    """The C type `ncclUniqueId`, which NCCL functions take by value."""
 
     _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
 
 
 class Config(ctypes.Structure):
-    """The C type `ncclConfig_v21700`, the oldest version. Later NCCL versions read only its first `size` bytes."""
+    """The C type `ncclConfig_v21700`, the oldest NCCL configuration; later NCCL versions also accept it."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -63,17 +63,17 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 _SUCCESS, _INVALID_ARGUMENT, _IN_PROGRESS = 0, 4, 7
 _MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
-#: The value of a field in NCCL's configuration that is not set.
+#: Value that marks a field of NCCL's configuration as not set (NCCL_CONFIG_UNDEF_INT).
 _UNSET = -(1 << 31)
-#: Number of polls before the first pause. A kernel launch takes several polls.
+#: Number of polls for the end of an NCCL call before the first pause: enough for a kernel launch.
 _AT_ONCE = 64
-#: Seconds of pause between later polls.
+#: Seconds between later polls for the end of an NCCL call.
 _POLL_EVERY = 0.001
 _OLDEST = 21800
 
 
 class CtypesNccl:
-    """The interface `Nccl`, implemented by libnccl.
+    """An implementation of `Nccl` that calls libnccl by ctypes.
 
     Args:
         library: libnccl, as returned by `ctypes.CDLL`.
@@ -91,7 +91,7 @@ class CtypesNccl:
         library.ncclGetErrorString.restype = ctypes.c_char_p
         self._thread = threading.local()
         if self.version() < _OLDEST:
-            raise DeviceError("ncclGetVersion", f"NCCL {self.version()} is too old, it must be {_OLDEST} or later")
+            raise DeviceError("ncclGetVersion", f"NCCL {self.version()} is too old; install version {_OLDEST} or later")
 
     def version(self) -> int:
         """Return the version of NCCL, such as 22809."""
@@ -106,9 +106,11 @@ class CtypesNccl:
         return bytes(memoryview(made))
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> CtypesCommunicator:
-        """Create this rank's communicator on the thread's device. Returns when all ranks have called this."""
+        """Create this rank's communicator on the thread's current device; return when all ranks have called this."""
         if len(unique_id) != UNIQUE_ID_BYTES:
-            raise DeviceError("ncclCommInitRankConfig", f"an id has {UNIQUE_ID_BYTES} bytes", fatal=False)
+            raise DeviceError(
+                "ncclCommInitRankConfig", f"the communicator id must have {UNIQUE_ID_BYTES} bytes", fatal=False
+            )
         config = Config(
             ctypes.sizeof(Config), _MAGIC, _CONFIG_VERSION, 0, _UNSET, _UNSET, _UNSET, None
         )  # fmt: skip
@@ -140,7 +142,7 @@ class CtypesNccl:
     # -- for communicators
 
     def call(self, name: str, *args: Any) -> int:
-        """Call an NCCL function; return its status code."""
+        """Call the NCCL function `name`, and return the status code."""
         return int(getattr(self._library, name)(*args))
 
     def check(self, name: str, status: int) -> None:
@@ -157,7 +159,7 @@ class CtypesNccl:
         return (self._library.ncclGetErrorString(status) or b"").decode() or f"status {status}"
 
     def joins(self, communicator: CtypesCommunicator) -> bool:
-        """Add a communicator to this thread's open NCCL group; return whether there is one."""
+        """Add `communicator` to this thread's open NCCL group; return False if no group is open."""
         group = getattr(self._thread, "group", None)
         if group is not None:
             group.add(communicator)
@@ -165,12 +167,12 @@ class CtypesNccl:
 
 
 class CtypesCommunicator:
-    """The interface `NcclCommunicator` by libnccl, with at most one thread inside NCCL at a time."""
+    """An implementation of `NcclCommunicator` by libnccl; only one thread at a time calls NCCL."""
 
     def __init__(self, nccl: CtypesNccl, handle: int) -> None:
         self._nccl = nccl
         self._handle = handle
-        #: Held by the thread that is inside NCCL.
+        #: Held by the thread that is calling an NCCL function on this communicator.
         self._inside = threading.Lock()
         self._over = threading.Event()
 
@@ -191,7 +193,7 @@ class CtypesCommunicator:
         self._start("ncclAllGather", source, target, count, dtype, stream=stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduce over all ranks; part r of the result goes to rank r's `target`."""
+        """Reduce over all ranks, and store the r-th block of the result in rank r's `target`."""
         self._start("ncclReduceScatter", source, target, count, dtype, op, stream=stream)
 
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
@@ -208,11 +210,11 @@ class CtypesCommunicator:
         return None if status in (_SUCCESS, _IN_PROGRESS) else self._nccl.text(status)
 
     def abort(self) -> None:
-        """Abort the calls in flight, as soon as no thread is inside NCCL."""
+        """Abort the NCCL calls in flight, once no thread is calling an NCCL function."""
         self._end("ncclCommAbort")
 
     def destroy(self) -> None:
-        """Destroy the communicator, together with the other ranks."""
+        """Destroy the communicator; all ranks must call this."""
         with self._inside:
             self._check_open("ncclCommFinalize")
             status = self._nccl.call("ncclCommFinalize", self._handle)
@@ -220,7 +222,7 @@ class CtypesCommunicator:
         self._end("ncclCommDestroy")
 
     def finish(self, name: str, status: int) -> None:
-        """Wait until an NCCL call is done. Meanwhile, another thread may abort the communicator.
+        """Wait until an NCCL call is done; another thread may abort the communicator during this wait.
 
         Raises:
             DeviceError: the call has failed, or was aborted.
@@ -249,7 +251,7 @@ class CtypesCommunicator:
 
     def _check_open(self, name: str) -> None:
         if self._over.is_set():
-            raise DeviceError(name, "the communicator has ended")
+            raise DeviceError(name, "the communicator was aborted or destroyed")
 
     def _end(self, name: str) -> None:
         with self._inside:
@@ -260,7 +262,7 @@ class CtypesCommunicator:
 
 
 def load() -> CtypesNccl:
-    """Return the interface `Nccl` implemented by libnccl.
+    """Return a `CtypesNccl` for the libnccl of this machine.
 
     Raises:
         OSError: there is no library.

@@ -1,4 +1,4 @@
-"""CUDA and NCCL by CuPy: the only module that imports CuPy. It forwards calls and converts errors.
+"""Implementations of `Cuda` and `Nccl` by CuPy. No other module imports CuPy.
 
 Peculiarities of CuPy:
 
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 _OLDEST = 14
 _INVALID_ARGUMENT = 4
-#: Numbers of the device attributes with the compute capability, for which CuPy has no names.
+#: Numbers of the CUDA device attributes for the major and minor compute capability, which CuPy does not name.
 _CAPABILITY = (75, 76)
 _IN_PROGRESS = 7
-#: Texts for NCCL status codes that CuPy does not know.
+#: Error texts for NCCL status codes that CuPy does not know.
 _UNKNOWN = {_IN_PROGRESS: "in progress: CuPy does not support NCCL_COMM_BLOCKING=0", 8: "it took too long"}
-#: CUDA code that multiplies the dtypes for which CuPy rounds differently, or has no arithmetic.
+#: CUDA code for scaling float16, which CuPy rounds differently, and bfloat16, which CuPy lacks.
 _SCALE = {
     "float16": ("float16", "y = (float)x * f"),
     "bfloat16": (
@@ -52,11 +52,11 @@ _SCALE = {
 _SCALED = ("float32", "float64", "complex64", "complex128")
 
 if int(cupy.__version__.partition(".")[0]) < _OLDEST:
-    raise ImportError(f"CuPy {cupy.__version__} is too old, it must be {_OLDEST} or later")
+    raise ImportError(f"CuPy {cupy.__version__} is too old; install version {_OLDEST} or later")
 
 
 def _error(call: str, error: Exception, fatal: bool) -> DeviceError:
-    """Convert an error of CuPy to a `DeviceError` that names the call."""
+    """Convert an exception of CuPy to a `DeviceError` that names the failed `call`."""
     if isinstance(error, KeyError):
         # CuPy raises KeyError for an NCCL status code that it does not know.
         status = error.args[0]
@@ -70,7 +70,7 @@ def _error(call: str, error: Exception, fatal: bool) -> DeviceError:
 
 
 def _named(call: str, *, fatal: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that converts CuPy's errors to a `DeviceError` that names `call`."""
+    """Return a decorator that converts CuPy's exceptions to a `DeviceError` that names `call`."""
 
     def named(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
@@ -86,7 +86,7 @@ def _named(call: str, *, fatal: bool = False) -> Callable[[Callable[P, T]], Call
 
 
 class _StreamAddress:
-    """The address of a stream as an object with the CUDA stream protocol, for CuPy."""
+    """A CUDA stream address wrapped in the ``__cuda_stream__`` protocol, so that CuPy can use the stream."""
 
     def __init__(self, address: int) -> None:
         self._address = address
@@ -96,7 +96,7 @@ class _StreamAddress:
 
 
 class _Kernels:
-    """The interface `Kernels`, implemented by CuPy."""
+    """An implementation of `Kernels` by CuPy."""
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
         if dtype not in _SCALE and dtype not in _SCALED:
@@ -109,9 +109,9 @@ class _Kernels:
 
 
 class _Cuda:
-    """The interface `Cuda` by `cupy.cuda.runtime`; by the driver if CuPy would hold the GIL or make a context."""
+    """An implementation of `Cuda` by CuPy; by the driver where CuPy holds the GIL or creates a CUDA context."""
 
-    # CuPy's own functions, without a Python wrapper, because every collective calls them.
+    # Bind CuPy's functions directly, without a method around them, because every collective calls them.
     current = staticmethod(_named("cudaGetDevice")(runtime.getDevice))
     is_capturing = staticmethod(_named("cudaStreamIsCapturing")(runtime.streamIsCapturing))
     event_record = staticmethod(_named("cudaEventRecord")(runtime.eventRecord))
@@ -170,8 +170,8 @@ class _Cuda:
     def pinned(self, nbytes: int) -> NDArray[Any]:
         if not nbytes:
             return np.empty(0, np.uint8)
-        # The pointer owns the memory, and the array owns the pointer. CuPy's pool, in contrast, would never free the
-        # memory.
+        # Do not allocate from CuPy's memory pool, which would never free the memory. The array owns this pointer, which
+        # owns the memory.
         pointer = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
         return np.frombuffer(pointer, np.uint8, nbytes)
 
@@ -197,7 +197,10 @@ class _Cuda:
 
 
 class _Communicator:
-    """The interface `NcclCommunicator` by CuPy. An extra reference keeps CuPy's object until `_end`."""
+    """An implementation of `NcclCommunicator` by CuPy.
+
+    An extra reference keeps CuPy's communicator object alive until `_end`.
+    """
 
     def __init__(self, made: Any) -> None:
         self._made = made
@@ -228,7 +231,10 @@ class _Communicator:
         self._end(self._made.destroy, "ncclCommDestroy")
 
     def _end(self, end: Any, call: str) -> None:
-        """Call `end` (abort or destroy) only once. CuPy itself would allow a second call before the first returns."""
+        """Abort or destroy the communicator by `end`, at most once.
+
+        CuPy itself would allow a second call before the first returns.
+        """
         with self._ending:
             if self._ended:
                 return
@@ -238,7 +244,7 @@ class _Communicator:
 
 
 class _Nccl:
-    """The interface `Nccl`, implemented by `cupy.cuda.nccl`."""
+    """An implementation of `Nccl` by CuPy."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -253,12 +259,13 @@ class _Nccl:
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> _Communicator:
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
-            raise DeviceError("ncclCommInitRank", "NCCL_COMM_BLOCKING=0 is set, which CuPy does not support: unset it")
+            raise DeviceError(
+                "ncclCommInitRank", "CuPy does not support NCCL_COMM_BLOCKING=0; unset this environment variable"
+            )
         kind = self._library.NcclCommunicator
         made = kind.__new__(kind)
-        # Freeing the object would destroy the communicator, which may block the thread forever. The extra reference
-        # keeps the object until `_end`, or until the process ends. That is also necessary after a failed
-        # initialization: NCCL may still use a part of the communicator.
+        # Add a reference that only `_end` drops, because freeing CuPy's object would destroy the communicator, which
+        # may block forever. It also protects a communicator whose creation fails, and which NCCL may still use in part.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
         _named("ncclCommInitRank", fatal=True)(made.__init__)(world_size, unique_id, rank)
         return _Communicator(made)
@@ -269,13 +276,13 @@ class _Nccl:
 
     @_named("ncclGroupEnd", fatal=True)
     def group_end(self) -> None:
-        # An error of this call is fatal for all communicators of the NCCL group.
+        # A failed `groupEnd` is fatal for all communicators of the NCCL group.
         self._library.groupEnd()
 
 
 @cache
 def cuda() -> Cuda:
-    """Return the interface `Cuda` implemented by CuPy.
+    """Return the process-wide implementation of `Cuda` by CuPy.
 
     Raises:
         BackendUnavailableError: there is no device; the message has the reason.
@@ -289,7 +296,7 @@ def cuda() -> Cuda:
 
 @cache
 def nccl() -> tuple[Nccl | None, str | None]:
-    """Return the interface `Nccl` implemented by CuPy, or None and the reason why there is none."""
+    """Return the implementation of `Nccl` by CuPy and None, or None and the reason why CuPy has no NCCL."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")  # CuPy's warning contains the reason
         try:
@@ -302,7 +309,7 @@ def nccl() -> tuple[Nccl | None, str | None]:
 
 
 def _array(address: int, count: int, dtype: str) -> Any:
-    """Return a CuPy array that uses memory of the thread's device."""
+    """Return a CuPy array that views memory at `address` on the thread's current device."""
     kind = np.dtype(dtype)
     memory = cupy.cuda.UnownedMemory(address, count * kind.itemsize, None, runtime.getDevice())
     return cupy.ndarray((count,), kind, cupy.cuda.MemoryPointer(memory, 0))

@@ -1,4 +1,4 @@
-"""CUDA device of event loops: it runs their calls, and notifies each loop when its calls end."""
+"""`Device`: launches the calls of all event loops on one CUDA device, and notifies the loops of their ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 #: The devices of this process, by runtime and device number. A forked child gets a new lock.
 _devices: dict[tuple[int, int], Device] = {}
 _lock = threading.Lock()
-#: Running threads of `Device.run_in_thread`, and the seconds for which an exiting process waits for each.
+#: Running threads of `Device.run_in_thread`, and the maximum seconds for which an exiting process joins each of them.
 _threads: WeakSet[threading.Thread] = WeakSet()
 EXITING = 5.0
 
@@ -59,27 +59,29 @@ class Device:
         self.forked = False
         self._events = Events(cuda, ordinal, sleeping=True)
         self._marks = Events(cuda, ordinal)
-        # Completion threads by stream, and those of closed streams that have not ended yet.
+        # Completion threads by stream: of open streams, and of closed streams whose threads have not ended yet.
         self._waiters: dict[int, CompletionThread] = {}
         self._closing: dict[int, CompletionThread] = {}
         self._launcher = LaunchThread(cuda, ordinal)
         self.staging = Staging(cuda, self._call_when_idle)
         self._word = EndWord(cuda)
         self._bounce: Bounce | None = None
-        #: Functions that the launcher thread calls when no NCCL call is on the device.
+        #: Functions that the launcher thread runs once no NCCL call is on the device, because they would wait for NCCL
+        #: calls.
         self._waiting: deque[Callable[[], None]] = deque()
         self.turns = Turns()
         self.order = LaunchOrder()
-        #: The common stream for NCCL calls, and the number of groups that use it. Changed under the lock.
+        #: The stream of all groups' NCCL calls, and the number of groups that use the stream. Changed only under
+        #: `_lock`.
         self._common: int | None = None
         self._users = 0
-        #: Completion threads of the common stream, and of earlier ones whose calls may not have ended.
+        #: Completion threads of the common stream, and of earlier common streams whose NCCL calls may not have ended.
         self._of_nccl: list[CompletionThread] = []
         self._lock = threading.Lock()
 
     @staticmethod
     def of(cuda: Cuda, ordinal: int) -> Device:
-        """Return the object for a device. It is made at the first call.
+        """Return the process-wide `Device` for a device number; the first call creates it.
 
         Raises:
             RuntimeError: this process was forked from one that uses CUDA.
@@ -121,7 +123,7 @@ class Device:
         return stream
 
     def common_stream(self) -> int:
-        """Return the stream for the NCCL calls of all groups, which must run one after the other.
+        """Return the stream of all groups' NCCL calls, which must run one after the other on the device.
 
         Each caller must call `leave_common_stream` in the end.
 
@@ -137,7 +139,10 @@ class Device:
             return self._common
 
     async def leave_common_stream(self, seconds: float) -> bool:
-        """Stop using the common stream for NCCL calls. The last group destroys it; see `close_stream`."""
+        """Stop using the common stream of NCCL calls; the last group destroys the stream.
+
+        See `close_stream`.
+        """
         with self._lock:
             self._users -= 1
             stream = self._common
@@ -147,7 +152,9 @@ class Device:
         return await self.close_stream(stream, seconds)
 
     def prepare(self, polls: bool) -> None:
-        """Page-lock the memory needed while NCCL calls are on the device. Runs in the launcher thread.
+        """Page-lock the memory that is needed during NCCL calls, when page-locking would block.
+
+        Runs in the launcher thread.
 
         Args:
             polls: whether awaits poll for the ends of calls.
@@ -161,7 +168,9 @@ class Device:
                 self._word.lock()
 
     def page_locked(self, nbytes: int) -> NDArray[Any] | None:
-        """Return a block from `staging`, or None if page-locking would wait for NCCL calls. Runs in the launcher.
+        """Return a block from the pool `staging`; None if page-locking a new block would wait for NCCL calls.
+
+        Runs in the launcher thread.
 
         Raises:
             DeviceError: no memory could be page-locked.
@@ -173,13 +182,16 @@ class Device:
         return self.staging.take(nbytes) if found is None else found
 
     def copy(self, pairs: Sequence[tuple[NDArray[Any], int]], *, to_host: bool) -> asyncio.Future[None]:
-        """Copy between ordinary host memory and device addresses; return a future that is done when the copies are."""
+        """Copy between pageable host memory and device addresses; return a future for the end of the copies."""
         bounce = self._bounce
         assert bounce is not None
         return self.run_in_thread(partial(bounce.copy, pairs, to_host=to_host))
 
     def _is_occupied(self) -> bool:
-        """Return whether NCCL calls may be on the device. Runs in the launcher thread, so none starts meanwhile."""
+        """Return whether NCCL calls may be on the device.
+
+        Runs in the launcher thread, so that no NCCL call starts meanwhile.
+        """
         return any(not each.is_idle for each in self._of_nccl)
 
     def _call_when_idle(self, call: Callable[[], None]) -> None:
@@ -206,7 +218,7 @@ class Device:
         is_current: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> Launched:
-        """Launch a call on a stream without blocking the running event loop.
+        """Launch a device call on a stream, without blocking the running event loop.
 
         The launcher makes the calls of all threads on one device one after the other, in order.
 
@@ -227,7 +239,7 @@ class Device:
         self._check()
         waiter = self._waiters.get(stream)
         if waiter is None:
-            raise ValueError(f"stream {stream:#x} is closed, or is not one of CUDA device {self.ordinal}")
+            raise ValueError(f"stream {stream:#x} is closed, or does not belong to CUDA device {self.ordinal}")
         if loop is None:
             loop = asyncio.get_running_loop()
         launched = Launched(self._events, waiter, stream, call, keep, done, loop)
@@ -236,7 +248,10 @@ class Device:
         return launched
 
     def look(self, stream: int, loop: asyncio.AbstractEventLoop) -> bool | None:
-        """If a stream's oldest pending call has ended, report it to the running `loop`; see `CompletionThread.look`."""
+        """Report a stream's oldest pending call to the running `loop` if the call has ended.
+
+        See `CompletionThread.look`.
+        """
         waiter = self._waiters.get(stream)
         return None if waiter is None else waiter.look(loop)
 
@@ -246,7 +261,7 @@ class Device:
         return self._launcher.is_busy
 
     def mark(self, stream: int, is_checked: bool = False) -> int:
-        """Return a mark: an event that is done when the work on the caller's `stream` so far is done.
+        """Return a CUDA event that is done when the work enqueued on the caller's `stream` so far is done.
 
         Pass the event to `make_streams_wait` or `unmark`.
 
@@ -262,7 +277,10 @@ class Device:
         return self._marks.record(stream) if is_checked else self._marks.on_device(self._mark, stream)
 
     def make_streams_wait(self, marks: Sequence[int], *streams: int) -> None:
-        """Let later work on `streams` wait for `marks`, which are then released. Runs in the launcher thread."""
+        """Make later work on `streams` wait for the CUDA events `marks`, then release these events.
+
+        Runs in the launcher thread.
+        """
         try:
             for mark in marks:
                 for stream in streams:
@@ -272,11 +290,11 @@ class Device:
                 self._marks.give(mark)
 
     def unmark(self, mark: int) -> None:
-        """Release a mark that is not needed."""
+        """Release a CUDA event from `mark` for which no stream will wait."""
         self._marks.give(mark)
 
     def check_capture(self, stream: int) -> bool:
-        """Reject a stream that is being captured into a graph; return whether this is the thread's current device.
+        """Reject a stream that is being captured; return whether this device is the thread's current device.
 
         Raises:
             RuntimeError: the stream is being captured.
@@ -306,7 +324,7 @@ class Device:
             )
 
     def run(self, call: Callable[[], T], late: Callable[[T], object] | None = None) -> asyncio.Future[T]:
-        """Run a function in the launcher thread after earlier calls; return a future for its result.
+        """Run a function in the launcher thread, after all calls queued before; return a future for its result.
 
         Args:
             call: the function.
@@ -316,7 +334,7 @@ class Device:
         return _carry(self._launcher.put, call, late)
 
     def run_in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Run a function in a new thread, so that it does not wait for a stuck launcher; otherwise like `run`."""
+        """Run a function in a new thread, as the launcher thread may be blocked; return a future for its result."""
         self._check()
         return _carry(self._start_thread, call, None)
 
@@ -332,7 +350,7 @@ class Device:
         _threads.add(thread)
 
     async def close_stream(self, stream: int, seconds: float) -> bool:
-        """Destroy a stream when all calls on it have ended.
+        """Destroy a stream once all calls on the stream have ended.
 
         Returns:
             False, with a warning in the log, if they have not ended within `seconds`. A thread, and the objects that
@@ -348,7 +366,7 @@ class Device:
                 await ended
         except TimeoutError:
             logger.warning(
-                "CUDA device %d: calls on a stream have not ended within %g s; their memory and a thread stay "
+                "CUDA device %d: calls on a closed stream have not ended within %g s; their memory and a thread stay "
                 "allocated until they end",
                 self.ordinal,
                 seconds,
@@ -360,7 +378,7 @@ class Device:
         return True
 
     def close(self, seconds: float) -> bool:
-        """End all threads after their pending calls, and release all resources. For the end of a test.
+        """End all threads after their pending calls, and release all resources; for the end of a test.
 
         Returns:
             False if a thread has not ended within `seconds`.
@@ -388,7 +406,7 @@ class Device:
 
 
 def close_devices(seconds: float = 10.0) -> bool:
-    """Close all devices of this process; return whether all their threads have ended within `seconds` each."""
+    """Close all devices of this process; return False if a thread has not ended within `seconds`."""
     with _lock:
         devices = list(_devices.values())
         _devices.clear()
@@ -434,7 +452,7 @@ def _release_late_result(late: Callable[[T], object] | None, result: T) -> None:
         try:
             late(result)
         except Exception as exc:
-            logger.warning("a CUDA call ended after its cancellation, and releasing its result failed: %r", exc)
+            logger.warning("could not release the result of a CUDA call that ended after its cancellation: %r", exc)
 
 
 def _settle(
@@ -451,7 +469,7 @@ def _settle(
 
 @atexit.register
 def _wait_for_threads() -> None:
-    """Wait for NCCL calls in progress: a process that unloads NCCL during a call crashes."""
+    """Wait at exit for running NCCL calls, because a process that unloads NCCL during a call crashes."""
     for thread in list(_threads):
         thread.join(EXITING)
 

@@ -1,4 +1,4 @@
-"""CUDA driver calls by ctypes, which releases the GIL. For these calls, CuPy would hold the GIL or make a context.
+"""CUDA driver calls by ctypes, for which CuPy would hold the GIL or create a CUDA context.
 
 The driver may block a call for as long as a kernel runs. A call that blocks while it holds the GIL blocks all threads,
 even the one that would abort the kernel. Nearly every call of the CUDA runtime makes a context on the thread's device.
@@ -13,15 +13,15 @@ from aiocoll.gpu.api import DeviceError
 
 __all__ = ["CAPTURES", "HARMLESS", "Driver", "load"]
 
-#: CUDA errors after which CUDA remains usable: wrong arguments, too little memory, an invalid device or handle, a graph
-#: capture. Driver and runtime use the same numbers.
+#: CUDA error codes after which CUDA remains usable: invalid argument, device or handle, out of memory, graph capture.
+#: The CUDA driver and runtime use the same codes.
 HARMLESS = frozenset({1, 2, 101, 400, *range(900, 909)})
-#: CUDA errors that a graph capture causes.
+#: CUDA error codes that a graph capture causes.
 CAPTURES = range(900, 909)
 _SUCCESS, _NOT_READY = 0, 600
-#: A thread mode that permits unsafe calls during captures of other threads (CU_STREAM_CAPTURE_MODE_RELAXED).
+#: CU_STREAM_CAPTURE_MODE_RELAXED: calls of this thread do not invalidate the graph captures of other threads.
 _RELAXED = 2
-#: The attribute of an address that is the number of its device (CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL).
+#: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: the attribute of a memory address that gives its device number.
 _DEVICE_ORDINAL = 9
 
 _SIGNATURES = {
@@ -39,7 +39,7 @@ _SIGNATURES = {
 
 
 class Driver:
-    """The calls of the CUDA driver that this library uses.
+    """Bindings to the few CUDA driver functions that every implementation of `Cuda` needs.
 
     Only `use` makes a context, and only `stream_write` needs a context in the thread.
 
@@ -55,12 +55,12 @@ class Driver:
         for name, call in self._calls.items():
             call.argtypes, call.restype = _SIGNATURES[name], ctypes.c_int
         self._query = self._calls["cuEventQuery"]
-        #: The primary contexts in use. As in the CUDA runtime, they are never released.
+        #: Primary CUDA contexts by device number. As in the CUDA runtime, they are never released.
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._call("cuInit", 0)
 
     def use(self, device: int) -> None:
-        """Make `device` the current device of this thread, with the context that the CUDA runtime uses."""
+        """Make `device` the current device of this thread, in the primary context, as the CUDA runtime does."""
         context = self._contexts.get(device)
         if context is None:
             context = ctypes.c_void_p()
@@ -69,29 +69,32 @@ class Driver:
         self._call("cuCtxSetCurrent", context)
 
     def relax(self) -> None:
-        """Prevent calls of this thread from invalidating graph captures of other threads."""
+        """Prevent CUDA calls of this thread from invalidating the CUDA graph captures of other threads."""
         mode = ctypes.c_int(_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def event_done(self, event: int) -> bool:
-        """Return whether an event is done. Events of the CUDA runtime are also events of the driver."""
+        """Return whether an event is done; CUDA runtime events are driver events, too."""
         status = self._query(event)
         if status in (_SUCCESS, _NOT_READY):
             return bool(status == _SUCCESS)
         raise self._error("cuEventQuery", status)
 
     def stream_write(self, stream: int, address: int, value: int) -> None:
-        """Write 32 bits after the work on the stream. A reader that sees the value also sees that work's results."""
+        """Enqueue a write of a 32-bit value to host memory.
+
+        A reader that sees the value also sees the results of all earlier work on the stream.
+        """
         self._call("cuStreamWriteValue32_v2", stream, address, value, 0)
 
     def has_context(self, device: int) -> bool:
-        """Return whether a device has its primary context, which the CUDA runtime uses."""
+        """Return whether a device's primary context, which the CUDA runtime uses, exists in this process."""
         flags, active = ctypes.c_uint(), ctypes.c_int()
         self._call("cuDevicePrimaryCtxGetState", self._handle(device), ctypes.byref(flags), ctypes.byref(active))
         return bool(active.value)
 
     def device_of(self, address: int) -> int:
-        """Return the device to whose memory `address` belongs."""
+        """Return the number of the device that owns the memory at `address`."""
         device = ctypes.c_int()
         self._call("cuPointerGetAttribute", ctypes.byref(device), _DEVICE_ORDINAL, address)
         return device.value
@@ -115,7 +118,7 @@ class Driver:
 
 
 def load() -> Driver:
-    """Return the CUDA driver of this machine.
+    """Load libcuda, the CUDA driver library of this machine, and return its bindings.
 
     Raises:
         OSError: there is no driver.

@@ -1,4 +1,4 @@
-"""End words: words of host memory in which a device reports the end of a call to an event loop.
+"""`EndWord`: a word of host memory that a device writes at the end of a call, for polling event loops.
 
 Querying CUDA may block, because a kernel that waits for a lost rank may block the driver. Reading memory never blocks,
 and does not release the GIL.
@@ -15,7 +15,7 @@ _MOST = 2**32 - 1
 
 
 class EndWord:
-    """The end word of one device: the number of the followed call that has ended last. It follows one call at a time.
+    """The end word of one device: the device writes a call's number to it when the call ends.
 
     Args:
         cuda: the CUDA runtime.
@@ -28,7 +28,7 @@ class EndWord:
         self._is_refused = False
 
     def lock(self) -> None:
-        """Allocate the word in page-locked memory. This waits for NCCL calls that are on the device.
+        """Allocate the word in page-locked memory, which waits for the NCCL calls on the device.
 
         Raises:
             DeviceError: no memory could be page-locked.
@@ -43,7 +43,7 @@ class EndWord:
         self._words = None
 
     def follow(self, stream: int) -> int:
-        """Let the device write a number when all work on a stream is done; return the number, or 0 if impossible.
+        """Make the device write a new number after all work on `stream`; return the number, or 0 if impossible.
 
         The device must be the thread's current device.
         """
@@ -58,5 +58,5 @@ class EndWord:
         return self._last
 
     def is_last_number(self, number: int) -> bool:
-        """Return whether this number is the last one that the device has written."""
+        """Return whether the device has written `number` last, so that the call with this number has ended."""
         return self._words is not None and self._words[0] == number

@@ -1,4 +1,4 @@
-"""Pool of events of one device, and functions that run with this device as the thread's current device.
+"""`Events`: a pool of CUDA events of one device.
 
 Recording a sleeping event, for which threads sleep, blocks while 56 of them are pending on the stream (seen on an H200,
 driver 580). So only the ends of calls are sleeping events, because their number is limited. Events for which streams
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Events:
-    """A thread-safe pool of events of one device.
+    """A thread-safe pool of CUDA events of one device.
 
     Args:
         cuda: the CUDA runtime.
@@ -50,7 +50,7 @@ class Events:
                 cuda.use(before)
 
     def record(self, stream: int) -> int:
-        """Return an event for the work on `stream` so far. This device must be the current device.
+        """Record an event after the work on `stream` so far, and return it; this must be the current device.
 
         Raises:
             DeviceError: the event cannot be recorded.
@@ -67,7 +67,7 @@ class Events:
         return event
 
     def give(self, event: int) -> None:
-        """Return an event to the pool. Streams that wait for it still wait for the work recorded before."""
+        """Return an event to the pool; streams that already wait for the event are not affected."""
         self._free.append(event)
 
     def destroy(self) -> None:

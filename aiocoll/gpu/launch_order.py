@@ -26,16 +26,16 @@ __all__ = ["Lane", "LaunchOrder"]
 
 
 class LaunchOrder:
-    """The groups on one device, and the order of their calls. Thread-safe."""
+    """The launch order of all groups' NCCL calls on one device; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clock = 0
         self._lanes: list[Lane] = []
         self._entries: list[_Entry] = []
-        #: Proposals that were requested, to be made when all groups use times.
+        #: Requests for a logical time, answered once every group on the device uses logical times.
         self._wanted: list[tuple[_Entry, Callable[[int], None]]] = []
-        #: The entry whose call is being started.
+        #: The entry whose call is being started; no other call may start meanwhile.
         self._beginning: _Entry | None = None
 
     @property
@@ -44,7 +44,7 @@ class LaunchOrder:
         return bool(self._lanes)
 
     def join(self, group: int, crowded: Callable[[], None]) -> Lane:
-        """Add a group to the device; return its lane.
+        """Add a group to the device; return the group's `Lane`.
 
         Args:
             group: id of the group.
@@ -61,7 +61,7 @@ class LaunchOrder:
     # -- for lanes
 
     def changed(self, change: Callable[[], None] = lambda: None) -> None:
-        """Make a change; then make the proposals, and start the calls, that have become possible."""
+        """Apply `change` under the lock; then answer requests and start calls that the change permits."""
         with self._lock:
             change()
             self._drop_lost()
@@ -77,27 +77,27 @@ class LaunchOrder:
         self._begin_next()
 
     def propose(self, entry: _Entry, reply: Callable[[int], None]) -> None:
-        """Call `reply` with the proposed time for an entry as soon as there is one. Only within `changed`."""
+        """Request a logical time for an entry; `reply` gets the proposal. Call this only inside `changed`."""
         self._wanted.append((entry, reply))
 
     def settle(self, entry: _Entry, time: int) -> None:
-        """Set the time of an entry, which must not be earlier than its proposal. Only within `changed`."""
+        """Set the final logical time of an entry, at or after its proposal. Call this only inside `changed`."""
         entry.time = time
         self._clock = max(self._clock, time)
 
     def drop(self, entry: _Entry) -> None:
-        """Forget an entry. Only within `changed`."""
+        """Remove an entry from the order. Call this only inside `changed`, or under the lock."""
         self._wanted = [each for each in self._wanted if each[0] is not entry]
         self._entries = [each for each in self._entries if each is not entry]
 
     def remove(self, lane: Lane) -> None:
-        """Forget a lane and its entries. Only within `changed`."""
+        """Remove a lane and its entries. Call this only inside `changed`, or under the lock."""
         self._lanes = [each for each in self._lanes if each is not lane]
         self._wanted = [each for each in self._wanted if each[0].lane is not lane]
         self._entries = [each for each in self._entries if each.lane is not lane]
 
     def _drop_lost(self) -> None:
-        """Forget lanes whose event loops are closed, because they cannot leave by themselves."""
+        """Remove lanes whose event loop is closed, because their groups can no longer call `Lane.leave`."""
         for lane in [each for each in self._lanes if each.loop.is_closed()]:
             self.remove(lane)
 
@@ -132,7 +132,7 @@ class LaunchOrder:
 
 
 class _Entry:
-    """A call in the launch order, with a proposed or final time. It starts when it is first and `begin` is set."""
+    """A call in the launch order with its logical time; the first entry starts once `begin` is set."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -144,7 +144,7 @@ class _Entry:
 
 
 class Lane:
-    """The calls of one group on one device, identified by numbers.
+    """The calls of one group in the launch order of one device, identified by launch numbers.
 
     Attributes:
         group: id of the group.
@@ -162,22 +162,22 @@ class Lane:
         self._entries: dict[int, _Entry] = {}
 
     def share(self) -> None:
-        """Use times for all calls from now on. Calls without a time are already on the stream."""
+        """Require a logical time for every call from now on; calls without one are already on the stream."""
         self.is_shared = True
         self._order.changed()
 
     def propose(self, number: int, reply: Callable[[int], None]) -> None:
-        """Call `reply` with the proposed time of a call, when all groups on the device use times."""
+        """Request a logical time for a call; `reply` gets the proposal once all groups use logical times."""
         entry = self._entries[number] = _Entry(self)
         self._order.changed(lambda: self._order.propose(entry, reply))
 
     def settle(self, number: int, time: int) -> None:
-        """Set the final time of a call."""
+        """Set the final logical time of the call `number`."""
         entry = self._entries[number]
         self._order.changed(lambda: self._order.settle(entry, time))
 
     def begin(self, number: int, begin: Callable[[], None]) -> None:
-        """Run `begin` when a call, whose time is set, has its turn."""
+        """Run `begin` when the call `number`, whose logical time is final, is the first in the launch order."""
         entry = self._entries.pop(number)
         self._order.changed(lambda: setattr(entry, "begin", begin))
 
@@ -187,7 +187,7 @@ class Lane:
         self._order.changed(lambda: self._order.drop(entry))
 
     def leave(self) -> None:
-        """Leave the device, because the group has ended."""
+        """Remove this group from the launch order of the device, because the group has ended."""
         self.is_shared = True
         self._entries.clear()
         self._order.changed(lambda: self._order.remove(self))
@@ -199,7 +199,7 @@ class Lane:
         return asyncio._get_running_loop() is self.loop
 
     def call(self, call: Callable[[], object]) -> bool:
-        """Run a function in the group's event loop; return False if the loop is closed."""
+        """Run a function in the group's event loop, now or soon; return False if the loop is closed."""
         if self.is_here():
             call()
             return True

@@ -1,4 +1,4 @@
-"""Launcher thread of a device, and `Launched`, a call in flight on the device.
+"""`LaunchThread`, the launcher thread of a device, and `Launched`, a call in flight on the device.
 
 NCCL may block its caller, and lets only one thread of a process call it for a device at a time. So the event loop makes
 a call itself only if the call cannot block, and while the launcher thread is idle.
@@ -20,10 +20,10 @@ __all__ = ["LaunchThread", "Launched", "Waiter"]
 
 
 class Waiter(Protocol):
-    """The interface that detects when calls on a stream have ended."""
+    """The interface of the object that detects the ends of calls on a stream."""
 
     def put(self, launched: Launched, *, look: bool) -> None:
-        """Notify the event loop of `launched` when the call ends. Called in order, when the call is on the stream.
+        """Watch a launched call, and notify its event loop when the call ends; called in launch order.
 
         Args:
             launched: the call.
@@ -32,7 +32,7 @@ class Waiter(Protocol):
 
 
 class LaunchThread:
-    """A daemon thread that makes calls on its device, one after the other.
+    """A daemon thread that runs queued CUDA and NCCL calls of one device, one after the other.
 
     Args:
         cuda: the runtime.
@@ -46,7 +46,7 @@ class LaunchThread:
         self._cuda = cuda
         self._ordinal = ordinal
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Number of queued or running calls, with its lock; and the lock that is held during a call.
+        # `_counting` protects the number of queued or running calls; `_calling` is held while a call runs.
         self._unfinished = 0
         self._counting = threading.Lock()
         self._calling = threading.Lock()
@@ -60,7 +60,7 @@ class LaunchThread:
             self._queue.put(call)
 
     def attempt(self, launched: Launched, is_current: bool) -> bool:
-        """Launch a call in the caller's thread, unless an earlier call is running; return whether it was launched.
+        """Launch a call in the caller's thread if the launcher thread is idle; return whether it was launched.
 
         A call that another thread queues meanwhile may run before or after it.
 
@@ -89,7 +89,7 @@ class LaunchThread:
         return not self._queue.empty()
 
     def stop(self, seconds: float) -> bool:
-        """End the thread after the queued calls; return whether it has ended within `seconds`."""
+        """Stop the thread after the queued calls; return whether the thread has ended within `seconds`."""
         self._queue.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -107,7 +107,7 @@ class LaunchThread:
 
 
 class Launched:
-    """A call in flight: in the launcher thread, on the device, or on its way back to the event loop.
+    """A call in flight: queued for the launcher thread, on the device, or ended but not reported yet.
 
     Buffers live until the loop observes device completion, awaited or not.
 
@@ -159,18 +159,22 @@ class Launched:
         self._wanted: list[asyncio.Future[None]] = []
 
     def launch(self, look: bool = True) -> None:
-        """Make the call on its stream, on the thread's current device; `look` as in `Waiter.put`."""
+        """Run the call's function, which enqueues work on its stream; this must be the current device.
+
+        `look` is passed to `Waiter.put`.
+        """
         assert self._call is not None
         try:
             self._call()
         except BaseException as exc:
             self.failed(exc)
         try:
-            # Record the event even after an error: earlier work on the stream, or a part of this call, may not be done.
+            # Record the event even after an error, because earlier work on the stream, or a part of this call, may be
+            # unfinished.
             self.event = self.events.record(self.stream)
         except BaseException as exc:
             self.failed(exc)
-        # Set this after `record`, because an event that was never recorded counts as done.
+        # Set `enqueued` only after `record`, because CUDA reports an event that was never recorded as done.
         self.enqueued = True
         if self._wanted:
             with suppress(RuntimeError):  # the event loop is closed
@@ -178,7 +182,7 @@ class Launched:
         self._waiter.put(self, look=look)
 
     def failed(self, error: BaseException) -> None:
-        """Store the first error of the call, which must not end the thread."""
+        """Store the first error of the call instead of raising it, because an error must not end the thread."""
         if self.error is None and isinstance(error, DeviceError):
             self.error = error.with_traceback(None)  # the traceback would keep variables alive
         elif self.error is None:
@@ -186,7 +190,7 @@ class Launched:
             self.error.__cause__ = error
 
     async def on_stream(self, stream: int) -> None:
-        """Let later work on `stream`, of this thread and device, wait for this call. Runs in the event loop.
+        """Make later work on `stream` wait for this call; runs in the event loop.
 
         Returns once the wait is enqueued; the host does not wait for the device.
 
@@ -202,18 +206,18 @@ class Launched:
         if self.error is not None:
             raise self.error
         if not self.enqueued:
-            raise DeviceError("launch", "the call was released before it was launched", fatal=False)
+            raise DeviceError("launch", "the call ended before the launcher thread launched it", fatal=False)
         if self.event:  # events are returned to the pool in this thread only
             self.events.on_device(self.events.cuda.stream_wait, stream, self.event)
 
     def release(self) -> None:
-        """Resume tasks that wait in `on_stream`: the call is on the stream or has failed. Runs in the event loop."""
+        """Resume the tasks that wait in `on_stream` for the launch of this call; runs in the event loop."""
         for waiting in self._wanted:
             if not waiting.done():
                 waiting.set_result(None)
 
     def end(self) -> None:
-        """Report the end of the call and drop the references. Runs in the event loop."""
+        """Report the end of the call to its callback, and drop all references; runs in the event loop."""
         done, error = self._done, self.error
         assert done is not None
         try:
@@ -226,13 +230,13 @@ class Launched:
             self.drop()
 
     def drop(self) -> None:
-        """Drop the references without a report, also if the event loop is closed."""
+        """Drop all references without a report; used when the event loop is closed."""
         self._call = self._done = self._keep = None
         if self.event:
             self.events.give(self.event)
             self.event = 0
 
     def __del__(self) -> None:
-        # The event loop was closed before it ran the callback.
+        # Return the event to the pool here if the event loop was closed before it reported the end of the call.
         if self.event:
             self.events.give(self.event)

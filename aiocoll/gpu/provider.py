@@ -1,4 +1,4 @@
-"""Selection of CUDA and NCCL: by CuPy, loaded on first use; otherwise by ctypes; or the fakes of a test."""
+"""Selection of the CUDA and NCCL implementations: by CuPy, else by ctypes, or the fakes of a test."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ __all__ = [
     "runtime",
 ]
 
-#: CUDA, NCCL or None, and the reason if there is no NCCL, as a test has provided them.
+#: The fakes that a test has provided: CUDA, NCCL or None, and the reason if NCCL is None.
 _provided: tuple[Cuda, Nccl | None, str] | None = None
-#: Oldest and newest CUDA version for which the package has an extra.
+#: Oldest and newest CUDA version with an extra of this package, such as `aiocoll[cuda12]`.
 _OLDEST, _NEWEST = 12, 13
 _NOT_PROVIDED = "NCCL was not provided"
 
 
 @contextlib.contextmanager
 def provide(cuda: Cuda, nccl: Nccl | None = None, missing: str = _NOT_PROVIDED) -> Iterator[None]:
-    """Let `runtime` return these fakes in this block, in all threads; `missing` is the reason if there is no NCCL."""
+    """Make `runtime` return these fakes inside the ``with`` block, in all threads.
+
+    `missing` is the reason if there is no NCCL.
+    """
     global _provided
     before, _provided = _provided, (cuda, nccl, missing)
     try:
@@ -39,7 +42,7 @@ def provide(cuda: Cuda, nccl: Nccl | None = None, missing: str = _NOT_PROVIDED) 
 
 
 def runtime() -> tuple[Cuda, Nccl | None]:
-    """Return CUDA, and NCCL or None: the same objects at each call.
+    """Return the process-wide CUDA and NCCL implementations; NCCL may be None.
 
     Raises:
         BackendUnavailableError: CUDA cannot be used here; the message names the package to install.
@@ -55,7 +58,7 @@ def runtime() -> tuple[Cuda, Nccl | None]:
             return by_ctypes()[:2]
         except (OSError, AttributeError, DeviceError) as other:
             raise BackendUnavailableError(
-                f"CUDA arrays need CuPy: {install_command()} ({error}; without CuPy: {other})"
+                f"CUDA arrays need CuPy: {install_command()} (CuPy: {error}; ctypes: {other})"
             ) from error
     return cuda(), nccl()[0]
 
@@ -80,7 +83,7 @@ def driver_devices() -> int:
 
 
 def missing_nccl_reason() -> str | None:
-    """Return why `runtime` returns no NCCL; None if it returns NCCL. Call `runtime` first."""
+    """Return the reason why `runtime` returns no NCCL; None if it returns NCCL. Call `runtime` first."""
     if _provided is not None:
         return _provided[2] if _provided[1] is None else None
     try:
@@ -92,7 +95,7 @@ def missing_nccl_reason() -> str | None:
 
 @cache
 def by_ctypes() -> tuple[Cuda, Nccl | None, str | None]:
-    """Return CUDA by ctypes, NCCL by ctypes or None, and the reason why there is no NCCL.
+    """Return the ctypes implementations of CUDA and NCCL; if NCCL is None, also the reason.
 
     Raises:
         OSError: there is no driver.
@@ -122,7 +125,7 @@ def install_command() -> str:
 
 
 def _cuda_major() -> int | None:
-    """Return the major CUDA version of torch, or of the driver; None if there is neither."""
+    """Return the major CUDA version of torch, else of the CUDA driver; None without both."""
     torch = sys.modules.get("torch")
     version = getattr(getattr(torch, "version", None), "cuda", None)
     if version:

@@ -12,14 +12,16 @@ from aiocoll.gpu.api import Cuda
 
 __all__ = ["Staging"]
 
-#: Size of the smallest block in bytes, because CUDA locks whole pages.
+#: Size of the smallest block in bytes: one page, because CUDA page-locks whole pages.
 SMALLEST = 4096
 #: Maximum total size of unused blocks in bytes. Beyond it, the least recently used blocks are freed.
 KEPT = 1 << 30
 
 
 class Staging:
-    """A thread-safe pool of page-locked blocks. Its method `take` may block, so event loops must not call it.
+    """A thread-safe pool of page-locked memory blocks.
+
+    The method `take` may block, so event loops must not call it.
 
     Args:
         cuda: the CUDA runtime.
@@ -30,7 +32,7 @@ class Staging:
         self._cuda = cuda
         self._elsewhere = elsewhere
         self._lock = threading.Lock()
-        # Unused blocks by size, in the order of their return. The last one is taken first, because it is in the CPU's
+        # Unused blocks by size, in the order of their return. `find` takes the most recent one, which is still in CPU
         # caches.
         self._free: dict[int, list[NDArray[Any]]] = {}
         self._kept = 0
@@ -41,7 +43,9 @@ class Staging:
         return self._kept
 
     def take(self, nbytes: int) -> NDArray[Any]:
-        """Return a uint8 block of at least `nbytes`, longer by at most a quarter or one page.
+        """Return a page-locked uint8 block of at least `nbytes`, unused or newly allocated; may block.
+
+        The block is longer by at most a quarter or one page.
 
         Raises:
             DeviceError: no memory could be page-locked.
@@ -50,7 +54,7 @@ class Staging:
         return self._cuda.pinned(_size(nbytes)) if found is None else found
 
     def find(self, nbytes: int) -> NDArray[Any] | None:
-        """Return an unused block of the size that `take` would return; None if there is none."""
+        """Return an unused block that fits `nbytes`, without allocating; None if the pool has none."""
         size = _size(nbytes)
         with self._lock:
             if free := self._free.get(size):
@@ -59,7 +63,7 @@ class Staging:
         return None
 
     def give(self, block: NDArray[Any]) -> None:
-        """Return a block to the pool. Neither host nor device may use it any more."""
+        """Return a block to the pool; neither host nor device may use the block any more."""
         freed: list[NDArray[Any]] = []
         with self._lock:
             size = block.nbytes
@@ -85,6 +89,6 @@ class Staging:
 
 
 def _size(nbytes: int) -> int:
-    """Return the size of a block that holds `nbytes` bytes."""
+    """Return the block size for `nbytes` bytes: rounded up, so that blocks can be reused."""
     step = max(SMALLEST, 1 << (nbytes - 1).bit_length() >> 3)
     return max(-(-nbytes // step), 1) * step

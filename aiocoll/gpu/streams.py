@@ -8,7 +8,7 @@ __all__ = ["stream_address"]
 
 
 def stream_address(stream: Any) -> int:
-    """Return the address of a CUDA stream: of CuPy, torch, an object with ``__cuda_stream__``, or an address.
+    """Return the address of a CUDA stream, given as an address or as a stream object of any library.
 
     Raises:
         TypeError: `stream` is not a stream.
@@ -22,4 +22,4 @@ def stream_address(stream: Any) -> int:
         address = getattr(stream, name, None)
         if isinstance(address, int):
             return address
-    raise TypeError(f"stream must be a CUDA stream or the address of one, not {type(stream).__name__}")
+    raise TypeError(f"stream must be a CUDA stream or the address of a CUDA stream, not {type(stream).__name__}")

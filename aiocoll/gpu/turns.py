@@ -1,4 +1,4 @@
-"""Turns on a device, so that groups create their NCCL communicators one at a time."""
+"""`Turns`: a queue per device, so that groups create their NCCL communicators one at a time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["Turn", "Turns"]
 
 
 class Turns:
-    """The turns on one device. Thread-safe."""
+    """The queue of groups that create their NCCL communicators on one device; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: The turns in order, of which the first has begun.
+        #: Queued turns; the first one is current.
         self._row: deque[Turn] = deque()
 
     def take(self, call: Callable[[], None]) -> Turn:
-        """Run `call` in this event loop when all earlier turns have ended, unless this turn has ended before."""
+        """Queue a turn, and run `call` in this event loop when all earlier turns have ended."""
         turn = Turn(self, call)
         with self._lock:
             had_it = self._row[0] if self._row else None
-            # Drop a turn whose event loop is closed, because it would never end.
+            # Drop turns whose event loop is closed, because such turns would never end.
             self._row = deque(each for each in (*self._row, turn) if not each.is_lost())
             first = self._row[0]
         if first is not had_it:
@@ -31,7 +31,7 @@ class Turns:
         return turn
 
     def end(self, turn: Turn) -> None:
-        """End a turn. If it had begun, the next turn begins."""
+        """Remove a turn from the queue; if the turn was current, start the next one."""
         with self._lock:
             if turn not in self._row:
                 return
@@ -43,7 +43,7 @@ class Turns:
 
 
 class Turn:
-    """A group's turn on a device."""
+    """The turn of one group to create its NCCL communicator on a device."""
 
     def __init__(self, turns: Turns, call: Callable[[], None]) -> None:
         self._turns = turns
@@ -51,18 +51,18 @@ class Turn:
         self._loop = asyncio.get_running_loop()
 
     def begin(self) -> None:
-        """Run the owner's function in the owner's event loop."""
+        """Start this turn: run the group's callback in the group's event loop."""
         try:
             self._loop.call_soon_threadsafe(self._on_begin)
         except RuntimeError:  # the event loop is closed, and its groups with it
             self.end()
 
     def is_lost(self) -> bool:
-        """Return whether the event loop of the turn is closed, so that the turn would never end."""
+        """Return whether the group's event loop is closed, so that the turn would never end."""
         return self._loop.is_closed()
 
     def end(self) -> None:
-        """End this turn. Idempotent."""
+        """End this turn; do nothing if it has ended already."""
         self._call = None
         self._turns.end(self)
 

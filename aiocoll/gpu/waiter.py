@@ -1,4 +1,4 @@
-"""Completion threads, which detect when calls on a stream have ended.
+"""Completion threads, which detect the ends of device calls and report them to event loops.
 
 Waking a thread takes tens of microseconds, as long as a short collective. So the launcher, which is awake, first checks
 for that long whether a call has ended, if no other call is queued. A polling await does the same in the loop that made
@@ -33,20 +33,20 @@ from aiocoll.gpu.launcher import Launched, LaunchThread
 
 __all__ = ["CompletionThread"]
 
-#: Maximum number of unfinished calls on a stream; later calls are held back. A launch blocks its thread when the stream
-#: has about a thousand entries, of which each call takes a few, or when too many events are pending (`Events`).
+#: Maximum number of unfinished calls on a stream; later calls are held back. CUDA blocks a launch when the stream has
+#: about a thousand entries (a call takes a few), or when too many events are pending (see `Events`).
 AT_MOST = 48
 
-#: Maximum number of ended calls reported in one callback. A report takes some microseconds, and other callbacks must
-#: run.
+#: Maximum number of ended calls reported in one loop callback, because a report takes some microseconds and other
+#: callbacks must run.
 AT_ONCE = 16
-#: Number of checks by the launcher thread whether a call has ended. A check takes one or two microseconds, so all of
-#: them take about as long as waking a thread.
+#: Maximum number of times the launcher thread checks whether a call has ended. Together, the checks take about as long
+#: as waking a thread.
 LOOKS = 32
 
 
 class CompletionThread:
-    """A daemon thread that waits for the unfinished calls on one stream, in order.
+    """A daemon thread that waits, in launch order, for the ends of the calls on one stream.
 
     Args:
         cuda: the CUDA runtime.
@@ -67,21 +67,21 @@ class CompletionThread:
         self._launcher = launcher
         self._word = word
         self._idle = idle
-        # The launcher thread appends calls and wakes this thread, which removes them.
+        # Calls on the stream. The launcher thread appends calls; this thread removes them when they have ended.
         self._calls: deque[Launched] = deque()
         self._lock = threading.Lock()
-        #: A lock that is released to wake the thread. A condition variable would take some microseconds more.
+        #: A lock that is released to wake the thread: some microseconds faster than a condition variable.
         self._wake = threading.Lock()
         self._wake.acquire()
         self._is_awake = False
-        # The event loop that will wake the thread at the end of its iteration.
+        # The event loop that will wake this thread at the end of the loop's iteration; None if no loop will.
         self._due_in: asyncio.AbstractEventLoop | None = None
-        # Batches of ended calls, by the identity of their event loop: the last posted batch, and the partly reported
-        # batch. The loop's callbacks hold the batches, so a closed loop frees them.
+        # Batches of ended calls by the id of their event loop: the last batch sent to the loop, and the batch of which
+        # the loop has reported a part. Only the loop's callbacks keep the batches alive, so a closed loop frees them.
         self._posted: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._left: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._ended: Callable[[], object] | None = None
-        #: Number of admitted calls that have not ended, and functions that launch held calls.
+        #: Number of admitted calls that have not ended, and the launch functions of calls that are held back.
         self._admitted = 0
         self._held: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"aiocoll-wait-{ordinal}", daemon=True)
@@ -93,7 +93,7 @@ class CompletionThread:
         return not self._admitted
 
     def admit(self, launch: Callable[[], None]) -> bool:
-        """Return whether a call may be launched now. If not, the launcher thread calls `launch` later."""
+        """Return whether a call may be launched now; if not, the launcher thread runs `launch` later."""
         with self._lock:
             if self._held or self._admitted >= AT_MOST:
                 self._held.append(launch)
@@ -102,7 +102,7 @@ class CompletionThread:
             return True
 
     def put(self, launched: Launched, *, look: bool) -> None:
-        """Notify the event loop of `launched` when the call ends. Called when the call is on the stream.
+        """Watch a launched call, and notify its event loop when the call ends.
 
         Args:
             launched: the call.
@@ -126,13 +126,13 @@ class CompletionThread:
             launched.number = self._word.follow(launched.stream)
 
     def look(self, loop: asyncio.AbstractEventLoop) -> bool | None:
-        """If the oldest pending call has ended, report it to the running `loop`.
+        """Report the oldest pending call to the running `loop` if the call has ended.
 
         Returns:
             Whether it has ended; None if the thread checks it, or the device writes no number after it.
         """
         with self._lock:
-            # Report posted batches first.
+            # Batches sent to this loop must be reported before later calls.
             if self._is_awake or not self._calls or self._posted.get(id(loop)):
                 return None
             number = self._calls[0].number
@@ -145,18 +145,21 @@ class CompletionThread:
         return True
 
     def stop(self, ended: Callable[[], object]) -> None:
-        """End the thread after the earlier calls, then run `ended` in it. Runs in the launcher thread."""
+        """Stop the thread after the earlier calls; its last action is to call `ended`.
+
+        Runs in the launcher thread.
+        """
         with self._lock:
             self._ended = ended
             self._wake_thread()
 
     def join(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the end of the stopped thread; return whether it has ended."""
+        """Wait at most `seconds` until the stopped thread has ended; return whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _ends_soon(self, launched: Launched) -> bool:
-        """Check for a short time whether a call has ended; return whether it has. Runs in the launcher thread."""
+        """Poll for some microseconds whether a call has ended; runs in the launcher thread."""
         for _ in range(LOOKS):
             if self._is_done(launched):
                 return True
@@ -167,14 +170,14 @@ class CompletionThread:
     # -- in the loop
 
     def _wake_for_launched_calls(self) -> None:
-        """Wake the thread for the calls that one loop iteration has launched."""
+        """Wake the thread once for all calls that the event loop has launched in one iteration."""
         with self._lock:
             self._due_in = None
             if self._calls:
                 self._wake_thread()
 
     def _end(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
-        """Report a batch of calls that have ended, after the rest of earlier batches."""
+        """Report a batch of ended calls in their event loop, after all earlier batches."""
         earlier = self._left.get(id(loop))
         if earlier is None:
             self._go_on(loop, batch)
@@ -213,7 +216,7 @@ class CompletionThread:
         self._ended()
 
     def _sleep(self) -> bool:
-        """Sleep until there is a call to wait for; return False when the thread must end."""
+        """Sleep until the stream has a call to wait for; return False when the thread must end."""
         while True:
             with self._lock:
                 if self._is_awake and self._calls:
@@ -230,7 +233,7 @@ class CompletionThread:
             launched.failed(exc)
 
     def _drain(self) -> deque[Launched]:
-        """Remove and return the first call, and the calls after it that have ended, too."""
+        """Remove and return the first call, which has ended, and all directly following calls that have ended."""
         batch = deque([self._calls.popleft()])
         while self._calls and self._is_done(self._calls[0]):
             batch.append(self._calls.popleft())
@@ -244,7 +247,7 @@ class CompletionThread:
             return True
 
     def _deliver(self, batch: deque[Launched], here: asyncio.AbstractEventLoop | None = None) -> None:
-        """Report calls that have ended to their event loops, with one callback per loop; launch held calls.
+        """Report ended calls to their event loops, by one callback per loop; launch calls held back.
 
         Args:
             batch: the ended calls.
@@ -269,7 +272,7 @@ class CompletionThread:
                     mine.popleft().drop()
 
     def _release_ended(self, ended: int) -> Sequence[Callable[[], None]]:
-        """Subtract ended calls from the admitted ones; return the functions that launch held calls instead."""
+        """Subtract `ended` from the count of admitted calls; return launch functions of calls that may now start."""
         with self._lock:
             self._admitted -= ended
             launches = [self._held.popleft() for _ in range(min(len(self._held), AT_MOST - self._admitted))]

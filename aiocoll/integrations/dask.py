@@ -22,12 +22,12 @@ except ImportError as error:
 
 __all__ = ["run"]
 
-#: Seconds to wait for the end of a cancelled rank.
+#: Maximum seconds to wait until the program of a cancelled rank has ended.
 END = 5.0
 
 
 async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, **meeting: Any) -> list[Any]:
-    """Run a program as `n` ranks, each on a different worker.
+    """Run a program as the `n` ranks of a job, each on a different Dask worker.
 
         async def program(x):
             async with aiocoll.new_group() as pg:  # the other workers
@@ -61,9 +61,9 @@ async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, *
         raise TypeError(f"program must be a function, not {type(program).__name__}")
     n = to_int(n, "n")
     if n < 1:
-        raise ValueError(f"n={n}: must be positive")
+        raise ValueError(f"n={n} must be positive")
     address = client.scheduler.address
-    # Use a separate client, because closing it ends all tasks that it has started.
+    # Use a separate Dask client for this job, because closing this client then ends all tasks of the job.
     async with (
         Meeting(n, **{"host": _own_host(address), **meeting}) as held,
         Client(address, security=client.security, asynchronous=True, set_as_default=False) as own,
@@ -80,7 +80,7 @@ async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, *
 
 
 class _Workers:
-    """The workers that the scheduler reports, and which of them are busy with a rank."""
+    """The Dask workers that the scheduler reports, and the subset that is running a rank."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -90,7 +90,7 @@ class _Workers:
         self._is_subscribed = False
 
     async def follow(self) -> None:
-        """Subscribe to the scheduler's events about new and removed workers."""
+        """Subscribe to the scheduler's events about added and removed workers."""
         self._client.subscribe_topic("all", self._on_event)
         while not self._is_subscribed:
             await self._client.log_event("all", {"action": "aiocoll"})
@@ -114,7 +114,7 @@ class _Workers:
 
     @contextlib.asynccontextmanager
     async def reserve(self) -> AsyncIterator[str]:
-        """Wait for a free worker, and reserve it during this context."""
+        """Wait for a free worker, and reserve the worker until the context exits."""
         while not (free := self._present - self._busy):
             await self._changed.wait()
         worker = min(free)
@@ -126,7 +126,7 @@ class _Workers:
             self._notify()
 
     async def run(self, worker: str, ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a program on a Dask worker as the rank of a ticket; return its result.
+        """Run a program on a Dask worker as the rank that `ticket` stands for; return the program's result.
 
         Raises:
             RankLostError: Dask has removed the worker.
@@ -151,7 +151,7 @@ class _Workers:
     async def _wait_until_lost(self, worker: str, ending: asyncio.Future[Any]) -> None:
         while not ending.done():
             if worker not in self._present:
-                raise RankLostError(f"Dask has removed the worker {worker}")
+                raise RankLostError(f"Dask has removed the worker {worker}, which ran a rank")
             changed = asyncio.ensure_future(self._changed.wait())
             try:
                 await asyncio.wait([ending, changed], return_when=asyncio.FIRST_COMPLETED)
@@ -164,12 +164,14 @@ async def _ended(future: Future) -> Any:
         return await future
     except asyncio.CancelledError:
         if future.cancelled():
-            raise ConnectionError("Dask has cancelled the task of a rank; check that its scheduler runs") from None
+            raise ConnectionError(
+                "Dask has cancelled the task of a rank; check that the Dask scheduler is running"
+            ) from None
         raise
 
 
 def _own_host(scheduler: str) -> str:
-    """Return the address of this machine by which it reaches the scheduler."""
+    """Return the local address that this machine uses for connections to the Dask scheduler."""
     if scheduler.startswith("inproc:"):
         return "127.0.0.1"
     host = get_address_host(scheduler)
@@ -181,12 +183,12 @@ def _own_host(scheduler: str) -> str:
 
 # -- on the workers
 
-#: Event loop and task of each program that runs on this worker, by the ticket holder's name.
+#: Event loop and task of each program that runs on this worker, by the holder name in its ticket.
 _running: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
 
 
 def _work(ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a program, in this thread of a worker, as the rank of a ticket; return its result."""
+    """Run a program in this worker thread, as the rank that `ticket` stands for; return the program's result."""
 
     async def main() -> Any:
         task = asyncio.ensure_future(made)
@@ -203,7 +205,7 @@ def _work(ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) ->
 
 
 def _stop(holder: str) -> None:
-    """Cancel the program that runs on this worker as the rank of the ticket holder `holder`."""
+    """Cancel the program that runs on this worker with the ticket of `holder`."""
     if holder in _running:
         loop, task = _running[holder]
         loop.call_soon_threadsafe(task.cancel)

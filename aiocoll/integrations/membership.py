@@ -1,4 +1,4 @@
-"""Membership of an execution engine's processes in one group, which is repaired after deaths."""
+"""Membership of an execution engine's processes in one group, which is repaired when a process dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Membership", "Memberships", "State", "wait_for_all"]
 
 
 class State(NamedTuple):
-    """A process's report to the driver about its group.
+    """The report of a process to the driver about its group membership.
 
     Attributes:
         begun: whether it has been a rank.
@@ -31,7 +31,7 @@ class State(NamedTuple):
 
 
 class Membership:
-    """The membership of this process in a group: a task that joins the group and rejoins after failures.
+    """The membership of this process in a group: a task that joins the group, and a new group after failures.
 
     It must be created on the group's event loop.
 
@@ -55,7 +55,7 @@ class Membership:
                 self.group = None
 
     def state(self) -> State | None:
-        """Return the report for the driver; None if the process is no longer a rank. Any thread may call this.
+        """Return this process's report for the driver; None if the process is no longer a rank; thread-safe.
 
         Raises:
             BaseException: the error that ended it, unless it is an error of the group, the rendezvous or the store.
@@ -69,13 +69,13 @@ class Membership:
         return State(self._begun, "", 0) if group is None else State(True, group.group_name, group.size())
 
     def abort(self, reason: str) -> None:
-        """Abort the group. Its ranks then agree on a new group."""
+        """Abort the group, so that its ranks agree on a new group."""
         aborted, self.group = self.group, None
         if aborted is not None:
             aborted.abort(reason)
 
     async def leave(self) -> None:
-        """Leave the group, or stop joining it."""
+        """Leave the group; if this process is still joining, stop joining."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -103,7 +103,7 @@ class Memberships:
 
     @property
     def has_meeting(self) -> bool:
-        """Return whether the driver holds a meeting for the processes."""
+        """Return whether the driver runs a `Meeting`, on which the processes form a group."""
         return self._meeting is not None
 
     @property
@@ -112,7 +112,7 @@ class Memberships:
         return list(self._tickets)
 
     async def ensure_one_group(self, states: Mapping[int, State | None]) -> bool:
-        """Return whether all processes are in one group; if not, make processes without a group join it.
+        """Return whether all processes are in one group; if not, make the missing processes join.
 
         Args:
             states: the states of all processes, by their numbers. If no process has been a rank, but one has no
@@ -121,7 +121,8 @@ class Memberships:
         present = {number: state for number, state in states.items() if state is not None}
         absent = states.keys() - present.keys()
         begun = any(state.begun for state in present.values())
-        # The other ranks may not have noticed that a process has ended in an orderly way; their group must be aborted.
+        # Abort groups that have more ranks than there are processes: after the orderly end of a process, the other
+        # ranks may not have noticed it.
         outdated = [number for number, state in present.items() if state.size > len(present)]
         await wait_for_all(self._abort(number, "some of its ranks have ended") for number in outdated)
         if absent and not (begun and self._meeting is not None):
@@ -142,20 +143,20 @@ class Memberships:
         await wait_for_all(self._join(number, ticket) for number, ticket in tickets.items())
 
     def report(self, number: int, reason: object) -> None:
-        """Report the death of a process to the ranks of the group."""
+        """Report the death of the process `number` to the ranks of the group."""
         ticket = self._tickets.pop(number, None)
         if ticket is not None and self._meeting is not None:
             self._meeting.report_death(ticket, str(reason))
 
     async def end(self) -> None:
-        """End the meeting. Processes that wait in it get an error."""
+        """End the `Meeting`; processes that are waiting to join fail with an error."""
         meeting, self._meeting, self._tickets = self._meeting, None, {}
         if meeting is not None:
             await meeting.__aexit__()
 
 
 async def wait_for_all(doing: Iterable[Awaitable[None]]) -> None:
-    """Wait until all awaitables are done; raise the first error."""
+    """Wait until all awaitables are done, then raise the first error."""
     for result in await asyncio.gather(*doing, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

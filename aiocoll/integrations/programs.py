@@ -1,4 +1,4 @@
-"""`Ranks`: a program that runs as ranks on the workers of an execution engine, with replacement of lost workers."""
+"""`Ranks`: runs a program as ranks on the workers of an execution engine, and replaces lost ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from aiocoll.rendezvous.tickets import Meeting, Ticket
 
 __all__ = ["RankLostError", "Ranks"]
 
-#: Seconds to wait for further errors after a rank's first error, which may only be a consequence of another error.
+#: Seconds to wait for errors of other ranks after the first error, because it may only be a consequence of another one.
 ERROR_WAIT = 1.0
 
 
 class RankLostError(Exception):
-    """Raised when the execution engine reports that the worker of a rank is lost."""
+    """Raised when the execution engine reports the loss of the worker that runs a rank."""
 
 
 class Ranks:
@@ -69,7 +69,7 @@ class Ranks:
             await asyncio.wait(ranks)
 
     async def _run_rank(self, number: int) -> None:
-        """Run the program as one rank. If the rank is lost, run the program again as a newcomer in its place.
+        """Run the program as one rank; after a loss of the rank, run it again as a newcomer in its place.
 
         It is not run again after the program has returned on another rank.
         """
@@ -81,7 +81,7 @@ class Ranks:
                 return
             except RankLostError as lost:
                 self.losses += 1
-                logger.warning("rank %d of the program is lost: %s", number, lost)
+                logger.warning("rank %d of the program was lost: %s", number, lost)
                 self._meeting.report_death(ticket, str(lost))
             finally:
                 del self._tickets[number]
@@ -95,5 +95,6 @@ class Ranks:
 
 def _find_cause(errors: list[BaseException]) -> BaseException:
     first = next((error for error in errors if not isinstance(error, GroupError)), errors[0])
-    # A group may fail during a call or between two calls. Return the first failure of the group in both cases.
+    # A rank gets the first failure of its group directly during a call, but as the cause of a `GroupRevokedError`
+    # between calls. Return this first failure in both cases.
     return first.__cause__ if isinstance(first, GroupRevokedError) and first.__cause__ is not None else first

@@ -1,4 +1,4 @@
-"""Sample files for prometheus_client's multiprocess mode, which its `MultiProcessCollector` reads.
+"""Sample files for the multiprocess mode of prometheus_client, where one process exports for all.
 
 That collector reads the files of all processes in PROMETHEUS_MULTIPROC_DIR. It does not call the collectors of this
 process. So a thread writes the samples to a file about once a second, also while the event loop of the process is
@@ -26,7 +26,7 @@ PERIOD: Final = 1.0
 
 
 class SampleFiles:
-    """The sample files of this process, with the thread that writes them.
+    """The sample files of this process, and the thread that writes them.
 
     Counters of ended processes remain. Gauges have the mode "livesum": `mark_process_dead` removes the gauges of one
     process. The thread calls it for each ended process.
@@ -40,14 +40,14 @@ class SampleFiles:
         self._directory = directory
         self._collect = collect
         self._lock = threading.Lock()
-        #: By sample name and labels: the value in the file, and the value that was last collected.
+        #: For each sample name and labels: the value object of the file, and the value last collected.
         self._written: dict[tuple[str, ...], tuple[Any, float]] = {}
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_warned = False
 
     def start(self) -> None:
-        """Start the writing thread, unless it runs."""
+        """Start the writing thread, unless it is running already."""
         if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent
             self._thread = threading.Thread(target=self._run, name="aiocoll metrics", daemon=True)
             try:
@@ -57,7 +57,7 @@ class SampleFiles:
                 self._warn(error)
 
     def write(self) -> None:
-        """Write the current samples."""
+        """Write the current samples of all metrics to the sample files."""
         try:
             with self._lock:
                 for family in self._collect():
@@ -66,7 +66,7 @@ class SampleFiles:
             self._warn(error)
 
     def close(self) -> None:
-        """Stop the writing thread and wait for its end."""
+        """Stop the writing thread, and wait until it has ended."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -122,7 +122,7 @@ class SampleFiles:
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("metrics are not written to PROMETHEUS_MULTIPROC_DIR=%s: %s", self._directory, error)
+            logger.warning("cannot write metrics to PROMETHEUS_MULTIPROC_DIR=%s: %s", self._directory, error)
 
 
 def _has_ended(pid: int) -> bool:
@@ -138,7 +138,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def open_sample_files(collect: Callable[[], Iterable[Any]]) -> SampleFiles | None:
-    """Open the sample files of this process; return None outside multiprocess mode.
+    """Return the `SampleFiles` of this process; None if prometheus_client is not in multiprocess mode.
 
     Raises:
         ValueError: the directory does not exist.

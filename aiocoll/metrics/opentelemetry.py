@@ -52,7 +52,8 @@ class GroupMeter:
     def __init__(self, meter_provider: Any = None, tracer_provider: Any = None, *, spans: bool = False) -> None:
         self._watched = WatchedGroups(self._on_start, self._on_stop)
         self._hooks: WeakKeyDictionary[ProcessGroup, HookHandle] = WeakKeyDictionary()
-        #: Contexts of spans, by the exported name of an added group and its successors; `_context` for all others.
+        #: Parent context of the spans of each added group and its successors, by exported name. All others use
+        #: `_context`.
         self._contexts: dict[str, context.Context] = {}
         self._context = context.get_current()
         self._adding: context.Context | None = None

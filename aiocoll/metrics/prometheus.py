@@ -1,4 +1,4 @@
-"""Export to Prometheus: the statistics of groups in a registry of `prometheus_client`, read at each scrape.
+"""Export to Prometheus: a `prometheus_client` collector that reads the statistics of groups at each scrape.
 
     collector = aiocoll.metrics.prometheus.GroupCollector()  # in prometheus_client.REGISTRY; all groups of this process
 
@@ -33,7 +33,7 @@ except ImportError as error:
 
 __all__ = ["GroupCollector"]
 
-#: Bounds of the exported histogram's buckets in seconds, from 4 µs to 64 s, each four times the bound before.
+#: Upper bounds of the exported histogram buckets in seconds: from 4 µs to 64 s, each four times the previous one.
 _BOUNDS: Final = [2.0**exponent for exponent in range(-18, 7, 2)]
 _GROUP: Final = ("group", "rank")
 _KIND: Final = (*_GROUP, "op", "algorithm", "transport")
@@ -150,7 +150,7 @@ def _families(groups: list[GroupStats]) -> Iterator[Any]:
 
 
 def _buckets(each: OperationStats) -> list[tuple[str, float]]:
-    """Return the cumulative histogram that Prometheus expects: each bucket includes the smaller ones."""
+    """Return the cumulative histogram for Prometheus, in which each bucket includes all smaller ones."""
     found: list[tuple[str, float]] = [
         (repr(limit), sum(calls for bound, calls in each.histogram if bound <= limit)) for limit in _BOUNDS
     ]

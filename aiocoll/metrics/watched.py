@@ -1,4 +1,4 @@
-"""Exported groups of a process under stable names: a group that replaces another group keeps its name."""
+"""`WatchedGroups`: the exported groups of a process, where a replacement of a group keeps its exported name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocoll.log import logger
 
 __all__ = ["MOST", "WatchedGroups"]
 
-#: Largest number of exported names: each makes series that a metrics server stores forever.
+#: Maximum number of exported group names, because a metrics server stores the series of each name forever.
 MOST = 100
 
 
@@ -44,7 +44,7 @@ class WatchedGroups(open_groups.Observer):
         self._on_start = began
         self._on_stop = ended
         self._lock = threading.RLock()
-        #: Open groups with their exported names; None for groups that are not exported.
+        #: Exported name of each open group; None for a group that is not exported.
         self._open: WeakKeyDictionary[ProcessGroup, str | None] = WeakKeyDictionary()
         #: Statistics of closed groups, by name and rank.
         self._closed: dict[tuple[str, int], GroupStats] = {}
@@ -53,7 +53,7 @@ class WatchedGroups(open_groups.Observer):
         self._has_warned = False
 
     def start(self) -> None:
-        """Start to watch which groups this process opens and closes."""
+        """Start to observe the groups that this process opens and closes."""
         open_groups.observe(self)
 
     def close(self) -> None:
@@ -63,7 +63,9 @@ class WatchedGroups(open_groups.Observer):
             self.closed(pg)
 
     def add(self, pg: ProcessGroup, name: str | None) -> None:
-        """Export a group and its successors as `name`, or under their own names; from now on, export only added groups.
+        """Export a group and its successors as `name`, or under its own name; end the export of all groups.
+
+        From the first call on, only added groups are exported.
 
         Raises:
             TypeError: `pg` is not a group, or `name` is not a string.
@@ -88,8 +90,8 @@ class WatchedGroups(open_groups.Observer):
         name = strip_generation(pg.group_name) if name is None else name
         if not self._has_room(name):
             raise ValueError(
-                f"pg: {MOST} group names have been exported already, so {name!r} cannot be; let short-lived groups "
-                "share a name: add(pg, name='workers')"
+                f"pg: {MOST} group names have been exported already, so {name!r} cannot be exported; let short-lived "
+                "groups share a name: add(pg, name='workers')"
             )
         self._begin(pg, name)
 
@@ -103,7 +105,7 @@ class WatchedGroups(open_groups.Observer):
         self._on_stop(pg, name)
 
     def stats(self, *, closed: bool = False) -> list[GroupStats]:
-        """Return one statistics object per exported name and rank; if `closed`, also for groups that are closed."""
+        """Return one statistics object per exported name and rank; `closed` includes closed groups."""
         found: dict[tuple[str, int], GroupStats] = {}
         with self._lock:
             for pg, name in list(self._open.items()):

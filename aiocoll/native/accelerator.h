@@ -1,4 +1,4 @@
-/* Types of the accelerator, and functions that several of its files use. */
+/* Types and functions that several C files of the accelerator use. */
 #ifndef AIOCOLL_ACCELERATOR_H
 #define AIOCOLL_ACCELERATOR_H
 
@@ -27,37 +27,37 @@
     ((LINE_WORDS - LINE_BYTES) * 8) /* largest contribution in bytes that fits into the line of its slot */
 #define NO_PEER (-1)
 
-enum { TRIES = 3 }; /* maximum number of attempts, since a called Python function may have changed the state */
+enum { TRIES = 3 }; /* attempts: repeat checks after a called Python function may have changed the state */
 
 /* The slots of one lane: lines of eight words, and memory for contributions that do not fit into their lines. */
 typedef struct {
     char *base;
     Word *lines;
     npy_intp small, small_nbytes, middle, middle_nbytes;
-    int far; /* number of following posts whose copies bypass the caches */
+    int far; /* number of further posts that bypass the caches */
 } Slots;
 
 /* The common lane of this rank's outbox. */
 typedef struct {
     PyObject_HEAD Py_buffer memory, posted, ready;
     Slots slots;
-    uint64_t *numbers; /* for each slot, the number of its last post */
+    uint64_t *numbers; /* for each slot, the number of the last post in it */
     char *is_reserved; /* for each slot, whether its memory is allocated */
-    PyObject *readers; /* list: for each slot, the lanes of its last post's readers */
+    PyObject *readers; /* list: for each slot, the lanes of all ranks that read the last post in it */
     PyObject *reserve; /* the Python function that allocates the memory of a slot */
 } CommonLane;
 
-/* An end of a chunk queue. */
+/* This rank's end of a chunk queue: the writing or the reading end. */
 typedef struct {
     char *chunks;
     Word *lines, *taken, *waiting;
     uint64_t *state;
     npy_intp count; /* number of chunks in the queue */
-    int far;        /* number of following chunks whose copies bypass the caches */
+    int far;        /* number of further chunks that bypass the caches */
 } Queue;
 
-/* The lanes between this rank and one peer: this rank's lane for the peer, and the peer's common lane and lane for
-   this rank. */
+/* The lanes between this rank and one peer: this rank's lane for the peer, the peer's common lane, and the peer's
+   lane for this rank. */
 typedef struct {
     PyObject_HEAD Py_buffer memory, posted, ready, theirs, status;
     Py_buffer region, out_state, in_state; /* Python buffers of the chunk queues */
@@ -66,7 +66,7 @@ typedef struct {
     PyObject *reserve_queue;
     Slots slots, common_slots,
         lane_slots;           /* slots of this rank's lane; of the peer's common lane; of the peer's lane */
-    Word *words, *peer_words; /* words of both lanes */
+    Word *words, *peer_words; /* control words of this rank's lane, and of the peer's lane */
     Word *own_status, *peer_status;
     uint64_t *numbers, rung;
     char *is_reserved;
@@ -75,15 +75,16 @@ typedef struct {
     int eventfd, has_lines;
     int can_post; /* true if the link is open and in use */
     int can_look; /* true if the link is open */
-    int pins; /* number of functions that use the memory while Python may run; after `close`, the last one releases the
-                 memory */
+    /* Number of C functions that use the memory while Python code may run. After `close`, the last of these functions
+       releases the memory. */
+    int pins;
 } PeerLanes;
 
 typedef struct {
     int buffer, is_common, readers_count, *readers;
     npy_intp nbytes;
     uint32_t first_slot, slots;
-    /* The lanes of the readers, in the form that the common lane stores. Valid until a link of the group changes. */
+    /* The lanes of the readers, as the tuple that the common lane stores. Valid until a link of the group changes. */
     PyObject *lanes;
     uint64_t epoch;
 } Contribution;
@@ -94,29 +95,29 @@ typedef struct {
     uint32_t first_slot, slots;
 } Take;
 
-/* A pair of numbers. For a copy: target and source. For a move: contribution and target. For this rank's own input:
-   its index among the inputs of the reduction, and its buffer. */
+/* A pair of indices. For a copy: target and source buffer. For a move: contribution and target buffer. For an input
+   of this rank: its position among the inputs of the reduction, and its buffer. */
 typedef struct {
     int first, second;
 } Pair;
 
-/* Elements of a buffer, from `start` to `stop`. */
+/* Consecutive elements of a buffer: `count` elements from `start` on. */
 typedef struct {
     int buffer;
     npy_intp start, count;
 } Region;
 
-/* One direction of a relay: one region per step, and the number of chunks per step. */
+/* One direction of a relay (sending or receiving): one region per step, and the number of chunks per step. */
 typedef struct {
     Region *regions;
     int steps;
     npy_intp chunks;
 } Way;
 
-/* One rank's actions in a collective of one round, or in a relay: like `Round` and `Relay` in Python. */
+/* This rank's actions in a collective of one round, or in a relay. The Python classes are `Round` and `Relay`. */
 typedef struct {
     PyObject_HEAD PyObject *plan, *kind, *op, *signature,
-        *fold; /* fold: the Python function for a reduction without `loop` */
+        *fold; /* fold: the Python function that reduces if NumPy has no `loop` */
     uint64_t fingerprint;
     int copies_count, first_count, takes_count, own_count, moves_count, last_count, buffers_count;
     int size;               /* size of the group */
@@ -131,12 +132,12 @@ typedef struct {
     PyArray_Descr *storage;
     PyUFuncGenericFunction loop;
     void *loop_data;
-    /* For a relay: elements per chunk (0 otherwise); regions to send, to receive, and to reduce received data with;
-       target and source of a copy. */
+    /* Only for a relay: the elements per chunk (0 without a relay), the regions to send and to receive, the regions
+       that received data is reduced with, and the target and source of a local copy. */
     npy_intp chunk;
-    int behind; /* number of steps by which this rank's sends follow its receives */
+    int behind; /* number of steps by which sends follow receives */
     Way outward, inward, operands, local;
-    /* The journal row of these calls' counters. Valid until a link of the group changes. */
+    /* Row of this call kind in the table of counters. Valid until a link of the group changes. */
     npy_intp row;
     double nbytes;
     uint64_t epoch;
@@ -144,14 +145,14 @@ typedef struct {
 
 struct Calls;
 
-/* Position of one end of a relay: the next chunk, in the order of `shm_ring.order`, and the number of chunks before
-   it. */
+/* Progress of the sending or receiving end of a relay: the next chunk, in the order of `shm_ring.order`, and the
+   number of chunks before it. */
 typedef struct {
     npy_intp count, column;
     int step;
 } Cursor;
 
-/* Additional state of a call that uses the ring of chunk queues, like `ShmRing` in Python. */
+/* Additional state of a call that uses the ring of chunk queues. The Python class is `ShmRing`. */
 typedef struct {
     Cursor put, taken;
     npy_intp copied; /* number of copied elements of the local copy */
@@ -161,12 +162,12 @@ typedef struct {
     char *bytes[]; /* for each buffer, its memory */
 } Relay;
 
-/* The base class of `Work`. A work that is carried out in C has `calls`; it has no completion until Python requests
+/* The base class of `Work`. A work that C code carries out has `calls`, and has no completion until Python requests
    one. */
 typedef struct Handle {
     PyObject_HEAD PyObject *completion, *owner; /* owner: the dispatcher, which lives at least as long as its works */
     struct Calls *calls;
-    struct Handle *previous, *next; /* neighbours in the list of calls in flight */
+    struct Handle *previous, *next; /* neighbours in the linked list of calls in flight */
     struct Block *block;            /* the block of a recorded call, until the call ends */
     Steps *steps;
     Relay *relay;
@@ -187,7 +188,8 @@ typedef struct {
     npy_intp *wait_rows; /* for each rank, its row of waits; -1 if unknown */
 } JournalView;
 
-/* Arguments of a call on plain arrays: no array; one array; two arrays, one of which has a part per rank; or lists. */
+/* Forms of the arguments of a call on plain arrays: no array; one array; two arrays, one of which has one part per
+   rank; lists of arrays. */
 enum { NOTHING, ONE, PARTS, LISTS };
 typedef struct {
     int form;
@@ -195,28 +197,28 @@ typedef struct {
     PyObject *blocks, *others;                  /* only for LISTS; `array` is then the first of `others` */
 } Asked;
 
-/* A cached earlier call, with the properties that identify equal calls. */
+/* An entry of the call cache: an earlier call, with the properties that identify equal calls. */
 enum { KNOWN = 64, WAYS = 4, DIMENSIONS = 4 };
 typedef struct {
     int form, dimensions, other_dimensions, has_blocks;
-    int gives_whole, gives_list; /* the result is the array with a part per rank; the result is a list */
+    int gives_whole, gives_list; /* whether the result is the array with one part per rank; whether it is a list */
     npy_intp shape[2 * DIMENSIONS];
     PyArray_Descr *dtype;
     PyObject *kind, *op, *root, *main_shape; /* main_shape: the shape of the call's main array */
     Steps *steps;
 } Known;
 
-/* The code object of a caller, inside or outside of this package. */
+/* A cached code object, with the answer whether it is outside of this package. */
 enum { SITES = 64 };
 typedef struct {
     PyObject *code;
-    int is_user; /* true if the code is outside of this package */
+    int is_user; /* true if the code is outside of this package: user code */
 } Site;
 
-/* Indices in the array `gate` of a group. See aiocoll/engine/communicator.py. */
+/* Indices in the group's `gate` array, which aiocoll/engine/communicator.py describes. */
 enum { ENTERED, BARRED, DIVERTS, GATE };
 
-/* The calls of one group that are carried out in C. */
+/* The calls of one group that C code carries out. */
 typedef struct Calls {
     PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
         *find_lists, *find_barrier, *remember, *operation, *guard, *overwritten, *scope;
@@ -224,17 +226,17 @@ typedef struct Calls {
         *stop_polling, *quiet, *wait, *lookers, *folder, *progress; /* hooks and due: lists that Python code changes */
     allocfunc allocate;
     PeerLanes **peers;
-    Handle *first, *last, *first_waiting; /* calls in flight; those that wait for a slot are at the end */
+    Handle *first, *last, *first_waiting; /* list of calls in flight, with those that wait for a slot at its end */
     Py_ssize_t count, waiting, relays;
-    uint64_t moved;  /* number of chunks that have been sent or received */
-    double deadline; /* time at which moving chunks must stop, so that the event loop can run */
-    int gave_up;     /* true after calls waited too long for slots; until one finds a free slot, no call waits */
+    uint64_t moved;  /* number of chunks sent or received so far */
+    double deadline; /* time at which relays must stop moving chunks, so that the event loop can run */
+    int gave_up;     /* true after calls waited too long for slots; then no call waits, until one finds a free slot */
     JournalView journal;
     uint64_t group, epoch;
-    uint64_t asked; /* number of calls to Python functions that may have changed the state */
+    uint64_t asked; /* number of calls so far to Python functions that may have changed the state */
     uint32_t shift;
     int rank, size, is_crowded, shares_core, watches;
-    unsigned long thread, forks; /* forks: the number of forks of this process when the group was made */
+    unsigned long thread, forks; /* forks: `forks_of_process` when the group was made */
     double spin;
     Py_buffer turn, armed, gate; /* turn: time of the last loop iteration; armed: whether the timer of `watch` runs */
     char *scratch;
@@ -245,29 +247,29 @@ typedef struct Calls {
     Site sites[SITES];
 } Calls;
 
-/* The calls of a block: recorded in C, and later in flight as children of a Python operation, the flush. */
+/* The calls of a coalescing block, which C code records. At the end of the block, C code starts them as children of
+   a Python operation, the flush. */
 typedef struct Block {
     PyObject_HEAD Calls *calls;
-    PyObject *recording, *members; /* Python objects: the recording, which creates completions; and its list of calls */
+    PyObject *recording, *members; /* Python objects: the recording, which creates completions, and its list of calls */
     PyObject *flush;
-    uint64_t root, first; /* ids of the flush and of its first member */
+    uint64_t root, first; /* ids of the flush and of the first call in the block */
     int is_ordered;       /* true if the flush has no key */
-    Py_ssize_t left;      /* number of calls in flight in C, plus one while more are being started */
-    Py_ssize_t
-        low; /* the flush starts more members when at most this many calls are left; 0 if it does not wait for that */
-    double limit; /* the shortest timeout of the calls, in seconds */
+    Py_ssize_t left;      /* number of the block's calls in flight in C, plus one while more calls are being started */
+    Py_ssize_t low; /* the flush starts more calls when at most this many are left; 0 if the flush is not paused */
+    double limit;   /* the shortest timeout of the block's calls, in seconds */
 } Block;
 
 extern PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type,
     *Block_type;
 extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Calls_spec, Iteration_spec, Block_spec;
 
-/* Macros of the limited API accept only objects. */
+/* Casts for macros of Python's limited API, which accept only `PyObject *`. */
 #define TYPE_OF(object) Py_TYPE((PyObject *)(object))
 #define KEEP(object) Py_XINCREF((PyObject *)(object))
 #define DROP(object) Py_XDECREF((PyObject *)(object))
 
-/* Store a new reference, and drop the old one. */
+/* Store a new reference in `place`, then drop the old reference. */
 #define SET_REFERENCE(place, value)                                                                                    \
     do {                                                                                                               \
         PyObject *old_ = (PyObject *)(place);                                                                          \
@@ -275,11 +277,11 @@ extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Cal
         DROP(old_);                                                                                                    \
     } while (0)
 
-/* Interned names of attributes that every call looks up. */
+/* Interned names of attributes that most calls look up. */
 extern PyObject *name_back, *name_barrier, *name_closed, *name_default_timeout, *name_group, *name_least_timeout,
     *name_shape, *name_file, *name_instruction, *name_interceptor, *name_native, *name_spun, *name_steps;
 
-/* Free an object of a heap type. This is the last step of its deallocation. */
+/* Free the memory of an object of a heap type: the last step of a `dealloc` function. */
 static inline void free_object(void *object) {
     PyTypeObject *type = TYPE_OF(object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
@@ -328,7 +330,7 @@ char *buffer_bytes(Handle *call, int buffer);
 int fold(Handle *call, char **found);
 
 /* relay.c */
-#define BUDGET 300e-6 /* maximum time of one callback in seconds */
+#define BUDGET 300e-6 /* maximum seconds per callback for moving chunks */
 int relay_open(Handle *call);
 void relay_close(Handle *call);
 int relay_is_startable(Handle *call);
@@ -341,7 +343,7 @@ int journal_ended(Calls *calls, Handle *call, double now);
 void journal_close(JournalView *view);
 
 /* posting.c */
-enum { CANNOT, CAN, IN_USE }; /* IN_USE: the slot holds a call of this group that has not been read yet */
+enum { CANNOT, CAN, IN_USE }; /* IN_USE: the slot still holds a post of this group that a reader has not consumed */
 PyObject *owner_of(const Calls *calls);
 int are_postable(Calls *calls, Contribution *contributions, int count, uint64_t identity);
 int is_true(PyObject *object, PyObject *name);

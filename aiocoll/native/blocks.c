@@ -1,15 +1,16 @@
-/* Calls of a coalescing block: they are recorded in C and, as members of the flush, carried out in C.
+/* Blocks: calls of a coalescing block. C code records them, and starts them as members of the block's flush.
 
-   A recorded call is a work that has not started. It has no completion until Python requests one, which the block
-   then creates. At the end of the block, Python decides which calls are not fused, and numbers the flush. These
-   calls start in C, as children of the flush. `left` counts them. The last one to end, or to be handed over, reports
-   to the flush. If a call cannot start in C, Python starts it with the same id. */
+   A recorded call is a work that has not started. It has no completion until Python requests one, which the block then
+   creates. At the end of the block, Python decides which calls are not fused, and numbers the flush. C code starts
+   these calls as children of the flush. `left` counts the calls that have not ended. The last call to end, or to be
+   handed over to Python, reports to the flush. If C code cannot start a call, Python starts the call with the same id.
+   */
 #include "accelerator.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-/* Make the block that records calls for the Python object `recording`, which has the list of calls. */
+/* Create the block that records calls into the list `members` of the Python object `recording`. */
 PyObject *block_of(Calls *calls, PyObject *recording) {
     PyObject *members = PyObject_GetAttrString(recording, "members");
     Block *block = members && PyList_Check(members)
@@ -27,7 +28,8 @@ PyObject *block_of(Calls *calls, PyObject *recording) {
     return (PyObject *)block;
 }
 
-/* Return the active block if it belongs to this group and records in C; otherwise NULL without an exception. */
+/* Return the active coalescing block if it belongs to this group and C code records its calls; otherwise NULL
+   without an exception. */
 Block *block_here(Calls *calls) {
     PyObject *scope = is_true(owner_of(calls), name_closed) ? NULL : PyObject_CallNoArgs(calls->scope);
     PyObject *found = NULL;
@@ -44,7 +46,8 @@ Block *block_here(Calls *calls) {
     return NULL;
 }
 
-/* Record a call to be started at the end of its block. Return NULL without an exception if Python must record it. */
+/* Record a call, which starts at the end of its block. Return NULL without an exception if Python must record the
+   call. */
 Handle *record(Block *block, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit) {
     Calls *calls = block->calls;
     if (!block->members || !steps->is_small || (steps->target >= 0 && !steps->loop)) return NULL;
@@ -60,7 +63,7 @@ Handle *record(Block *block, Steps *steps, PyObject *arrays, PyObject *shape, Py
     return call;
 }
 
-/* Return the plans of the members that were recorded in C, and None for all other members. */
+/* Return the plan of each member that C code has recorded, and None for each other member. */
 static PyObject *Block_plans(Block *self, PyObject *members) {
     if (!PyList_Check(members)) return PyErr_SetString(PyExc_TypeError, "members must be a list"), NULL;
     Py_ssize_t count = PyList_Size(members);
@@ -102,7 +105,8 @@ static int add_span(Spans *all, PyObject *array, Py_ssize_t member) {
     return 1;
 }
 
-/* Add the memory ranges of a member's arrays. Return 0 if C code does not know them, -1 with an exception. */
+/* Add the memory ranges of a member's arrays to `all`. Return 0 if C code does not know the arrays, -1 with an
+   exception. */
 static int add_spans(Spans *all, PyObject *member, Py_ssize_t number) {
     PyObject *arrays;
     if (PyObject_TypeCheck(member, Handle_type)) {
@@ -157,7 +161,7 @@ static PyObject *Block_are_disjoint(Block *self, PyObject *members) {
 /* ---- in flight */
 
 /* Record that one call has ended, or that all calls have been started. Report to the flush when few or no calls are
-   left; with `is_deferred`, in the next loop iteration. */
+   left; if `is_deferred`, report in the next loop iteration. */
 static int one_ended(Block *block, int missing, int is_deferred) {
     PyObject *flush = block->flush, *done = NULL;
     if (--block->left > block->low || !flush) return 0;
@@ -183,10 +187,10 @@ static int leave_block(Handle *call, int is_deferred) {
     return failed;
 }
 
-/* Handle the end of a block's call. */
+/* Handle the success of a call that belongs to a block. */
 int member_ended(Handle *call) { return leave_block(call, 0); }
 
-/* Hand over to Python a call of a block, which is no longer in the list of calls in flight. Takes the caller's
+/* Hand over a block's call to Python. The call is no longer in the list of calls in flight. Takes the caller's
    reference. */
 int take_member_over(Handle *call) {
     Block *block = call->block;
@@ -201,13 +205,14 @@ int take_member_over(Handle *call) {
     DROP(arrays);
     DROP(done);
     Py_CLEAR(call->arrays);
-    /* Deferred: the caller may be iterating over calls in flight or unread posts, so no call may start or end here. */
+    /* Report in the next loop iteration: the caller may be iterating over calls in flight or unread posts, so no
+       call may start or end now. */
     if (!failed) failed = leave_block(call, 1);
     DROP(call);
     return failed;
 }
 
-/* begin(flush, root, first, is_ordered): begin to start members, as children of the operation `flush`. */
+/* begin(flush, root, first, is_ordered): prepare to start the block's members, as children of the operation `flush`. */
 static PyObject *Block_begin(Block *self, PyObject *args) {
     PyObject *flush;
     unsigned long long root, first;
@@ -224,7 +229,7 @@ static PyObject *Block_begin(Block *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Return the call of a member; NULL without an exception if the call cannot be carried out in C. */
+/* Return a call for the block's member; NULL without an exception if C code cannot carry the call out. */
 static Handle *call_of(Block *block, Steps *steps, PyObject *member) {
     if (PyObject_TypeCheck(member, Handle_type)) {
         Handle *call = (Handle *)member;
@@ -245,12 +250,13 @@ static Handle *call_of(Block *block, Steps *steps, PyObject *member) {
     return call;
 }
 
-/* Start a member of a flush. Return 0, with nothing posted, if Python must start it; -1 with an exception. */
+/* Start a member of the block. Return 0 if Python must start the member (nothing is posted then), -1 with an
+   exception. */
 static int start_member(Block *block, PyObject *plan, PyObject *member, uint64_t identity) {
     Calls *calls = block->calls;
     if (!calls->comm || !is_quiet(calls)) return 0;
     Steps *steps = steps_of(calls, plan);
-    /* Python carries out the relay of a member: only `start` opens relays. */
+    /* Leave a member that is a relay to Python, because only `start` opens relays. */
     Handle *call = steps && !steps->chunk ? call_of(block, steps, member) : NULL;
     DROP(steps);
     if (!call) return PyErr_Occurred() ? -1 : 0;
@@ -264,7 +270,7 @@ static int start_member(Block *block, PyObject *plan, PyObject *member, uint64_t
     return ready;
 }
 
-/* start(plans, members, begin, end): start the members from index `begin` to `end` that have a plan. */
+/* start(plans, members, begin, end): start the members with indices from `begin` to `end` that have a plan. */
 static PyObject *Block_start(Block *self, PyObject *args) {
     PyObject *plans, *members;
     Py_ssize_t begin, end;
@@ -285,7 +291,8 @@ static PyObject *Block_start(Block *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* pause(low): let the flush resume when at most `low` calls are in flight; return False if that is so already. */
+/* pause(low): let the flush resume when at most `low` calls are in flight; return False if no more are in flight
+   now. */
 static PyObject *Block_pause(Block *self, PyObject *low) {
     Py_ssize_t most = PyLong_AsSsize_t(low);
     if (most == -1 && PyErr_Occurred()) return NULL;

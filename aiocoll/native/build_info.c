@@ -1,16 +1,16 @@
-/* Build information of the extension module: VERSION, LAYOUT, BUILT_FOR and BUILT_WITH. */
+/* Build information of the extension module: the constants VERSION, LAYOUT, BUILT_FOR and BUILT_WITH. */
 #include "build_info.h"
 
 #include "accelerator.h"
 
-/* Increment this number with each change of the interface to Python, here and in aiocoll/native/__init__.py. */
+/* Increment VERSION with each change of the interface to Python, here and in aiocoll/native/__init__.py. */
 #define VERSION 2
 
 #define BUILT_FOR "Python 3.11 and later, NumPy 2.0 and later"
 _Static_assert(Py_LIMITED_API == 0x030b0000, "BUILT_FOR names this Python");
 _Static_assert(NPY_TARGET_VERSION == NPY_2_0_API_VERSION, "BUILT_FOR names this NumPy");
 
-/* Add a dictionary with the numbers in layout.h. */
+/* Add LAYOUT, a dictionary with the constants of layout.h, to the module. */
 static int add_layout(PyObject *module) {
     static const struct {
         const char *name;

@@ -4,7 +4,7 @@
 
 #include <Python.h>
 
-/* Add the constants that aiocoll/native/__init__.py checks. Return -1 with an exception on failure. */
+/* Add to the module the constants that aiocoll/native/__init__.py checks. Return -1 with an exception on failure. */
 int add_build_info(PyObject *module);
 
 #endif

@@ -1,4 +1,5 @@
-/* The type `Calls`, which holds the calls of one group. See also starting.c and in_flight.c. */
+/* The Python type `Calls`, which holds one group's calls in flight. starting.c and in_flight.c contain the calls'
+   code. */
 #include "accelerator.h"
 
 static PyObject *Calls_look(Calls *self, PyObject *Py_UNUSED(unused)) {
@@ -12,7 +13,7 @@ static PyObject *Calls_look(Calls *self, PyObject *Py_UNUSED(unused)) {
 static PyObject *Calls_hand_over(Calls *self, PyObject *args) {
     unsigned long long identity = 0;
     if (!PyArg_ParseTuple(args, "|K", &identity)) return NULL;
-    /* A called function may end or hand over other calls, so start again from the first call. */
+    /* Start again from the first call after each hand-over, which may have ended or handed over other calls. */
     for (Handle *call = self->first; call;) {
         if (identity && call->identity != identity) {
             call = call->next;
@@ -24,7 +25,7 @@ static PyObject *Calls_hand_over(Calls *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Hand over the calls that wait for slots: Python can send their data in frames, which need no slots. */
+/* Hand over all calls that wait for slots to Python, which can send the data in frames instead of slots. */
 static PyObject *Calls_give_up(Calls *self, PyObject *Py_UNUSED(unused)) {
     self->gave_up = 1;
     while (self->first_waiting)
@@ -32,9 +33,9 @@ static PyObject *Calls_give_up(Calls *self, PyObject *Py_UNUSED(unused)) {
     Py_RETURN_NONE;
 }
 
-/* Return Python operations that equal the calls in flight, for readers in any thread.
+/* Return copies of the calls in flight, as Python operations that any thread may read.
 
-   Python may run other threads meanwhile, so a call may end while it is being copied. */
+   Python may run other threads during the copying, so a call may end while C code copies it. */
 static PyObject *Calls_copies(Calls *self, PyObject *Py_UNUSED(unused)) {
     PyObject *calls = PyList_New(0), *copies = calls ? PyList_New(0) : NULL;
     for (Handle *call = self->first; copies && call; call = call->next)
@@ -43,10 +44,10 @@ static PyObject *Calls_copies(Calls *self, PyObject *Py_UNUSED(unused)) {
         Handle *call = (Handle *)PyList_GetItem(calls, i);
         PyObject *arrays = call->arrays;
         if (!call->is_in_flight || !arrays || call->block)
-            continue; /* for a call of a block, the flush has the record */
+            continue; /* skip a block's call, which its flush represents */
         KEEP(arrays);
         PyObject *completion = completion_of(call, Py_None, Py_None), *copy = NULL;
-        if (completion && !call->is_in_flight) { /* the call has ended meanwhile */
+        if (completion && !call->is_in_flight) { /* the call has ended while `completion_of` ran */
             DROP(arrays);
             DROP(completion);
             continue;
@@ -70,7 +71,7 @@ static PyObject *attribute(PyObject *object, const char *name, PyObject **place)
     return *place = PyObject_GetAttrString(object, name);
 }
 
-/* Get a buffer of a Python array. The array is never replaced. */
+/* Get the buffer of a Python array in the attribute `name`. Python never replaces this array. */
 static int view_numbers(PyObject *object, const char *name, Py_buffer *view, size_t nbytes) {
     PyObject *found = PyObject_GetAttrString(object, name);
     int failed = found ? PyObject_GetBuffer(found, view, PyBUF_WRITABLE) : -1;
@@ -80,7 +81,7 @@ static int view_numbers(PyObject *object, const char *name, Py_buffer *view, siz
     return failed;
 }
 
-/* `seams` holds Python functions that this type calls. `folder` is the directory of the package. */
+/* `seams` is a dictionary of Python functions that this type calls. `folder` is the directory of the package. */
 static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     PyObject *seams, *journal = NULL, *endpoint = NULL, *loop = NULL, *stalls = NULL, *hooks = NULL;
     int failed = -1;
@@ -156,8 +157,8 @@ end:
     return failed;
 }
 
-/* Offsets of references in `Calls`: first the references that end with the group, then those that finished works still
-   need. These are the loop, and the owner, which rejects calls after the end of the group. */
+/* Offsets of references: OF_GROUP until the group is closed, OF_WORKS also later. Ended works still need the loop,
+   and the owner, which rejects calls after the close. */
 #define AT(member) offsetof(Calls, member)
 static const size_t OF_GROUP[] = {AT(comm),       AT(resolve),      AT(make_steps),   AT(find_one), AT(find_parts),
                                   AT(find_lists), AT(find_barrier), AT(flatten),      AT(remember), AT(operation),

@@ -1,17 +1,17 @@
-/* Copies of large arrays, through the caches or past them. */
+/* Copies of large arrays, with stores that use or bypass the caches. */
 #include "accelerator.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
-enum { FAR = 64 };     /* number of copies to a distant core that bypass the caches before the next measurement */
+enum { FAR = 64 };     /* number of copies that bypass the caches after a slow copy, before the next measurement */
 enum { LEAST = 1024 }; /* smallest copy in bytes whose duration is measured */
-#define MOMENT 0.3e-6  /* seconds that reading the clock and starting a copy take */
+#define MOMENT 0.3e-6  /* seconds for reading the clock and starting a copy */
 #define NEAR 0.2e-9    /* maximum seconds per byte of a copy for a reader that shares a cache with this core */
 
 /* Copy with stores that bypass the caches. An ordinary store first loads the cache line, from memory or from another
-   core that has it. That takes longest if the cores share no cache. */
+   core. This takes longest if the cores share no cache. */
 void copy_past_caches(char *target, const char *source, npy_intp nbytes) {
 #ifdef __SSE2__
     npy_intp head = -(uintptr_t)target & 15;
@@ -23,14 +23,14 @@ void copy_past_caches(char *target, const char *source, npy_intp nbytes) {
             memcpy(words, source, 64);
             for (int i = 0; i < 4; i++) _mm_stream_si128((__m128i *)target + i, words[i]);
         }
-        _mm_sfence(); /* a fence, because these stores are not ordered with other stores */
+        _mm_sfence(); /* a fence, because streaming stores are not ordered with other stores */
     }
 #endif
     memcpy(target, source, nbytes);
 }
 
-/* Copy to memory that another core has read. Bypass the caches if that core is distant. `far` is the number of next
-   copies that bypass the caches. */
+/* Copy to memory that another core has read. Bypass the caches if a measurement has shown that this core is distant.
+   `far` is the number of further copies that bypass the caches. */
 void copy_to_reader(int *far, char *target, const char *source, npy_intp nbytes) {
     if (nbytes < LEAST) {
         memcpy(target, source, nbytes);

@@ -1,10 +1,10 @@
-/* `Handle`, the base class of `Work`. A work with a completion uses the Python reference implementation; other works
-   are carried out in C. */
+/* `Handle`, the base class of `Work`. A work with a completion uses the Python reference implementation. C code
+   carries out all other works. */
 #include "accelerator.h"
 
-#define TURN                                                                                                           \
-    500e-6 /* seconds since the last loop iteration after which an await of an ended operation yields to the loop      \
-              (contract) */
+/* Seconds without a loop iteration after which an await of an ended operation yields to the event loop. This is
+   part of the public contract; aiocoll/engine/polling.py has the same number. */
+#define TURN 500e-6
 
 PyObject *reference_await, *reference_done, *reference_result, *reference_exception, *make_completion;
 
@@ -90,20 +90,20 @@ PyObject *completion_of(Handle *self, PyObject *waiters, PyObject *guard) {
     return made;
 }
 
-/* Return the completion of a call, which Python creates from the call's state. A call in flight uses it from then
-   on. */
+/* Return the completion of a call. If it has none, Python creates it from the call's state, and the call uses it
+   from then on. */
 PyObject *materialize(Handle *self) {
     while (!self->completion) {
         if (!self->calls) return PyErr_SetString(PyExc_RuntimeError, "this work was not initialized"), NULL;
         int was_done = self->is_done;
-        /* While another thread creates the completion, the event loop may run. Awaits that start meanwhile must use
-           this list of waiters. */
+        /* The event loop may run while another thread creates the completion. Awaits that start then must use the
+           same list of waiters. */
         if (!was_done && !self->waiters && !(self->waiters = PyList_New(0))) return NULL;
         PyObject *waiters = self->waiters ? self->waiters : Py_None,
                  *made = completion_of(self, waiters, self->guard ? self->guard : Py_None);
         if (!made) return NULL;
         if (self->completion ||
-            was_done != self->is_done) { /* another thread has created it before, or the call has ended */
+            was_done != self->is_done) { /* another thread has created a completion, or the call has ended */
             DROP(made);
             continue;
         }
@@ -125,11 +125,11 @@ static PyObject *Handle_completion(Handle *self, void *Py_UNUSED(unused)) {
     return materialize(self);
 }
 
-/* Handle the success of a call: drop its references, and wake the tasks that await it. */
+/* Handle the success of a call: drop its arrays, and wake the tasks that await the call. */
 int handle_end(Handle *self) {
     self->is_done = 1;
     Py_CLEAR(self->arrays);
-    if (self->completion) { /* another thread waits for the completion */
+    if (self->completion) { /* the completion exists already, and another thread may wait for it */
         PyObject *done = PyObject_CallMethod(self->completion, "finish", "O", self->value);
         DROP(done);
         return done ? 0 : -1;
@@ -149,7 +149,7 @@ int handle_end(Handle *self) {
     return failed ? -1 : 0;
 }
 
-/* Cancel the warning that a work is never awaited, because the program awaits it or reads its outcome. */
+/* Cancel the warning about a work that is never awaited: the program awaits the work or reads its outcome. */
 int note_await(Handle *self) {
     if (!self->guard) return 0;
     PyObject *guard = self->guard;
@@ -162,12 +162,12 @@ int note_await(Handle *self) {
 
 /* ---- awaiting */
 
-/* The iterator of an await. It suspends on a future, yields once to the event loop, or returns immediately. */
+/* The iterator of an `await`: it suspends on a future, yields once to the event loop, or returns immediately. */
 typedef struct {
     PyObject_HEAD Handle *work;
-    PyObject *future, *inner;  /* the future on which it suspends, and the future's iterator */
-    char yields, is_reference; /* is_reference: `inner` is the generator of the Python implementation, which continues
-                                  after a hand-over */
+    PyObject *future, *inner;  /* the future on which the await suspends, and the future's iterator */
+    char yields, is_reference; /* is_reference: `inner` is the generator of the Python implementation, used after
+                                  a hand-over */
 } Iteration;
 
 static int turn_is_due(Calls *calls, double now) {
@@ -210,7 +210,7 @@ static PyObject *Handle_await(Handle *self) {
     if (!self->is_done) {
         int here = is_here(self->calls);
         if (here < 0) return NULL;
-        if (!here) return call_reference(reference_await, self); /* the Python implementation raises the error */
+        if (!here) return call_reference(reference_await, self); /* Python raises the error */
         int polls = may_poll(self->calls);
         if (polls < 0 || (polls && poll_for(self) < 0)) return NULL;
         if (self->completion) return call_reference(reference_await, self);
@@ -243,7 +243,7 @@ static PySendResult Iteration_send(Iteration *self, PyObject *argument, PyObject
         *result = Py_None;
         return PYGEN_NEXT;
     }
-    if (!self->inner && !work->is_done && work->completion) { /* the call was handed over to Python during the await */
+    if (!self->inner && !work->is_done && work->completion) { /* handed over to Python during the await */
         if (!(self->inner = call_reference(reference_await, work))) return PYGEN_ERROR;
         self->is_reference = 1;
     } else if (!self->inner && !work->is_done) {
@@ -290,7 +290,7 @@ static int Iteration_traverse(Iteration *self, visitproc visit, void *arg) {
     return 0;
 }
 
-/* Handle a cancelled or deleted await: remove its future from the work. */
+/* Remove the future of a cancelled or deleted await from the work. */
 static void remove_future(Iteration *self) {
     Handle *work = self->work;
     PyObject *future = self->future, *type, *value, *traceback;

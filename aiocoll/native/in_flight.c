@@ -1,7 +1,7 @@
-/* Calls in flight: checks for missing contributions, completion, hand-over to Python. */
+/* Calls in flight: checks for contributions of peers, completion, hand-over to Python. */
 #include "accelerator.h"
 
-/* Add a call to the calls in flight: after the posted ones, or at the end if it waits for a slot. */
+/* Add a call to the list of calls in flight: after all posted calls, or at the end if it waits for a slot. */
 void link_call(Handle *call) {
     Calls *calls = call->calls;
     KEEP(call);
@@ -19,15 +19,15 @@ void link_call(Handle *call) {
     if (!calls->first_waiting) calls->first_waiting = call;
 }
 
-/* Remove a call from the calls that wait for slots. The caller passes the first of these calls, or removes the call
-   from the list of calls, too. */
+/* Count one call less that waits for a slot. The call is the first waiting one, or the caller removes it from the
+   list of calls in flight. */
 static void stop_waiting(Handle *call) {
     Calls *calls = call->calls;
     calls->waiting--;
     if (calls->first_waiting == call) calls->first_waiting = call->next;
 }
 
-/* Remove a call from the calls in flight. The caller gets the reference that the list held. */
+/* Remove a call from the list of calls in flight. The caller gets the reference that the list held. */
 void unlink_call(Handle *call) {
     Calls *calls = call->calls;
     if (!call->is_posted) stop_waiting(call);
@@ -52,11 +52,11 @@ static PyObject *flat_list(PyObject *arrays) {
     return list;
 }
 
-/* Return a list of a call's flat arrays. */
+/* Return a call's arrays as a list of flat arrays, one per buffer. */
 PyObject *buffers_of(Handle *call, PyObject *arrays) {
     if (PyList_Check(arrays)) return flat_list(arrays);
     if (PyTuple_Check(arrays)) {
-        KEEP(arrays); /* a call that is being copied may end meanwhile */
+        KEEP(arrays); /* keep the arrays if the call ends while Python runs */
         PyObject *made = PyObject_CallFunctionObjArgs(call->calls->flatten, call->steps->kind,
                                                       PyTuple_GetItem(arrays, 0), PyTuple_GetItem(arrays, 1), NULL);
         DROP(arrays);
@@ -68,7 +68,7 @@ PyObject *buffers_of(Handle *call, PyObject *arrays) {
     return list;
 }
 
-/* Return a Python operation that equals a call of this type. */
+/* Return a Python operation with the state of a call. */
 PyObject *operation_of(Handle *call, PyObject *given, PyObject *completion) {
     PyObject *arrays = buffers_of(call, given);
     if (!arrays) return NULL;
@@ -78,7 +78,7 @@ PyObject *operation_of(Handle *call, PyObject *given, PyObject *completion) {
     return made;
 }
 
-/* Hand over a call in flight to Python, together with its completion. */
+/* Hand over a call in flight to Python, which creates an operation and continues it. */
 int hand_over(Handle *call) {
     if (!call->is_in_flight) return 0;
     unlink_call(call);
@@ -101,8 +101,8 @@ int hand_over(Handle *call) {
     return 0;
 }
 
-/* Check for missing contributions, without using the interpreter. Return 1 if none is missing, 0 if one is missing,
-   -1 if the call must be handed over. */
+/* Check whether all contributions of peers have arrived, without using the interpreter. Return 1 if all have
+   arrived, 0 if one is missing, -1 if the call must be handed over to Python. */
 int look_at(Handle *call) {
     const Calls *calls = call->calls;
     const Steps *steps = call->steps;
@@ -127,8 +127,8 @@ static char *contribution_bytes(const Calls *calls, const Take *take, uint64_t i
                       slot_of(calls, identity, take->first_slot, take->slots), take->nbytes);
 }
 
-/* Report the pending exception, so that the group fails on all ranks. Return -1 if the exception is no Exception
-   (for example, KeyboardInterrupt) and must propagate. */
+/* Revoke the group on all ranks because of the pending exception. Return -1 if the exception must also propagate,
+   such as KeyboardInterrupt, which is no subclass of Exception. */
 int crash(Calls *calls) {
     PyObject *type, *value, *traceback;
     if (!calls->comm) return -1;
@@ -148,7 +148,7 @@ int crash(Calls *calls) {
     return done && is_error ? 0 : -1;
 }
 
-/* Fail a call that is no longer in the list of calls in flight, and then all others. Takes the caller's reference. */
+/* Put a call back into the list of calls in flight, then fail all calls of the group. Takes the caller's reference. */
 static int crash_call(Handle *call) {
     Calls *calls = call->calls;
     link_call(call);
@@ -157,20 +157,20 @@ static int crash_call(Handle *call) {
     return failed;
 }
 
-/* Record and count a call that has succeeded. */
+/* Record a successful call in the journal; record the id of an ended keyed call, or of a block's call. */
 static int note_end(Handle *call) {
     Calls *calls = call->calls;
     unsigned long long root = call->block ? call->block->root : call->identity;
     if (!call->block && journal_ended(calls, call, seconds()) < 0)
-        return -1; /* for a call of a block, the flush writes the record */
+        return -1; /* for a block's call, the flush writes the journal record */
     if (!call->block && call->key == Py_None) return 0;
     PyObject *done = PyObject_CallFunction(calls->remember, "KK", (unsigned long long)call->identity, root);
     DROP(done);
     return done ? 0 : -1;
 }
 
-/* Return whether all contributions that were found can still be read. A link may have ended since, and another link
-   may use its lane. */
+/* Return whether all contributions that have arrived can still be read: a link may have ended, and another link may
+   use its lane. */
 static int can_read(const Handle *call) {
     for (int i = 0; i < call->steps->takes_count; i++) {
         const PeerLanes *peer = call->calls->peers[call->steps->takes[i].peer];
@@ -179,8 +179,8 @@ static int can_read(const Handle *call) {
     return 1;
 }
 
-/* Return whether the last contributions can be posted. Return 0 if Python functions have changed the state of peers,
-   or have taken the call over. */
+/* Return 1 if this rank can post its last contributions. Return 0 if the call is handed over to Python, -1 with an
+   exception. */
 static int may_complete(Handle *call) {
     Calls *calls = call->calls;
     Steps *steps = call->steps;
@@ -197,7 +197,8 @@ static int may_complete(Handle *call) {
     return hand_over(call);
 }
 
-/* Reduce with a Python function, which may run any code. The memory stays mapped, even if peers leave. */
+/* Reduce contributions. If a Python function reduces, keep the peers' memory mapped, because the function may run
+   code that closes links. */
 static int fold_safely(Handle *call, char **found) {
     Calls *calls = call->calls;
     const Steps *steps = call->steps;
@@ -228,11 +229,11 @@ static npy_intp buffer_nbytes(PyObject *arrays, int buffer, int size) {
     return PyArray_NBYTES((PyArrayObject *)PyTuple_GetItem(arrays, 0)) / size;
 }
 
-/* End a call that is no longer in the list of calls in flight. Takes the caller's reference. */
+/* End a successful call that is no longer in the list of calls in flight. Takes the caller's reference. */
 static int end(Handle *call) {
     Calls *calls = call->calls;
-    int failed = calls->comm ? note_end(call) : 0; /* posting rings the doorbell, which may have closed the group */
-    if (failed) failed = crash(calls); /* report the exception to the group: the call itself has succeeded */
+    int failed = calls->comm ? note_end(call) : 0; /* the last post may have closed the group */
+    if (failed) failed = crash(calls); /* fail the group with this exception: the call itself has succeeded */
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     int ended = handle_end(call);
@@ -243,7 +244,8 @@ static int end(Handle *call) {
     return failed || ended ? -1 : 0;
 }
 
-/* Reduce or copy all contributions from their slots, free the slots, post the result, and end the call. */
+/* Complete a call for which all contributions have arrived: reduce or copy them from their slots, free the slots,
+   post the result, and end the call. */
 int complete(Handle *call) {
     Calls *calls = call->calls;
     Steps *steps = call->steps;
@@ -254,7 +256,7 @@ int complete(Handle *call) {
     }
     int may = may_complete(call);
     if (may <= 0) return may < 0 ? crash(calls) : 0;
-    /* From here on, no other code can hand the call over, and this function owns its reference. */
+    /* After this, no other code can hand the call over, and this function owns the reference to it. */
     unlink_call(call);
     char *found[steps->takes_count ? steps->takes_count : 1];
     for (int i = 0; i < steps->takes_count; i++) found[i] = contribution_bytes(calls, steps->takes + i, call->identity);
@@ -279,14 +281,15 @@ int complete(Handle *call) {
     return end(call);
 }
 
-/* Check a call in flight. If it is ready, end it or hand it over. Return 1 if that happened, -1 with an exception. */
+/* Check a call in flight, and end it or hand it over if possible. Return 1 if the call has ended or was handed over,
+   -1 with an exception. */
 int look_once(Handle *call) {
     int found = look_at(call);
     if (!found) return 0;
     return (found > 0 ? complete(call) : hand_over(call)) < 0 ? -1 : 1;
 }
 
-/* Start a relay: send and receive the chunks that are ready. */
+/* Start a relay: send and receive all chunks that can be moved now. */
 static int begin_relay(Handle *call) {
     Calls *calls = call->calls;
     if (PyDict_SetItem(calls->lookers, (PyObject *)calls, Py_None) < 0) return crash(calls);
@@ -295,7 +298,7 @@ static int begin_relay(Handle *call) {
     return call->is_in_flight && look_once(call) < 0 ? -1 : 0;
 }
 
-/* Post a call's contributions. If no other contribution is missing, end the call. */
+/* Post this rank's contributions to a call. If all contributions of peers have arrived, end the call. */
 int begin(Handle *call) {
     if (call->relay) return begin_relay(call);
     if (post_all(call, call->steps->first, call->steps->first_count) < 0) return crash(call->calls);
@@ -303,7 +306,7 @@ int begin(Handle *call) {
     return !found ? 0 : found > 0 ? complete(call) : hand_over(call);
 }
 
-/* Post calls that have waited for a slot, in order, up to the first one that finds no free slot. */
+/* Post the calls that wait for slots, in order, up to the first call whose slot is still in use. */
 static int post_waiting(Calls *calls) {
     Handle *call;
     while ((call = calls->first_waiting)) {
@@ -323,7 +326,8 @@ static int post_waiting(Calls *calls) {
     return 0;
 }
 
-/* Complete the oldest calls, because readers of this rank's slots may be waiting for them, and post waiting calls. */
+/* Complete the oldest calls, because readers of this rank's slots may be waiting for these calls. Then post waiting
+   calls. */
 int advance(Calls *calls) {
     Handle *call;
     while ((call = calls->first)) {
@@ -357,7 +361,7 @@ int look_at_all(Calls *calls) {
             moved |= found;
         }
         DROP(call);
-        /* A called function may have handed over the next call. */
+        /* Start again from the first call if a called function has ended or handed over the next one. */
         if (next && !next->is_in_flight) {
             DROP(next);
             next = calls->first;

@@ -1,6 +1,7 @@
-/* Journal of a group: records and counters of successful calls, in the arrays that aiocoll/engine/journal.py describes.
+/* Journal of a group: records and counters of successful calls, in arrays that Python code shares.
 
-   If C code does not know a value (the row of a counter, or a longer ring), the Python journal provides it. */
+   aiocoll/engine/journal.py describes the arrays. If C code does not know a value (the row of a counter, or a longer
+   ring), the Python journal provides it. */
 #include "accelerator.h"
 
 #include <math.h>
@@ -16,7 +17,7 @@ enum {
     WAITED = 1,
     ROW = BUCKET + BUCKETS
 };
-enum { COUNT = 0, GENERATION = 1, SIZE = 2 }; /* indices in the state of a table */
+enum { COUNT = 0, GENERATION = 1, SIZE = 2 }; /* indices in the state array of a journal table */
 
 typedef struct {
     uint64_t identity;
@@ -38,7 +39,7 @@ static int view_attribute(PyObject *object, const char *name, Py_buffer *view, i
     return failed;
 }
 
-/* Update the view of a table if the table's memory has been replaced. */
+/* Get a new buffer of a journal table if Python has replaced the table's memory. */
 static int refresh(PyObject *owner, const char *name, Py_buffer *memory, const Py_buffer *state, int64_t *generation) {
     if (state_of(state, GENERATION) == *generation) return 0;
     PyObject *table = PyObject_GetAttrString(owner, name);
@@ -123,7 +124,7 @@ static int write_record(JournalView *view, Handle *call, double now) {
     return 0;
 }
 
-/* Find the row of counters for calls with this plan and shape. */
+/* Get the row of counters for calls with this plan and shape from the Python journal. */
 static int find_counters(Calls *calls, Handle *call) {
     Steps *steps = call->steps;
     PyObject *found = PyObject_CallMethod(calls->journal.journal, "row_of_plan", "OO", steps->plan, call->shape);

@@ -1,18 +1,19 @@
 /* Lanes of outboxes: posting, finding and freeing contributions, and waking a sleeping peer.
 
-   Layout and rules are those of aiocoll/transport/shm/slots.py, whose writers and readers use the same memory. The
-   private state of a writer (numbers of posts, allocated slots, readers) is in arrays that both implementations use. */
+   The memory layout and the protocol are those of aiocoll/transport/shm/slots.py, whose writers and readers use the
+   same memory. The private state of a writer (numbers of posts, allocated slots, readers) is in arrays that both
+   implementations use. */
 #include "accelerator.h"
 
 #include <sched.h>
 #include <unistd.h>
 
-/* Return whether `count` items of `size` bytes from `start` on fit into `nbytes` bytes. */
+/* Return whether `count` items of `size` bytes, from offset `start` on, fit into memory of `nbytes` bytes. */
 static int is_inside(Py_ssize_t start, Py_ssize_t count, Py_ssize_t size, Py_ssize_t nbytes) {
     return start >= 0 && size >= 0 && start <= nbytes && size <= (nbytes - start) / count;
 }
 
-/* Copy and check a layout of slots. `words` words precede the lines of the slots. */
+/* Copy and check the layout of a lane's slots. `words` control words precede the lines of the slots. */
 static int slots_from(Slots *slots, char *base, Py_ssize_t nbytes, Py_ssize_t words, PyObject *layout) {
     Py_ssize_t lines, small, small_nbytes, middle, middle_nbytes, end;
     if (!PyArg_ParseTuple(layout, "nnnnnn", &lines, &small, &small_nbytes, &middle, &middle_nbytes, &end)) return -1;
@@ -205,13 +206,13 @@ static PyObject *PeerLanes_retire(PeerLanes *self, PyObject *Py_UNUSED(unused)) 
 
 static PyObject *PeerLanes_close(PeerLanes *self, PyObject *Py_UNUSED(unused)) {
     self->can_post = self->can_look = 0;
-    self->eventfd = -1; /* never use the eventfd again: its number may be reused for another file */
+    self->eventfd = -1; /* forget the descriptor, whose number may be reused for another file */
     PeerLanes_clear(self);
     if (!self->pins) release_memory(self);
     Py_RETURN_NONE;
 }
 
-/* Keep the memory of the lanes mapped while Python code runs, which may close the link. */
+/* Keep the memory of the lanes mapped while Python code runs, because this code may close the link. */
 void pin(PeerLanes *peer) {
     KEEP(peer);
     peer->pins++;
@@ -240,7 +241,7 @@ static int queue_from(Queue *queue, const Py_buffer *region, const Py_ssize_t *l
 }
 
 /* connect_queues(memory, outward, state, inward, peer_state, reserve): set the memory, layout and state of both
-   queues of the link, and the function that allocates the memory of this rank's queue. */
+   chunk queues of the link. `reserve` allocates the memory of this rank's queue. */
 static PyObject *PeerLanes_connect_queues(PeerLanes *self, PyObject *args) {
     PyObject *memory, *out_state, *in_state, *reserve;
     Py_ssize_t out[6], in[6];
@@ -257,8 +258,8 @@ static PyObject *PeerLanes_connect_queues(PeerLanes *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Allocate the memory of the queue to the peer. Return 0 if there is no queue or no memory left, -1 with an
-   exception. */
+/* Allocate the memory of the chunk queue to the peer. Return 0 if the link has no queue or the host has no memory
+   left, -1 with an exception. */
 int queue_is_ready(PeerLanes *peer) {
     if (!peer->chunk_nbytes || !peer->reserve_queue) return 0;
     if (peer->out.state[LAYOUT_CHUNK_READY]) return 1;
@@ -313,8 +314,8 @@ int common_has(const CommonLane *common, uint32_t slot, npy_intp nbytes) {
     return nbytes <= INLINE_NBYTES || common->is_reserved[slot];
 }
 
-/* Allocate the memory of a slot. Return 0 if the host has none left, -1 with an exception. The lines of a lane are
-   allocated with its first slot, those of the common lane with the outbox. */
+/* Allocate the memory of a slot. Return 0 if the host has no memory left, -1 with an exception. The lines of a lane
+   are allocated with its first slot; the lines of the common lane exist from the start. */
 int lane_reserve(PeerLanes *peer, uint32_t slot, npy_intp nbytes) {
     KEEP(peer);
     int is_there = reserve_slot(peer->reserve, slot, nbytes);
@@ -334,7 +335,7 @@ static void fill(Slots *slots, const Post *post) {
     if (nbytes) copy_to_reader(&slots->far, slot_bytes(slots, post->slot, nbytes), post->bytes, nbytes);
 }
 
-/* Return the group for which the slot's last post was made. */
+/* Return the id of the group that made the last post in a slot. */
 uint64_t group_of_slot(const Slots *slots, uint32_t slot) { return load(line_of(slots, slot) + LINE_GROUP); }
 
 int lane_is_free(PeerLanes *peer, uint32_t slot) {
@@ -346,8 +347,8 @@ void lane_post(PeerLanes *peer, const Post *post) {
     publish(peer->words + LAYOUT_LANE_NAMED + post->slot, ++peer->numbers[post->slot], peer->words + LAYOUT_POSTS);
 }
 
-/* Return whether all readers of the slot's last post have consumed it. Return 0 also if only Python can find that
-   out. */
+/* Return whether all readers have consumed the last post in a slot of the common lane. Return 0 also if only Python
+   can determine this. */
 int common_is_free(CommonLane *common, uint32_t slot) {
     PyObject *readers = common->readers ? PyList_GetItem(common->readers, slot) : NULL;
     if (!common->readers) return 0; /* the lane has been closed */
@@ -388,8 +389,8 @@ int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Head *expecte
                     compares_length);
 }
 
-/* Mark a post as consumed. Return 0 if it was overwritten while this rank read it, because the peer no longer waits
-   for this rank. */
+/* Mark a post of a peer as consumed. Return 0 if the peer, which no longer waits for this rank, has overwritten the
+   post while this rank was reading it. */
 int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group) {
     const Word *named = peer->peer_words + (is_common ? LAYOUT_COMMON_NAMED : LAYOUT_LANE_NAMED) + slot;
     Word *consumed = peer->words + (is_common ? LAYOUT_COMMON_CONSUMED : LAYOUT_LANE_CONSUMED) + slot;
@@ -398,7 +399,7 @@ int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group) {
 
 /* ---- the doorbell */
 
-/* Let this rank check its links in the next loop iteration, so that its peers need not wake it for their replies. */
+/* Make this rank check its links in the next loop iteration, so that its peers need not wake it for their replies. */
 int poll_soon(PeerLanes *peer) {
     if (!(load(peer->own_status + LAYOUT_STATUS) & 1)) return 0;
     PyObject *function = peer->poll_soon;
@@ -409,17 +410,17 @@ int poll_soon(PeerLanes *peer) {
     return done ? 0 : -1;
 }
 
-/* Wake the peer if it sleeps. It then sees all data that was stored before the preceding full fence. */
+/* Wake the peer if it sleeps. The peer then sees all data that was stored before the preceding full fence. */
 void wake(PeerLanes *peer) {
     uint64_t status = sleeping(peer->peer_status + LAYOUT_STATUS, peer->rung), one = 1;
     if (status) {
         peer->rung = status;
         if (write(peer->eventfd, &one, sizeof one) < 0)
-            return; /* if the eventfd's counter is full, the peer wakes up, too */
+            return; /* ignore the error: the counter of the eventfd is full, so the peer wakes up anyway */
     }
 }
 
-/* Publish to the peers the CPU core on which this rank runs. */
+/* Publish to the peers the number of the CPU core on which this rank runs. */
 void note_core(PeerLanes *peer) {
     uint64_t core = (uint64_t)(sched_getcpu() + 1);
     if (load(peer->own_status + LAYOUT_CORE) != core) store(peer->own_status + LAYOUT_CORE, core);

@@ -1,4 +1,4 @@
-/* The module `aiocoll.native._core`. */
+/* The extension module `aiocoll.native._core`: its types, constants and initialization. */
 #define IMPORTS_NUMPY
 #include "accelerator.h"
 #include "build_info.h"
@@ -69,12 +69,13 @@ static int add_types(PyObject *module) {
     return 0;
 }
 
-/* Number of forks. A forked child has copies of its parent's thread and loop, but must not use its parent's groups. */
+/* Number of forks from the first process to this one. Groups compare it, because a forked child must not use its
+   parent's groups although it has a copy of their thread and loop. */
 unsigned long forks_of_process;
 static void count_fork(void) { forks_of_process++; }
 
 static int exec_module(PyObject *module) {
-    /* The interpreter that uses the types and names, which belong to one interpreter only. */
+    /* The only interpreter that may use this module's types and interned names. */
     static PyInterpreterState *interpreter;
     if (interpreter && interpreter != PyInterpreterState_Get()) {
         PyErr_SetString(PyExc_ImportError, "another interpreter of this process already uses the accelerator");

@@ -1,12 +1,12 @@
-/* Polling by an await for its call, before the await suspends. aiocoll/engine/polling.py has the rules. */
+/* Polling: an await checks its call for some time before it suspends. aiocoll/engine/polling.py describes the rules. */
 #include "accelerator.h"
 
 #include <sched.h>
 
 enum {
     LOOKS_WITH_INTERPRETER =
-        64, /* number of checks, some 2 µs, before the interpreter is released and other threads may run */
-    LOOKS_BEFORE_CORE_CHECK = 32, /* number of checks before the first test whether a peer runs on this core */
+        64, /* number of checks (some 2 µs) before releasing the GIL, so that other threads may run */
+    LOOKS_BEFORE_CORE_CHECK = 32, /* number of checks before testing whether a peer runs on this core */
     OTHERS = 8,                   /* number of checks between two checks of the group's other calls */
     CLOCK = 16                    /* number of checks between two readings of the clock */
 };
@@ -18,15 +18,14 @@ static int has_neighbour(Calls *calls) {
     return found;
 }
 
-/* Return whether any other call in flight is ready to end. */
+/* Return whether any other posted call can end or must be handed over to Python. */
 static int can_others_end(Calls *calls, const Handle *call) {
     for (Handle *each = calls->first; each != calls->first_waiting; each = each->next)
         if (each != call && look_at(each)) return 1;
     return 0;
 }
 
-/* State while the interpreter is released. Other threads run then and may close links, so the memory of the links is
-   pinned. */
+/* State while the GIL is released. Other threads may then run and close links, so the memory of the links is pinned. */
 typedef struct {
     PyThreadState *state;
     PeerLanes **pinned;
@@ -48,8 +47,8 @@ static void take_back(Released *released) {
         if (released->pinned[i]) unpin(released->pinned[i]);
 }
 
-/* Check a call until it is ready to end, for at most `spin` seconds. Return -1 with an exception. The clock is read
-   rarely, because most calls end early. */
+/* Check a call repeatedly until it can end, for at most `spin` seconds without progress. Return -1 with an
+   exception. The loop reads the clock rarely, because most calls end early. */
 int poll_for(Handle *call) {
     Calls *calls = call->calls;
     PeerLanes *pinned[calls->size];
@@ -59,7 +58,7 @@ int poll_for(Handle *call) {
     double now = gives_way || call->relay ? seconds() : 0.0, idle = now + calls->spin, limit = now + BUDGET;
     uint64_t moved = calls->moved;
     calls->deadline = limit;
-    if (call->relay) release(calls, &released); /* moving chunks takes long, so release the interpreter at once */
+    if (call->relay) release(calls, &released); /* moving chunks takes long, so release the GIL at once */
     for (int looks = 1; now < idle && now < limit; looks++) {
         if ((found = look_at(call))) break;
         if (calls->moved != moved) {
@@ -100,12 +99,13 @@ int poll_for(Handle *call) {
     take_back(&released);
     if (!call->is_in_flight) return 0;
     if (!found && call->relay) {
-        /* Check again in the next loop iteration: chunks may arrive later, and no wake-up is sent for them. */
+        /* Check the relay again in the next loop iteration, because peers do not wake this rank for chunks that
+           arrive later. */
         if (relay_poll_soon(call) < 0) return crash(calls);
         if (!call->is_in_flight) return 0;
     }
     if (found) return found > 0 ? complete(call) : hand_over(call);
-    /* The polling found nothing, so no other await polls in this loop iteration. */
+    /* Let no other await poll in this loop iteration, because this polling had no result. */
     *(double *)calls->turn.buf = now;
     PyObject *done = PyObject_CallNoArgs(calls->stop_polling);
     DROP(done);

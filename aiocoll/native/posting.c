@@ -1,13 +1,13 @@
-/* Posting of contributions: the peers of a group, and the search for free slots. */
+/* Posting of contributions: lookup of peers, the search for free slots, and the posts. */
 #include "accelerator.h"
 
 uint32_t slot_of(const Calls *calls, uint64_t identity, uint32_t first, uint32_t slots) {
     return first + (uint32_t)((identity + calls->shift) % slots);
 }
 
-/* Return the group's dispatcher, as a borrowed reference. The reference in `Calls` is weak, because the engine keeps
-   `Calls` until the end of the group: a strong one would keep alive a group that the program has dropped. The caller
-   holds a reference to the group. */
+/* Return the group's dispatcher, as a borrowed reference; the caller holds a reference to the group. `Calls` has
+   only a weak reference, because the engine keeps `Calls` until the group ends: a strong reference would keep a group
+   alive that the program has dropped. */
 PyObject *owner_of(const Calls *calls) { return PyWeakref_GetObject(calls->owner); }
 int is_true(PyObject *object, PyObject *name) {
     PyObject *value = PyObject_GetAttr(object, name);
@@ -18,7 +18,7 @@ int is_true(PyObject *object, PyObject *name) {
 
 /* ---- peers */
 
-/* Return the lanes of a rank; NULL without an exception if no link shares memory with it. */
+/* Return the lanes of peer `rank`; NULL without an exception if no link shares memory with this peer. */
 PeerLanes *peer_of(Calls *calls, int rank) {
     PeerLanes *peer = calls->peers[rank];
     if (peer && peer->can_post) return peer;
@@ -35,10 +35,10 @@ PeerLanes *peer_of(Calls *calls, int rank) {
     return calls->peers[rank];
 }
 
-/* Create the tuple of the readers' lane writers (Python objects), which the common lane stores for each post. */
+/* Create the tuple of the readers' lane writers (Python objects), which the common lane stores with each post. */
 static int lanes_of(Calls *calls, Contribution *each) {
     if (each->lanes && each->epoch == calls->epoch) return 0;
-    calls->asked++; /* the allocation may start a garbage collection, which runs Python code */
+    calls->asked++; /* the allocation may start a garbage collection, which may run Python code */
     PyObject *lanes = PyTuple_New(each->readers_count);
     for (int i = 0; lanes && i < each->readers_count; i++) {
         PeerLanes *peer = calls->peers[each->readers[i]];
@@ -52,8 +52,8 @@ static int lanes_of(Calls *calls, Contribution *each) {
     return 0;
 }
 
-/* Allocate the memory of a slot for a contribution. Return 0 if the contribution is too long, or the host has no
-   memory left. */
+/* Allocate the memory of a slot for a contribution. Return 0 if the contribution is larger than the slot, or the
+   host has no memory left. */
 static int reserved(Calls *calls, PeerLanes *peer, uint32_t slot, const Contribution *each) {
     const Slots *slots = each->is_common ? &peer->common->slots : &peer->slots;
     if (each->nbytes > INLINE_NBYTES && each->nbytes > slot_nbytes(slots, slot)) return 0;
@@ -62,14 +62,14 @@ static int reserved(Calls *calls, PeerLanes *peer, uint32_t slot, const Contribu
     return each->is_common ? common_reserve(peer->common, slot, each->nbytes) : lane_reserve(peer, slot, each->nbytes);
 }
 
-/* Return the result for a slot that is in use. If the slot holds data of another group's call, this call must not
-   wait for the readers of that data. */
+/* Return IN_USE for a slot that holds a post of this group, and CANNOT for a post of another group: a call must not
+   wait for the readers of another group. */
 static int in_use(const Calls *calls, const Slots *slots, uint32_t slot) {
     return group_of_slot(slots, slot) == calls->group ? IN_USE : CANNOT;
 }
 
-/* Return whether a contribution can be posted; -1 with an exception. If `asked` has changed, earlier results for
-   other contributions are not valid any more. */
+/* Return CAN, CANNOT or IN_USE for posting a contribution; -1 with an exception. If `asked` has changed, earlier
+   results for other contributions are no longer valid. */
 static int is_postable(Calls *calls, Contribution *each, uint64_t identity) {
     uint32_t slot = slot_of(calls, identity, each->first_slot, each->slots);
     for (int i = 0; i < each->readers_count; i++) {
@@ -91,7 +91,7 @@ int are_postable(Calls *calls, Contribution *contributions, int count, uint64_t 
     return postable;
 }
 
-/* Wake the readers of contributions. */
+/* Wake all sleeping ranks that read these contributions. */
 int ring(Calls *calls, const Contribution *contributions, int count) {
     PeerLanes *first = calls->peers[contributions[0].readers[0]];
     note_core(first);

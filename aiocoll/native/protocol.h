@@ -1,15 +1,15 @@
-/* Words of an outbox: the order in which writers and readers store and load them.
+/* Shared-memory protocol of outboxes: the order in which writers and readers store and load words.
 
    docs/native.md gives the reason for each fence. This file does not use Python, so that tests/native/race.c can run
-   the same code in two threads. aiocoll/native/layout.py defines the meaning of the words. The Python
-   implementations are aiocoll/transport/shm/slots.py and doorbell.py. */
+   the same code in two threads. aiocoll/native/layout.py defines the meaning of the words. The Python implementations
+   are aiocoll/transport/shm/slots.py and doorbell.py. */
 #ifndef AIOCOLL_PROTOCOL_H
 #define AIOCOLL_PROTOCOL_H
 
 #include "layout.h"
 #include "words.h"
 
-/* Indices of the words in a slot's line. */
+/* Indices of the words in the line of 64 bytes that describes a slot. */
 enum { LINE_IDENTITY, LINE_GROUP, LINE_LENGTH, LINE_FINGERPRINT, LINE_BYTES, LINE_WORDS = 8 };
 _Static_assert(LINE_WORDS * sizeof(Word) == LAYOUT_LINE, "a slot has a cache line");
 
@@ -21,13 +21,12 @@ enum { MISSING, PRESENT, DIFFERENT };
 
 /* ---- the writer */
 
-/* Return whether the reader has consumed the last post, which has the number `number`, so that the slot may be
-   overwritten. */
+/* Return whether the reader has consumed post number `number`, the last one, so that the slot may be overwritten. */
 static inline int is_consumed(const Word *consumed, uint64_t number) { return load_acquire(consumed) == number; }
 
-/* Start to fill a slot. The data must be written after this call. */
+/* Write the line of a slot. The caller must write the data of the post after this call. */
 static inline void fill_line(Word *line, const Head *head) {
-    /* Store the group first, so that a slow reader for which the writer no longer waits detects that the post has
+    /* Store the group id first. A slow reader, for which the writer no longer waits, then detects that the post has
        changed. */
     store(line + LINE_GROUP, head->group);
     fence_release();
@@ -52,10 +51,11 @@ static inline int look_for(const Word *named, const Word *consumed, const Word *
     return compares_length && load(line + LINE_LENGTH) != expected->length ? DIFFERENT : PRESENT;
 }
 
-/* Mark a post as consumed. Return 0 if it was overwritten while it was read, because the writer no longer waits for
-   this rank. */
+/* Mark a post as consumed. Return 0 if the writer, which no longer waits for this rank, has overwritten the post
+   during the reading. */
 static inline int consume(const Word *named, Word *consumed, const Word *line, uint64_t group) {
-    /* Load the number before the group, so that it is the number of the post that was read, and not of a later post. */
+    /* Load the number before the group id, so that it cannot be the number of a later post than the one that was
+       read. */
     uint64_t number = load_acquire(named);
     fence_acquire();
     if (load(line + LINE_GROUP) != group) return 0;
@@ -65,14 +65,14 @@ static inline int consume(const Word *named, Word *consumed, const Word *line, u
 
 /* ---- chunk queues; the Python implementation is aiocoll/transport/shm/chunk_queue.py */
 
-/* Indices of the words in a chunk's line. */
+/* Indices of the words in the line of 64 bytes that describes a chunk. */
 enum { CHUNK_NUMBER, CHUNK_GROUP, CHUNK_IDENTITY, CHUNK_SEGMENT, CHUNK_OFFSET, CHUNK_FINGERPRINT, CHUNK_LENGTH };
 
 typedef struct {
     uint64_t identity, group, fingerprint, length; /* length: bytes of the whole message to which the chunk belongs */
 } Chunk;
 
-/* Return whether the reader has consumed `number` chunks. If not, request that it wakes this rank. */
+/* Return whether the reader has consumed `number` chunks. If not, request that the reader wakes this rank. */
 static inline int are_taken(const Word *taken, Word *waiting, uint64_t number) {
     if (load_acquire(taken) >= number) return 1;
     store(waiting, 1);
@@ -80,7 +80,7 @@ static inline int are_taken(const Word *taken, Word *waiting, uint64_t number) {
     return load_acquire(taken) >= number;
 }
 
-/* Publish a chunk that is in the queue to the reader. Chunks are numbered from 1. */
+/* Publish a chunk, whose data is in the queue, to the reader. Chunks are numbered from 1. */
 static inline void put_chunk(Word *line, const Chunk *chunk, uint64_t number) {
     store(line + CHUNK_GROUP, chunk->group);
     store(line + CHUNK_IDENTITY, chunk->identity);
@@ -92,7 +92,7 @@ static inline void put_chunk(Word *line, const Chunk *chunk, uint64_t number) {
 
 static inline int has_chunk(const Word *line, uint64_t number) { return load_acquire(line + CHUNK_NUMBER) == number; }
 
-/* Mark a chunk as consumed. Return whether the writer may have to be woken. */
+/* Mark a chunk as consumed. Return whether the writer has requested to be woken. */
 static inline int take_chunk(Word *taken, Word *waiting, uint64_t number) {
     store_release(taken, number);
     fence_full();
@@ -101,13 +101,14 @@ static inline int take_chunk(Word *taken, Word *waiting, uint64_t number) {
     return 1;
 }
 
-/* Notify the reader that an operation has written its last chunk. */
+/* Count one more operation that has written its last chunk, for the reader. */
 static inline void finish_chunks(Word *chunked) { store_release(chunked, load(chunked) + 1); }
 
 /* ---- the doorbell */
 
 /* Return the status of a peer that sleeps and has not been woken yet; otherwise 0. The caller must have issued a
-   full fence after the post. The peer issues one between storing its status and its last check before it sleeps. */
+   full fence after the post. The peer issues a full fence between storing its status and its last check before it
+   sleeps. */
 static inline uint64_t sleeping(const Word *status, uint64_t rung) {
     uint64_t found = load(status);
     return found & 1 && found != rung ? found : 0;

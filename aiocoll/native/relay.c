@@ -1,17 +1,16 @@
 /* Relays: transfer of large arrays through the ring of chunk queues.
 
-   The schedule, the order of the chunks and the memory are the same as in aiocoll/engine/operations/shm_ring.py, so
-   each rank may run either implementation. If anything unusual happens to a call, such as a queue that another group
-   uses, Python takes the call over. In C, a call waits only for earlier calls of its group that all ranks make in the
-   same order. */
+   Schedule, chunk order and memory are the same as in aiocoll/engine/operations/shm_ring.py, so each rank may run
+   either implementation. If anything unusual happens to a call, such as a queue that another group uses, Python takes
+   the call over. C code waits only for earlier calls of the same group that all ranks make in the same order. */
 #include "accelerator.h"
 
-enum { LAG = 2 };             /* number of columns by which each step follows the previous step */
-enum { STREAMED = 16 << 20 }; /* a call that writes at least this many bytes leaves none of the first ones in a cache */
+enum { LAG = 2 };             /* number of chunk columns by which each step follows the previous step */
+enum { STREAMED = 16 << 20 }; /* a call that writes this many bytes evicts its first bytes from all caches */
 
 static npy_intp total_of(const Way *way) { return way->steps * way->chunks; }
 
-/* Advance to the next chunk. Chunks are ordered by column, and within a column by descending step. */
+/* Advance the cursor to the next chunk. Chunks are ordered by column, and within a column by descending step. */
 static void next_chunk(const Way *way, Cursor *cursor) {
     if (++cursor->count == total_of(way)) return;
     do {
@@ -24,7 +23,7 @@ static void next_chunk(const Way *way, Cursor *cursor) {
     } while (cursor->column - LAG * cursor->step >= way->chunks);
 }
 
-/* Return whether the next chunk can be sent: the chunk on which it depends must have arrived. */
+/* Return whether the next chunk can be sent: if it depends on a received chunk, that chunk must have arrived. */
 static int is_due(const Handle *call) {
     const Cursor *put = &call->relay->put, *taken = &call->relay->taken;
     int behind = call->steps->behind;
@@ -38,7 +37,7 @@ typedef struct {
     npy_intp count;
 } Piece;
 
-/* Return the memory and length of a chunk of a region. The length may be 0. */
+/* Return the address and the length of a chunk of a region. The length may be 0. */
 static Piece piece_of(const Handle *call, const Region *region, npy_intp chunk) {
     const Steps *steps = call->steps;
     npy_intp first = chunk * steps->chunk;
@@ -58,7 +57,7 @@ static char *bytes_of(const PeerLanes *peer, const Queue *queue, uint64_t number
     return queue->chunks + (number - 1) % queue->count * peer->chunk_nbytes;
 }
 
-/* Copy received elements to their place in the target buffer. */
+/* Copy received bytes to `target`, past the caches if the call streams. */
 static void copy_to_target(const Handle *call, char *target, const char *source, npy_intp nbytes) {
     if (call->relay->streams) copy_past_caches(target, source, nbytes);
     else memcpy(target, source, nbytes);
@@ -68,7 +67,7 @@ static void copy_to_target(const Handle *call, char *target, const char *source,
 
 static int is_ordered(const Handle *call) { return call->key == Py_None; }
 
-/* Return whether no operation holds the queue, and the reader will read all chunks that are left in it. */
+/* Return whether no operation holds the queue, and the reader will consume all chunks that the queue still contains. */
 static int is_free(const Handle *call, const Queue *queue) {
     if (queue->state[LAYOUT_CHUNK_HOLDER]) return 0;
     uint64_t taken = load_acquire(queue->taken);
@@ -77,8 +76,8 @@ static int is_free(const Handle *call, const Queue *queue) {
            queue->state[LAYOUT_CHUNK_LAST] < call->identity;
 }
 
-/* Return whether an earlier call of this group holds the queue. All ranks carry out that call first. The ids of
-   ordered calls are their numbers, which are smaller than the ids of keyed calls. */
+/* Return whether an earlier ordered call of this group holds the queue: all ranks carry out that call first. The ids
+   of ordered calls are their sequence numbers, which are smaller than the ids of keyed calls. */
 static int is_next_in_line(const Handle *call, const Queue *queue) {
     uint64_t holder = queue->state[LAYOUT_CHUNK_HOLDER];
     return is_ordered(call) && holder && holder < call->identity &&
@@ -91,7 +90,8 @@ static int is_behind_another(const Handle *call) {
     return 0;
 }
 
-/* Reserve the queue. Return 0 if this call must still wait for it, -1 if the call must be continued in frames. */
+/* Reserve the queue for a call. Return 0 if the call must still wait for the queue, -1 if the call must be handed
+   over to Python. */
 static int take_queue(Handle *call, Queue *queue) {
     if (is_behind_another(call) || is_next_in_line(call, queue)) return 0;
     if (!is_free(call, queue)) return -1;
@@ -148,7 +148,8 @@ static void use(const Handle *call, char *incoming) {
     }
 }
 
-/* Receive the next chunk. Returns the same values as `put_next`. */
+/* Receive the next chunk. Return 1 if it was received, 0 if it has not arrived yet, -1 if the call must be handed
+   over. */
 static int take_next(Handle *call, PeerLanes *left) {
     Relay *relay = call->relay;
     Queue *queue = &left->in;
@@ -161,7 +162,7 @@ static int take_next(Handle *call, PeerLanes *left) {
     npy_intp length = call->steps->inward.regions[relay->taken.step].count * call->steps->itemsize;
     if (load(line + CHUNK_FINGERPRINT) != call->steps->fingerprint) return -1;
     if (load(line + CHUNK_LENGTH) != (uint64_t)length) return -1;
-    if (load(line + CHUNK_SEGMENT)) return -1; /* the chunk was sent by reference, which only Python reads */
+    if (load(line + CHUNK_SEGMENT)) return -1; /* only Python reads chunks that were sent by reference */
     use(call, bytes_of(left, queue, number));
     queue->state[LAYOUT_CHUNK_NUMBER] = number + 1;
     if (take_chunk(queue->taken, queue->waiting, number)) wake(left);
@@ -171,7 +172,7 @@ static int take_next(Handle *call, PeerLanes *left) {
 
 /* ---- calls */
 
-/* Continue the local copy; return whether there was anything left to copy. */
+/* Copy the next chunk of the local copy; return 0 if the local copy is complete. */
 static int copy_next(Handle *call) {
     const Way *local = &call->steps->local;
     npy_intp chunk = call->relay->copied / call->steps->chunk;
@@ -192,8 +193,8 @@ static int has_moved_all(const Handle *call) {
            (!steps->local.steps || relay->copied == steps->local.regions[0].count);
 }
 
-/* Send and receive chunks until none is ready, or the time of this callback is used up. Needs no interpreter.
-   Returns the same values as `look_at`. */
+/* Send and receive chunks until none can be moved, or the time of this callback is used up. Can run without the GIL.
+   Return values are those of `look_at`. */
 int relay_move(Handle *call) {
     Calls *calls = call->calls;
     Relay *relay = call->relay;
@@ -212,7 +213,7 @@ int relay_move(Handle *call) {
     }
 }
 
-/* Return whether received data should bypass the caches: there is much of it, and this rank does not read it again. */
+/* Return whether received data should bypass the caches: it is large, and this rank does not read it again. */
 static int streams(const Steps *steps) {
     if (steps->operands.steps || steps->outward.steps > steps->behind) return 0;
     npy_intp count = steps->local.steps ? steps->local.regions[0].count : 0;
@@ -220,7 +221,7 @@ static int streams(const Steps *steps) {
     return count * steps->itemsize >= STREAMED;
 }
 
-/* Prepare a call that is not in flight yet. */
+/* Allocate and initialize the relay state of a call that is not in flight yet. */
 int relay_open(Handle *call) {
     Calls *calls = call->calls;
     const Steps *steps = call->steps;
@@ -240,7 +241,8 @@ void relay_close(Handle *call) {
     call->relay = NULL;
 }
 
-/* Return whether a call can use both of its queues, at once or after earlier calls of its group; see `is_ready`. */
+/* Return CAN if a call can use both queues, now or after earlier calls of its group; otherwise CANNOT. See
+   `is_ready`. */
 int relay_is_startable(Handle *call) {
     Calls *calls = call->calls;
     npy_intp nbytes = call->steps->chunk * call->steps->itemsize;
@@ -257,7 +259,7 @@ int relay_is_startable(Handle *call) {
     return is_free(call, &right->out) || is_next_in_line(call, &right->out) ? CAN : CANNOT;
 }
 
-/* Let this rank check its links in the next loop iteration. */
+/* Make this rank check its links in the next loop iteration. */
 int relay_poll_soon(Handle *call) {
     PeerLanes *right = call->calls->peers[call->relay->right];
     return right && right->can_post ? poll_soon(right) : 0;

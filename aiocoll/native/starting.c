@@ -1,16 +1,16 @@
-/* Collectives of one group that are carried out in C, from the call to its end.
+/* Start of collectives of one group that C code carries out.
 
-   Only plain calls are accepted: a prepared collective of one round, free slots, no hook, no early frame, the
-   group's own timeout. For any other call, `start` returns None before anything is posted, and Python carries it
-   out. If a slot still holds an earlier call of this group that its readers are about to read, the new call waits
-   for the slot. If anything unusual happens to a call later (a frame instead of a post, another call of a peer, a
-   report, a failure), the call is handed over: Python creates an operation in the state of this call, and continues
+   C code accepts only plain calls: a prepared collective of one round, free slots, no hook, no early frame, the
+   group's own timeout. For any other call, `start` returns None before anything is posted, and Python carries the call
+   out. If a slot still holds an earlier call of this group that its readers are about to read, the new call waits for
+   the slot. If anything unusual happens to a call later (a frame instead of a post, a different call of a peer, a
+   report, a failure), the call is handed over: Python creates an operation with the state of the call, and continues
    it. */
 #include "accelerator.h"
 
 #include <math.h>
 
-/* Return whether no rank has left the group, and no data has arrived for calls that this rank has not made yet. */
+/* Return whether no rank has left the group, and no data of calls that this rank has not made yet has arrived. */
 int is_quiet(const Calls *calls) {
     return !PySet_Size(calls->left) && !PyDict_Size(calls->early) && !PyObject_Size(calls->asked_early);
 }
@@ -30,10 +30,10 @@ Steps *steps_of(Calls *calls, PyObject *plan) {
     return (Steps *)steps;
 }
 
-/* Return whether arrays have the sizes that the steps require of each buffer.
+/* Return whether one array, or a pair of arrays, has the sizes that the steps require of each buffer.
 
-   The buffers are those of `buffer_bytes`: one array as the only buffer, or one array with a part per rank, and
-   another array. */
+   The buffers are the same as in `buffer_bytes`: one array is the only buffer; in a pair, the first array has one part
+   per rank. */
 static int are_plain_arrays_right(const Calls *calls, const Steps *steps, PyArrayObject *whole, PyArrayObject *other) {
     if (steps->buffers_count > (other ? 2 * calls->size : 1)) return 0;
     npy_intp part = other ? PyArray_NBYTES(whole) / calls->size : PyArray_NBYTES(whole);
@@ -63,7 +63,7 @@ int are_arrays_right(const Steps *steps, PyObject *arrays) {
     return 1;
 }
 
-/* Start the timer that checks long calls, unless it is running. */
+/* Start the timer that checks calls for timeouts and stalls, unless it is running. */
 int watch(Calls *calls) {
     if (*(char *)calls->armed.buf) return 0;
     PyObject *done = PyObject_CallMethod(calls->watch, "start", NULL);
@@ -71,7 +71,7 @@ int watch(Calls *calls) {
     return done ? 0 : -1;
 }
 
-/* Take the next count of a key for this call. */
+/* Get the id and the count for the next call with this key. */
 static int take_count(Calls *calls, PyObject *key, uint64_t *identity, int64_t *seq) {
     PyObject *pair = PyObject_CallMethod(owner_of(calls), "numbered", "O", key);
     if (!pair) return -1;
@@ -84,7 +84,7 @@ static int take_count(Calls *calls, PyObject *key, uint64_t *identity, int64_t *
     return parsed ? 0 : -1;
 }
 
-/* Return whether a code object is outside of this package; -1 with an exception. */
+/* Return whether a code object is outside of this package, that is, user code; -1 with an exception. */
 static int is_of_user(Calls *calls, PyObject *code) {
     Site *site = calls->sites + ((uintptr_t)code >> 5 ^ (uintptr_t)code >> 11) % SITES;
     if (site->code == code) return site->is_user;
@@ -97,7 +97,7 @@ static int is_of_user(Calls *calls, PyObject *code) {
     return site->is_user = !is_inside;
 }
 
-/* Add a guard object that warns if the work is never awaited. */
+/* Attach a guard object to a work, which warns if the program never awaits the work. */
 static int set_guard(Handle *call) {
     PyObject *number = call->key;
     if (number == Py_None) number = PyLong_FromLongLong(call->seq);
@@ -109,7 +109,7 @@ static int set_guard(Handle *call) {
     return call->guard ? 0 : -1;
 }
 
-/* Find the user's call site: the innermost frame outside of this package. */
+/* Find and store the user's call site: the innermost frame outside of this package. */
 int find_call_site(Calls *calls, Handle *call) {
     PyFrameObject *frame = PyEval_GetFrame();
     KEEP(frame);
@@ -136,7 +136,7 @@ int find_call_site(Calls *calls, Handle *call) {
     return -1;
 }
 
-/* Create a call, without posting its contributions yet. */
+/* Create a call. It is not in flight yet, and nothing is posted. */
 Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
                   PyObject *key) {
     Handle *call = (Handle *)calls->allocate((PyTypeObject *)calls->work_type, 0);
@@ -153,14 +153,14 @@ Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape,
     return call;
 }
 
-/* Return whether all ranks start the call in the same order, as they do if it has no key. */
+/* Return whether all ranks start this call in the same order among their calls: it has no key. */
 static int is_ordered(const Handle *call) { return call->block ? call->block->is_ordered : call->key == Py_None; }
 
-/* Return whether a call may wait for its slots. That requires an order of the calls in which they get the slots. */
+/* Return whether a call may wait for its slots: calls get slots in the order that is the same on all ranks. */
 static int may_wait(const Handle *call) { return is_ordered(call) && !call->calls->gave_up; }
 
-/* Return whether a call can be posted, or must wait for a slot; -1 with an exception. No Python function has run
-   since the check. A call without a key has the next sequence number. */
+/* Return CAN if a call can be posted, IN_USE if it must wait for a slot, else CANNOT; -1 with an exception. After
+   CAN, no Python function has run since the checks, and a call without a key has the next sequence number. */
 int is_ready(Handle *call) {
     Calls *calls = call->calls;
     const Steps *steps = call->steps;
@@ -169,7 +169,7 @@ int is_ready(Handle *call) {
         if (!calls->comm || gate_of(calls)[BARRED]) return CANNOT;
         if (!call->is_in_flight && is_ordered(call)) {
             int is_next = call->block || call->seq == gate_of(calls)[ENTERED] + 1;
-            if (!is_next) return CANNOT; /* a finalizer has run and made a call */
+            if (!is_next) return CANNOT; /* a finalizer has made a call of this group */
             if (calls->waiting) return IN_USE;
         }
         int postable = call->relay ? relay_is_startable(call)
@@ -187,8 +187,8 @@ int is_ready(Handle *call) {
     return CANNOT;
 }
 
-/* Handle a call that waits for a slot: Python looks for free slots in every loop iteration. The readers of a slot
-   may themselves be waiting until this rank reads their posts. */
+/* Handle a call that waits for a slot: Python checks for free slots in every loop iteration. Advance the oldest
+   calls, because the readers of the slot may be waiting until this rank reads their posts. */
 static int wait_for_slots(Calls *calls) {
     if (calls->waiting == 1) {
         PyObject *done = PyObject_CallNoArgs(calls->wait);
@@ -198,7 +198,7 @@ static int wait_for_slots(Calls *calls) {
     return advance(calls);
 }
 
-/* Start a call with the state `ready`. If no contribution is missing, end it. It may also be handed over. */
+/* Start a call with the result `ready` of `is_ready`. The call may end at once, or be handed over to Python. */
 int launch(Handle *call, int ready) {
     call->entered = seconds();
     call->is_posted = ready == CAN;
@@ -208,14 +208,14 @@ int launch(Handle *call, int ready) {
     return begin(call);
 }
 
-/* Start a call with prepared steps. Return NULL without an exception if Python must carry it out; nothing is posted
-   then. For a call with a key, `taken` then contains the count that was taken. */
+/* Create and start a call with prepared steps. Return NULL without an exception if Python must carry out the call;
+   then nothing is posted, and for a call with a key, `taken` contains the id and the count that it got. */
 Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
               PyObject *key, PyObject **taken) {
     if (watch(calls) < 0) return NULL;
     Handle *call = make_call(calls, steps, arrays, shape, value, limit, key);
     if (!call) return NULL;
-    /* The slots follow from the sequence number, which is taken only if the slots are free. */
+    /* Compute the next sequence number, which determines the slots, but assign it only if the call starts. */
     int failed = 0;
     if (key == Py_None) call->identity = (uint64_t)(call->seq = gate_of(calls)[ENTERED] + 1);
     else failed = take_count(calls, key, &call->identity, &call->seq);
@@ -223,7 +223,7 @@ Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyO
     int ready = failed || find_call_site(calls, call) < 0 ? -1 : is_ready(call);
     if (!ready && key != Py_None)
         *taken = Py_BuildValue("KL", (unsigned long long)call->identity, (long long)call->seq);
-    if (!ready && note_await(call) < 0) ready = -1; /* this work is discarded, so it must not warn */
+    if (!ready && note_await(call) < 0) ready = -1; /* this work is discarded, so its guard must not warn */
     if (ready <= 0) {
         DROP(call);
         return NULL;
@@ -236,8 +236,8 @@ Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyO
     return call;
 }
 
-/* start(plan, arrays, shape, result, limit, key): return a work; None if Python must carry out the call. If the
-   count of the key was taken before that was known, return the id and the count. */
+/* start(plan, arrays, shape, result, limit, key): start a call and return its work. If Python must carry out the
+   call, return None, or the id and the count if a call with a key has got these already. */
 PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 6) return PyErr_SetString(PyExc_TypeError, "start takes 6 arguments"), NULL;
     if (!calls->comm) Py_RETURN_NONE;
@@ -266,7 +266,7 @@ static int is_carray(PyObject *array) {
            PyArray_NDIM((PyArrayObject *)array) <= DIMENSIONS;
 }
 
-/* Return the first of the table entries that may hold an equal call. */
+/* Return the first of the WAYS entries in the call cache that may hold an equal call. */
 static Known *known_at(Calls *calls, const Asked *asked) {
     PyArrayObject *arrays[] = {(PyArrayObject *)asked->array, (PyArrayObject *)asked->other};
     uint64_t hash = (uintptr_t)asked->kind ^ (uintptr_t)asked->op >> 5 ^ (uintptr_t)asked->root >> 3;
@@ -308,7 +308,7 @@ void clear_known(Known *known) {
     Py_CLEAR(known->steps);
 }
 
-/* Return the shape of a call's main array; for an array of parts, the shape of one part. */
+/* Return the shape of a call's main array; for an array with one part per rank, the shape of one part. */
 static PyObject *main_shape_of(const Calls *calls, const Known *known, const Asked *asked) {
     if (!asked->array) return PyTuple_New(0);
     if (!asked->other) return PyObject_GetAttr(asked->array, name_shape);
@@ -338,8 +338,8 @@ static int are_right(const Calls *calls, const Steps *steps, const Asked *asked,
     return are_plain_arrays_right(calls, steps, (PyArrayObject *)asked->array, (PyArrayObject *)asked->other);
 }
 
-/* Find an earlier call equal to this one. `made` holds a result that is not cached. Return NULL without an exception
-   if the call has no steps. */
+/* Find an earlier equal call in the cache, or add this call. The caller releases `made`, which holds an entry that
+   is not cached. Return NULL without an exception if C code cannot carry out the call. */
 static Known *find_known(Calls *calls, const Asked *asked, PyObject *arrays, Known *made) {
     Known *known = known_at(calls, asked);
     for (int i = 0; i < WAYS; i++)
@@ -369,19 +369,19 @@ static Known *find_known(Calls *calls, const Asked *asked, PyObject *arrays, Kno
                         !PyUnicode_CompareWithASCIIString(made->kind, "gather");
     made->gives_list = asked->form == LISTS && (made->gives_whole || is_alltoall);
     if (!(made->main_shape = main_shape_of(calls, made, asked))) return NULL;
-    /* Do not cache a root of another type, which may have another value next time. */
+    /* Do not cache a root that is not an int, because its value may be another one next time. */
     if (made->root != Py_None && !PyLong_CheckExact(made->root)) return made;
     int place = 0;
     while (place < WAYS - 1 && known[place].steps) place++;
     Known old = known[place];
-    memmove(known + 1, known, place * sizeof *known); /* make room: the oldest entry is last */
+    memmove(known + 1, known, place * sizeof *known); /* make room for the new entry; the oldest is last */
     known[0] = *made;
     *made = old; /* the caller releases the replaced entry */
     return known;
 }
 
-/* Find the timeout of a call in seconds. Return 0 if Python must handle it: the timer learns about a call's own
-   timeout only when the call is handed over, so short timeouts are not accepted in C. */
+/* Find the timeout of a call in seconds. Return 0 if Python must handle the call, for example because its timeout is
+   too short: the timer reads a call's own timeout only when it hands the call over. */
 static int find_limit(Calls *calls, PyObject *given, double *limit) {
     PyObject *timeout = PyObject_GetAttr(calls->comm, name_default_timeout);
     if (!timeout) return -1;
@@ -404,8 +404,8 @@ static int find_limit(Calls *calls, PyObject *given, double *limit) {
     return *limit >= shortest;
 }
 
-/* Return whether a call made now is plain: the right thread and loop, an open group, and no interceptor except a
-   `block` that records the call. */
+/* Return whether a call may start now in C: in the right thread and loop, with an open group, and without an
+   interceptor except a `block` that records the call. */
 static int may_start(Calls *calls, PyObject *timeout, double *limit, Block **block) {
     if (PyThread_get_thread_ident() != calls->thread || calls->forks != forks_of_process) return 0;
     PyObject *running = PyObject_CallNoArgs(calls->is_running);
@@ -421,8 +421,8 @@ static int share_memory(PyArrayObject *first, PyArrayObject *second) {
     return a < b + PyArray_NBYTES(second) && b < a + PyArray_NBYTES(first);
 }
 
-/* Return the result of a call. A list is new, unless it is the list that the caller has passed for the outputs of an
-   allgather. */
+/* Return the object that becomes the result of a call. A list is a new one, except the caller's list of outputs of
+   an allgather. */
 static PyObject *result_of(const Known *known, const Asked *asked) {
     PyObject *given = asked->form == NOTHING                                               ? Py_None
                       : asked->form == ONE || (asked->form == PARTS && known->gives_whole) ? asked->array
@@ -436,8 +436,8 @@ static PyObject *result_of(const Known *known, const Asked *asked) {
     return given;
 }
 
-/* Start or record a call on plain arrays, with `arrays` in the form that calls use. Return NULL without an exception
-   if the call is not plain. */
+/* Start a call on plain arrays, or record it in a block. `arrays` has the form of `Handle.arrays`. Return NULL
+   without an exception if the call is not plain. */
 static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, PyObject *timeout) {
     double limit;
     Block *block = NULL;
@@ -447,7 +447,7 @@ static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, P
     if (known) {
         Steps *steps = known->steps;
         PyObject *shape = known->main_shape, *result = result_of(known, asked);
-        KEEP(steps), KEEP(shape); /* Python code may run, and replace the cached call */
+        KEEP(steps), KEEP(shape); /* keep references: Python code may run, and replace the cache entry */
         if (result && block) call = record(block, steps, arrays, shape, result, limit);
         else if (result) call = start(calls, steps, arrays, shape, result, limit, Py_None, NULL);
         DROP(result), DROP(steps), DROP(shape);
@@ -457,8 +457,8 @@ static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, P
     return call;
 }
 
-/* one(kind, tensor, op, root, writable, timeout, key): like `Dispatcher.one`, which is called if the call is not
-   plain. */
+/* one(kind, tensor, op, root, writable, timeout, key): start a call on one array. If the call is not plain, call
+   `Dispatcher.one` with the same arguments. */
 PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 7) return PyErr_SetString(PyExc_TypeError, "one takes 7 arguments"), NULL;
     if (calls->comm && args[6] == Py_None && is_carray(args[1])) {
@@ -476,8 +476,8 @@ PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     return work;
 }
 
-/* parts(kind, whole, other, op, timeout, key): start a call on an array of equal parts, and another array that has
-   one part or as many. Return None if the call is not plain. */
+/* parts(kind, whole, other, op, timeout, key): start a call on two arrays: `whole` has one part per rank, `other`
+   has one part or as many. Return None if the call is not plain. */
 PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 6) return PyErr_SetString(PyExc_TypeError, "parts takes 6 arguments"), NULL;
     PyObject *whole = args[1], *other = args[2];
@@ -515,7 +515,7 @@ static PyObject *item_of(PyObject *list, Py_ssize_t index) {
     return PyList_CheckExact(list) ? PyList_GetItem(list, index) : PyTuple_GetItem(list, index);
 }
 
-/* Return whether any of the arrays from `start` to `end`, which are written, shares memory with another array. */
+/* Return whether any output array, with an index from `start` to `end`, shares memory with another array. */
 static int overlap(PyObject *arrays, Py_ssize_t start, Py_ssize_t end) {
     for (Py_ssize_t i = start; i < end; i++)
         for (Py_ssize_t n = 0; n < PyList_Size(arrays); n++) {
@@ -525,8 +525,8 @@ static int overlap(PyObject *arrays, Py_ssize_t start, Py_ssize_t end) {
     return 0;
 }
 
-/* Return the arrays in lists, in the order of the buffers. Return NULL without an exception if they are not plain,
-   differ in dtype or shape, or are too many for a quick comparison. */
+/* Return all arrays of a call on lists, in the order of the buffers. Return NULL without an exception if the arrays
+   are not plain, differ in dtype or shape, or are too many for a quick comparison. */
 static PyObject *arrays_of(const Calls *calls, Asked *asked) {
     Py_ssize_t blocks = asked->blocks == Py_None ? 0 : length_of(asked->blocks), others = length_of(asked->others);
     int is_one = others < 0;
@@ -551,8 +551,8 @@ static PyObject *arrays_of(const Calls *calls, Asked *asked) {
     return arrays;
 }
 
-/* lists(kind, blocks, other, op, root, timeout, key): start a call on a list with one array per rank, or None, and
-   another array or list. Return None if the call is not plain. */
+/* lists(kind, blocks, other, op, root, timeout, key): start a call on `blocks` (a list with one array per rank, or
+   None) and `other` (an array or a list). Return None if the call is not plain. */
 PyObject *Calls_lists(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 7) return PyErr_SetString(PyExc_TypeError, "lists takes 7 arguments"), NULL;
     Asked asked = {LISTS, args[0], args[3], args[4], NULL, NULL, args[1], args[2]};

@@ -1,8 +1,8 @@
-/* Steps: a collective of one round, with the content of Python's `Round` and offsets in bytes; and its reduction.
+/* Steps: one rank's actions in a collective of one round, and its reduction.
 
-   Reductions run the inner loops of NumPy's own ufuncs on the contributions in place, in rank order. So results have
-   the same bits as in the Python implementation. If there is no such loop (half precision, averages), the Python
-   kernel reduces. */
+   The content is that of Python's `Round`, with offsets in bytes. Reductions run the inner loops of NumPy's own ufuncs
+   on the contributions in place, in rank order. So results have the same bits as in the Python implementation. If
+   NumPy has no such loop (half precision, averages), the Python kernel reduces. */
 #include "accelerator.h"
 
 #include <math.h>
@@ -16,7 +16,7 @@ static void *rows(PyObject *tuple, int *count, size_t size) {
     return made;
 }
 
-/* Record the minimum size of a buffer in bytes; return -1 with an exception if there is no such buffer. */
+/* Record that a buffer must have at least `nbytes` bytes; return -1 with an exception if the buffer does not exist. */
 static int need(Steps *steps, int buffer, npy_intp nbytes) {
     if (!nbytes) return 0; /* a buffer without data may be missing */
     if (buffer < 0 || buffer >= steps->buffers_count) {
@@ -27,7 +27,7 @@ static int need(Steps *steps, int buffer, npy_intp nbytes) {
     return 0;
 }
 
-/* Check the slots that a contribution may take, which must all have one size. */
+/* Raise ValueError and return 1 if the slots that a contribution may take are out of range or of two sizes. */
 static int are_slots_wrong(Py_ssize_t nbytes, uint32_t first_slot, uint32_t slots) {
     uint32_t end = first_slot < LAYOUT_SMALL_SLOTS ? LAYOUT_SMALL_SLOTS : LAYOUT_SLOTS;
     if (nbytes >= 0 && slots && first_slot < end && slots <= end - first_slot) return 0;
@@ -90,7 +90,7 @@ static int pairs_from(PyObject *tuple, Pair **made, int *count) {
     return 0;
 }
 
-/* Check the numbers of buffers and of contributions to read, and that all inputs of the reduction have one length. */
+/* Check the indices of buffers and contributions, and that all inputs of the reduction have the same length. */
 static int check(Steps *steps) {
     for (int i = 0; i < steps->copies_count; i++)
         if (need(steps, steps->copies[i].first, 1) < 0 || need(steps, steps->copies[i].second, 1) < 0) return -1;
@@ -100,7 +100,7 @@ static int check(Steps *steps) {
         if (need(steps, steps->moves[i].second, steps->takes[take].nbytes) < 0) return -1;
     }
     if (steps->target < 0) return 0;
-    /* The first rank of a scan reads no contribution, and posts an array that it keeps. */
+    /* Accept a reduction without contributions of peers: the first rank of a scan only posts its own array. */
     if ((!steps->takes_count && !steps->first_count) || (!steps->takes_count && !steps->own_count)) goto wrong;
     steps->nbytes_folded = steps->takes_count ? steps->takes[0].nbytes : steps->first[0].nbytes;
     if (steps->nbytes_folded % steps->itemsize) goto wrong;
@@ -132,7 +132,7 @@ static void find_loop(Steps *steps, PyObject *ufunc) {
     }
 }
 
-/* Copy the regions of one direction of a relay: the buffer, start and stop of each. */
+/* Copy the regions of one direction of a relay from Python tuples (buffer, start, stop). */
 static int way_from(Steps *steps, PyObject *regions, Way *way) {
     if (!(way->regions = rows(regions, &way->steps, sizeof(Region)))) return -1;
     npy_intp longest = 0;
@@ -151,8 +151,8 @@ static int way_from(Steps *steps, PyObject *regions, Way *way) {
     return 0;
 }
 
-/* Copy a relay: the elements per chunk; the number of steps by which sends follow receives; by step, the regions to
-   send, to receive, and to reduce received data with; and the target and source of a copy. */
+/* Copy a relay from a Python tuple: the elements per chunk; the number of steps by which sends follow receives; the
+   regions to send, to receive, and to reduce received data with; the target and source of a local copy. */
 static int relay_from(Steps *self, PyObject *relay) {
     PyObject *puts, *takes, *sources, *copy;
     Py_ssize_t chunk;
@@ -176,7 +176,7 @@ wrong:
     return -1;
 }
 
-/* `round` is a `Round` of Python, or the argument of `relay_from`. */
+/* The argument `round` is a Python `Round`, or the tuple that `relay_from` copies. */
 static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     PyObject *plan, *kind, *op, *signature, *storage, *round, *ufunc, *fold_function, *copies, *first, *takes, *target,
         *own, *moves, *last;
@@ -289,10 +289,10 @@ PyType_Spec Steps_spec = {"aiocoll.native._core.Steps", sizeof(Steps), 0, Py_TPF
 
 static char *bytes_of(PyObject *array) { return PyArray_BYTES((PyArrayObject *)array); }
 
-/* Return the memory of a buffer.
+/* Return the address of the memory of buffer number `buffer`.
 
-   `arrays` is a list of the buffers, one array that is the only buffer, or a pair. A pair consists of an array with
-   one part per rank, each of which is a buffer, and an array that has one part or as many. */
+   The call's `arrays` are a list of the buffers, one array that is the only buffer, or a pair. The first array of a
+   pair has one part per rank, the second array has one part or as many. Each part is a buffer. */
 char *buffer_bytes(Handle *call, int buffer) {
     PyObject *arrays = call->arrays;
     if (PyList_Check(arrays)) return bytes_of(PyList_GetItem(arrays, buffer));
@@ -355,7 +355,8 @@ static int is_one_number(const Steps *steps) {
            (type == NPY_FLOAT || type == NPY_DOUBLE || type == NPY_CFLOAT || type == NPY_CDOUBLE);
 }
 
-/* Reduce arrays of one element. For these, Python uses scalars, which produce other NaNs than a loop over arrays. */
+/* Reduce arrays of one element. If the result is a NaN, let Python reduce: it uses scalars, which produce other NaNs
+   than a loop over arrays. */
 static int fold_numbers(Handle *call, char **inputs, int count, char *out) {
     const Steps *steps = call->steps;
     char result[2 * sizeof(double)];
@@ -375,7 +376,8 @@ static char *scratch_of(Calls *calls, npy_intp nbytes) {
     return calls->scratch;
 }
 
-/* Reduce contributions into the target, in rank order. `found` points to the contributions of the peers. */
+/* Reduce contributions into the target buffer, in rank order. `found` contains the addresses of the peers'
+   contributions. */
 int fold(Handle *call, char **found) {
     const Steps *steps = call->steps;
     npy_intp nbytes = steps->nbytes_folded;
@@ -393,7 +395,7 @@ int fold(Handle *call, char **found) {
         memmove(out, inputs[0], nbytes);
     } else if (count == 2) {
         combine(steps, inputs[0], inputs[1], out);
-    } else { /* the target is written last, so it may be one of the inputs */
+    } else { /* write the target last, because it may be one of the inputs */
         char *scratch = scratch_of(call->calls, nbytes);
         if (!scratch) return PyErr_NoMemory(), -1;
         combine(steps, inputs[0], inputs[1], scratch);

@@ -1,4 +1,4 @@
-/* Words in shared memory: atomic loads and stores, fences, and the clock. */
+/* Atomic words in shared memory: loads, stores, fences. Also the clock. */
 #ifndef AIOCOLL_WORDS_H
 #define AIOCOLL_WORDS_H
 
@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <time.h>
 
-/* Peers map the same words, so each load or store must be a single instruction, without a lock. */
+/* Other processes map the same words, so each load or store must be one instruction, without a lock. */
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "8-byte words must be lock free");
 _Static_assert(sizeof(_Atomic uint64_t) == 8, "a word has 8 bytes");
 
@@ -24,7 +24,7 @@ static inline void fence_release(void) { atomic_thread_fence(memory_order_releas
 static inline void fence_acquire(void) { atomic_thread_fence(memory_order_acquire); }
 static inline void fence_full(void) { atomic_thread_fence(memory_order_seq_cst); }
 
-/* Yield to the other hyper-thread of this core between two checks. */
+/* Let the other hyper-thread of this core run between two polls. */
 static inline void pause_core(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -33,7 +33,7 @@ static inline void pause_core(void) {
 #endif
 }
 
-/* Return the time in seconds on the clock of time.monotonic and time.perf_counter. */
+/* Return the time in seconds, on the same clock as Python's time.monotonic and time.perf_counter. */
 static inline double seconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

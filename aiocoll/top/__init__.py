@@ -1,1 +1,1 @@
-"""Service behind `aiocoll top`: each process reports its groups over a unix socket in the folder of its job."""
+"""Implementation of `aiocoll top`: each process reports its groups over a unix socket in the job's folder."""

@@ -1,4 +1,4 @@
-"""Folder of a job, where each process of the job listens on a unix socket. Only its owner may enter it."""
+"""The job's folder of unix sockets, one per process, for `aiocoll top`; accessible only to its owner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiocoll.users import owner_trouble
 __all__ = ["connect", "listen", "open_folder", "processes", "remove"]
 
 _SUFFIX = ".sock"
-#: Length of the queue of new connections. More viewers at once are rare, and retry a second later.
+#: Length of the socket's accept queue. More simultaneous viewers are rare, and they retry a second later.
 _BACKLOG = 8
 
 
@@ -57,13 +57,13 @@ def listen(folder: int) -> socket.socket:
 
 
 def remove(folder: int, name: str | None = None) -> None:
-    """Remove this process's socket from the folder, or the entry `name`; do nothing if it does not exist."""
+    """Remove this process's socket, or the entry `name`, from the folder; do nothing if it does not exist."""
     with suppress(OSError):
         os.unlink(_name(os.getpid()) if name is None else name, dir_fd=folder)
 
 
 def processes(folder: int) -> list[int]:
-    """Return the ids of the processes with a socket in the folder; a process removes its socket when it closes."""
+    """Return the ids of the processes that have a socket in the folder."""
     found = []
     for name in os.listdir(folder):
         if name.endswith(_SUFFIX):
@@ -73,7 +73,7 @@ def processes(folder: int) -> list[int]:
 
 
 def connect(folder: int, process: int) -> socket.socket:
-    """Return a non-blocking connection to the socket of a process.
+    """Return a nonblocking connection to the unix socket of a process.
 
     Raises:
         FileNotFoundError: the process no longer listens.
@@ -95,5 +95,5 @@ def _name(process: int) -> str:
 
 
 def _path(folder: int, name: str) -> str:
-    """Return a path short enough for a socket address, whatever the length of the folder's path."""
+    """Return a path of an entry in the folder that is short enough for a unix socket address."""
     return f"/proc/self/fd/{folder}/{name}"

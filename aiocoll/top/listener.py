@@ -1,4 +1,4 @@
-"""Thread that answers the requests of `aiocoll top` for all groups of a process. It sleeps between requests.
+"""The thread of a process that answers the requests of `aiocoll top` about all groups of the process.
 
 It is a thread, not a task, because users run `aiocoll top` to find ranks whose event loop is blocked. The thread never
 waits for a viewer. If an answer does not fit into the connection, the rest is sent once there is room. Until then the
@@ -24,21 +24,21 @@ from aiocoll.users import peer_trouble
 
 __all__ = ["Source", "join", "leave"]
 
-#: Maximum number of viewers. A further viewer replaces the one whose last request is oldest.
+#: Maximum number of connected viewers. A further viewer replaces the one whose last request is oldest.
 MOST: Final = 8
-#: Seconds after an answer in which the thread reads no further request of that viewer.
+#: Seconds after an answer to a viewer during which the thread reads no request from this viewer.
 REST: Final = 0.25
-#: Seconds for which an answer is reused for other viewers.
+#: Seconds for which the thread reuses an answer for further requests.
 FRESH: Final = 0.1
-#: Seconds to wait for the end of the thread; an answer takes about a thousandth of that.
+#: Maximum seconds to wait until the thread has ended; an answer takes about 1 ms.
 JOIN_TIMEOUT: Final = 1.0
 
 
 class Source(Protocol):
-    """A group whose state `aiocoll top` shows."""
+    """The interface of a group whose state `aiocoll top` shows."""
 
     def to_data(self) -> dict[str, Any]:
-        """Return the state of the group as plain data; runs in the listener's thread."""
+        """Return the state of the group as plain data; called in the listener's thread."""
 
 
 class _Viewer:
@@ -60,7 +60,7 @@ class _Viewer:
 
 
 class _Listener:
-    """The thread that answers viewers in one folder.
+    """A thread that listens in one folder, and answers the viewers that connect.
 
     Args:
         path: path of the folder.
@@ -73,7 +73,7 @@ class _Listener:
     def __init__(self, path: str, clock: Callable[[], float]) -> None:
         self.pid = os.getpid()
         self._clock = clock
-        #: This tuple is replaced, never modified, because the thread may be reading it.
+        #: The groups to report. The tuple is replaced, never modified, because the thread may be reading it.
         self._sources: tuple[ref[Source], ...] = ()
         self._folder = folders.open_folder(path)
         try:
@@ -99,7 +99,7 @@ class _Listener:
         return [source for each in self._sources if (source := each()) is not None]
 
     def show(self, sources: list[Source]) -> None:
-        """Set the groups that the thread reports to viewers."""
+        """Replace the list of groups that the thread reports to viewers."""
         self._sources = tuple(map(ref, sources))
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class _Listener:
         self._poll.register(connection, select.POLLIN)
 
     def _serve(self, viewer: _Viewer) -> None:
-        """Read a request or continue an answer; raise OSError if the connection has ended."""
+        """Read a viewer's request, or send more of an answer; raise OSError if the connection has ended."""
         connection = viewer.connection
         if not viewer.unsent:
             if not connection.recv(len(messages.ASK) * 64):
@@ -195,13 +195,13 @@ class _Listener:
         viewer.connection.close()
 
 
-#: Listeners by path of the folder: usually one.
+#: Listener of each folder in use, by path; usually there is only one.
 _listeners: dict[str, _Listener] = {}
 _lock = threading.Lock()
 
 
 def join(source: Source, path: str, clock: Callable[[], float]) -> None:
-    """Report a group to the viewers of a folder, which is created if it does not exist.
+    """Report a group to all viewers that connect in a folder; create the folder if it does not exist.
 
     Args:
         source: the group; the listener holds only a weak reference.
@@ -224,7 +224,7 @@ def join(source: Source, path: str, clock: Callable[[], float]) -> None:
 
 
 def leave(source: Source, path: str) -> None:
-    """Stop reporting a group to viewers; do nothing if it is not reported."""
+    """Stop reporting a group to viewers; do nothing if the group is not reported."""
     with _lock:
         listener = _listeners.get(path)
         if listener is None or listener.pid != os.getpid():

@@ -18,15 +18,15 @@ from aiocoll.errors import ProtocolError
 __all__ = ["ASK", "MOST", "Reader", "answer"]
 
 ASK: Final = b"?"
-#: Maximum bytes of an answer: enough for about a hundred groups, or ten groups of a thousand ranks each.
+#: Maximum size of an answer in bytes: enough for about a hundred groups, or ten groups of a thousand ranks each.
 MOST: Final = 256 << 10
 _LENGTH: Final = struct.Struct("<I")
-#: Bytes of an answer that are reserved for everything but the groups.
+#: Bytes of an answer that are reserved for all fields except the groups.
 _HEADER_ROOM: Final = 64
 
 
 def answer(process: int, groups: Iterable[dict[str, Any]]) -> bytes:
-    """Encode the answer of a process; groups that do not fit are only counted."""
+    """Encode an answer with the state of all groups; groups that do not fit are left out and counted."""
     packed: list[bytes] = []
     size = left_out = 0
     for group in groups:
@@ -41,13 +41,13 @@ def answer(process: int, groups: Iterable[dict[str, Any]]) -> bytes:
 
 
 class Reader:
-    """A parser that finds complete answers in a stream of bytes."""
+    """A parser that splits a stream of received bytes into answers."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Parse further received bytes; return the answers that they complete.
+        """Add received bytes to the stream, and return all answers that are now complete.
 
         Raises:
             ProtocolError: the bytes are not an answer.
@@ -57,7 +57,9 @@ class Reader:
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MOST:
-                raise ProtocolError(f"received an answer of {length} bytes, more than {MOST}: not from aiocoll")
+                raise ProtocolError(
+                    f"received an answer of {length} bytes, but the limit is {MOST}: the sender is not aiocoll"
+                )
             if len(self._data) < _LENGTH.size + length:
                 break
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])

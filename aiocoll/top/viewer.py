@@ -1,4 +1,4 @@
-"""Client side of `aiocoll top`: requests to all processes in a job's folder, and the state of each process."""
+"""Client side of `aiocoll top`: requests the state of all processes that listen in a job's folder."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _CHUNK: Final = 1 << 16
 
 
 class State(StrEnum):
-    """The state of a process as the viewer knows it."""
+    """The state of a process, as the viewer has determined it."""
 
     ANSWERS = "answers"
-    #: Connected without an answer: the process holds the GIL, or gets no CPU time.
+    #: Does not answer although connected: the process holds the GIL, or gets no CPU time.
     SILENT = "silent"
-    #: Stopped by a signal or a debugger.
+    #: The process is stopped by a signal or a debugger.
     STOPPED = "stopped"
-    #: Ended without closing its groups.
+    #: The process has ended without closing its groups.
     GONE = "gone"
-    #: Has closed all of its groups.
+    #: The process has closed all of its groups.
     CLOSED = "closed"
 
 
@@ -58,11 +58,11 @@ class Process:
 
     @property
     def due_connection(self) -> socket.socket | None:
-        """Return the connection if an answer is outstanding, else None."""
+        """Return the connection if the process still has to answer a request, else None."""
         return self._connection if self._has_asked else None
 
     def request(self, folder: int) -> None:
-        """Send a request, unless the answer to the last request is outstanding."""
+        """Send a request to the process, unless it still has to answer the last one."""
         if self.state in (State.GONE, State.CLOSED) or self._has_asked:
             return
         try:
@@ -82,7 +82,7 @@ class Process:
             self.close()
 
     def receive(self, now: float) -> None:
-        """Receive bytes from the process, and record a complete answer."""
+        """Receive bytes from the process; if they complete an answer, record the answer."""
         assert self._connection is not None
         try:
             data = self._connection.recv(_CHUNK)
@@ -108,7 +108,7 @@ class Process:
             self.state = State.STOPPED if found == process.STOPPED else State.SILENT
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to the process."""
         if self._connection is not None:
             self._connection.close()
         if self._pidfd is not None:
@@ -121,7 +121,7 @@ class Process:
 
 
 class Viewer:
-    """A viewer of all processes in a folder; each `request_answers` updates it.
+    """A viewer of all processes that listen in a folder; `request_answers` updates their states.
 
     Args:
         path: path of the folder.

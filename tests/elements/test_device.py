@@ -280,7 +280,7 @@ def test_cuda_interface_with_noncontiguous_strides_is_refused(
     [
         ({"data": (64, True)}, ValueError, "x is read-only, but the result is written to it; pass a writable copy"),
         ({"mask": 1}, TypeError, "x is a masked array; pass its data alone"),
-        ({"version": 1}, TypeError, "x: its __cuda_array_interface__ has version 1, it must be 2 or later"),
+        ({"version": 1}, TypeError, "x: its __cuda_array_interface__ has version 1, but must have version 2 or later"),
         ({"stream": 0}, TypeError, "x: its __cuda_array_interface__ names stream 0, which the protocol forbids"),
         ({"data": "left out"}, TypeError, "x: its __cuda_array_interface__ is not complete: KeyError"),
         ({"typestr": "what"}, TypeError, "x: its __cuda_array_interface__ is not complete: TypeError"),

@@ -254,7 +254,7 @@ async def test_communicator_is_not_aborted_during_an_nccl_call(
         await wait_until(calling.is_set)
         pg.abort("enough")
         await check_failure(pg, work, "enough")
-        await wait_until(lambda: "or did not return from a call of it" in caplog.text)
+        await wait_until(lambda: "or an earlier NCCL call has not returned" in caplog.text)
         assert not end.aborted
         go_on.set()
         await wait_until(lambda: end.aborted)

@@ -336,7 +336,7 @@ async def test_result_of_a_cancelled_launcher_function_is_released(
     busy.set()
     await wait_until(lambda: caplog.records)
     assert undone == [(7, True)]
-    assert "releasing its result failed: DeviceError('abort: no')" in caplog.text
+    assert "ended after its cancellation: DeviceError('abort: no')" in caplog.text
 
 
 def test_result_of_a_launcher_function_for_a_closed_event_loop_is_released(device: Device) -> None:
@@ -363,7 +363,7 @@ async def test_device_stream_is_closed_only_after_its_pending_work(cuda: FakeCud
     closing = asyncio.create_task(device.close_stream(stream, 10))
     await wait_until(lambda: hasattr(held, "gate"))
     assert not closing.done()
-    with pytest.raises(ValueError, match=f"stream {stream:#x} is closed, or is not one of CUDA device 0"):
+    with pytest.raises(ValueError, match=f"stream {stream:#x} is closed, or does not belong to CUDA device 0"):
         launch_call(device, stream)
     held.open()
     assert await closing
@@ -383,7 +383,7 @@ async def test_stuck_device_stream_is_abandoned(
     _, ended = launch_call(device, stream, held, keep=kept.new())
     with caplog.at_level(logging.WARNING):
         assert not await device.close_stream(stream, 0.02)
-    assert "CUDA device 0: calls on a stream have not ended within 0.02 s" in caplog.text
+    assert "CUDA device 0: calls on a closed stream have not ended within 0.02 s" in caplog.text
     assert kept.freed_in == []
     await launch_call(device, other := device.stream())[1]
     assert await device.close_stream(other, 10)

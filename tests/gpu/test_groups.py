@@ -309,7 +309,7 @@ async def test_on_stream_accepts_streams_of_any_library(way: str) -> None:
             await pg.allreduce(gpu.tensor(np.ones(3), 0)).on_stream(stream)
         work = pg.allreduce(gpu.tensor(np.ones(3), 0))
         for wrong in ("a", 1.0, True, Stream("ptr", None)):
-            with pytest.raises(TypeError, match="stream must be a CUDA stream or the address of one"):
+            with pytest.raises(TypeError, match="stream must be a CUDA stream or the address of a CUDA stream"):
                 await work.on_stream(wrong)
         await work
 

@@ -47,7 +47,7 @@ except aiocoll.BackendUnavailableError as error:
     output = run_code(code)
     assert output.startswith("CUDA arrays need CuPy: ")
     assert "pip install aiocoll[cuda1" in output
-    assert "(cupy is not for this test; without CuPy: libcuda.so.1: " in output
+    assert "(CuPy: cupy is not for this test; ctypes: libcuda.so.1: " in output
 
 
 def test_cuda_backend_counts_the_devices_of_its_provider() -> None:

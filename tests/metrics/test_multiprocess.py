@@ -167,7 +167,7 @@ async def test_lost_metrics_directory_fails_no_group(directory: Path, caplog: py
     # The thread that writes may have noted the failure, and may be about to log it.
     await wait_until(lambda: any(each.name == "aiocoll" for each in caplog.records))
     (record,) = [each for each in caplog.records if each.name == "aiocoll"]
-    assert record.getMessage().startswith(f"metrics are not written to PROMETHEUS_MULTIPROC_DIR={directory}: ")
+    assert record.getMessage().startswith(f"cannot write metrics to PROMETHEUS_MULTIPROC_DIR={directory}: ")
 
 
 @pytest.mark.usefixtures("collector")

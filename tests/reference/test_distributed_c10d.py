@@ -458,11 +458,11 @@ async def test_shrink_group_errors(pg: ProcessGroup) -> None:
     for error, words, arguments in calls:
         with pytest.raises(error, match=words):
             await dist.shrink_group(**arguments)
-    with pytest.raises(RuntimeError, match="this one; only the remaining ranks call it"):
+    with pytest.raises(RuntimeError, match="this rank; only the remaining ranks may make"):
         await dist.shrink_group([pg.rank()])
     alone = await dist.new_group([0])
     if pg.rank() == 0:
-        with pytest.raises(ValueError, match="only one rank, so none"):
+        with pytest.raises(ValueError, match="only one rank, which cannot be excluded"):
             await dist.shrink_group([0], group=alone)
     assert await dist.all_reduce(1) == 3
 

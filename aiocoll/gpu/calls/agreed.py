@@ -1,4 +1,4 @@
-"""Collectives on CUDA arrays: all ranks agree on a call before or after they enqueue it on their devices.
+"""Collectives on CUDA arrays, which the ranks compare before or after they launch them on their devices.
 
 Calls without a key that NCCL carries out are launched at once, in program order, and compared later
 (`aiocoll.gpu.calls.program_order`). All other calls, and all calls of groups that request it, are compared first, as in
@@ -66,7 +66,7 @@ class DeviceCall(PlannedCall):
 
     @property
     def signature(self) -> Signature:
-        """The signature of the call, marked as a call on CUDA arrays."""
+        """The signature of the call, with device "cuda"."""
         return self.kind.signature
 
     @property
@@ -75,16 +75,16 @@ class DeviceCall(PlannedCall):
         return True
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
-        """Make the operation that carries out the call."""
+        """Create the operation that carries out this prepared call."""
         return Agreed(identity, self, completion)
 
     def choose_method(self) -> int:
-        """Return how the call is carried out, as far as the group has decided on a backend."""
+        """Return the method for this call (NCCL or staging); `STAGED` before the group has decided on a backend."""
         return self.kind.choose_method(self.plan, self.state.decision)
 
 
 class Agreed(VerifiedOperation):
-    """The operation of one rank in a collective on CUDA arrays.
+    """The operation of one rank in a collective on CUDA arrays, compared with the other ranks' calls.
 
     Args:
         call: the call of this rank.
@@ -122,8 +122,8 @@ class Agreed(VerifiedOperation):
         #: Whether work of the call has been enqueued on the device.
         self._is_on_device = False
         self._by_nccl = False
-        #: For a call that is launched before it is compared: the order, the call's position in it, whether all ranks
-        #: have confirmed the call, and its result when only the confirmation is missing.
+        #: Only for a call that is launched before it is compared: the `CallOrder`, the call's position in program
+        #: order, whether all ranks have made the call, and the call's result while only that confirmation is missing.
         self._order: CallOrder | None = None
         self._position = 0
         self._is_confirmed = False
@@ -133,7 +133,7 @@ class Agreed(VerifiedOperation):
     # -- the agreement
 
     def enter(self) -> None:
-        """Mark the positions of the caller's streams, and start to agree with the other ranks."""
+        """Record CUDA events on the caller's streams, and start to compare the call with the other ranks' calls."""
         try:
             self._marks = self._device_state.mark(self._arrays, is_checked=self._is_checked)
         except (DeviceError, RuntimeError) as error:  # a RuntimeError if a stream capture has begun within a block
@@ -155,13 +155,13 @@ class Agreed(VerifiedOperation):
         return self._method() != STAGED
 
     def is_numbered(self) -> bool:
-        """Return whether the call must always be compared before it starts, even if other calls are launched first."""
+        """Return whether this call must be compared before it starts, even in a group that launches calls first."""
         return self._kind.is_private or self._method() == STAGED
 
     # -- in the order of the program
 
     def join_program_order(self, order: CallOrder, *, ahead: bool) -> None:
-        """Take the call's position in program order; start the call there if `ahead`."""
+        """Add the call to the program order; if `ahead`, launch it in this order before it is compared."""
         if ahead:
             self._agree()
             self._order, self._position = order, order.program.called + 1
@@ -174,13 +174,13 @@ class Agreed(VerifiedOperation):
         return self._kind.hash_terms(self.completion.shape)
 
     def on_confirmed(self) -> None:
-        """Record that all ranks have made this call. If only that was missing, end the call."""
+        """Record that all ranks have made this call; finish the call if its device work is done."""
         self._is_confirmed = True
         if self._result is not None and not self.done:
             super().ended(*self._result, None)
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """Handle the end of the call's work on the device. A successful call may still wait for confirmation."""
+        """Handle the end of the call's device work; a successful call may still wait for the comparison."""
         if error is None and self._order is not None and not self._is_confirmed:
             self._result = (result,)
         else:
@@ -197,20 +197,20 @@ class Agreed(VerifiedOperation):
     def _encode_call(self) -> bytes:
         """Return the encoded description of this rank's call."""
         completion = self.completion
-        # A call in a block sends its own signature, not the block's.
+        # Send the signature of this call, not that of the coalescing block that contains it.
         encoded: bytes = msgpack.packb((self._kind.described(completion.shape), completion.seq, completion.key))
         return encoded
 
     def carriers(self) -> str:
-        """Return the media that carry the data: NCCL, or the links of the host if the call is staged."""
+        """Return the media that carry the data: NCCL, or the media of the links if the call is staged."""
         return LIBRARY if self._by_nccl else super().carriers()
 
     def is_private(self) -> bool:
-        """Return whether only the sender and the receiver of a message know its length."""
+        """Return whether array lengths differ per pair of ranks, so that only sender and receiver know them."""
         return self._kind.is_private
 
     def _conclude(self) -> None:
-        """On rank 0, compare the calls of all ranks; on another rank, follow the verdict of rank 0."""
+        """Compare the calls of all ranks on rank 0; on other ranks, follow rank 0's verdict."""
         comm = self.comm
         if self._refusal is not None:
             comm.revoke(GroupError(f"{self.completion.op} was not compared: {self._refusal}", group=comm.name))
@@ -227,7 +227,7 @@ class Agreed(VerifiedOperation):
                 self._device_state.decided(self, *verdict)
 
     def broadcast_verdict(self, numbers: Mapping[int, int], staged: bool) -> None:
-        """On rank 0, send each rank the verdict to start the call, with the call's number on that rank."""
+        """Send all ranks the verdict that the call may start, with its launch number; only rank 0 calls this."""
         verdicts = {number: msgpack.packb([number, staged]) for number in set(numbers.values())}
         self._send({rank: verdicts[numbers[rank]] for rank in self.comm.others})
         self._device_state.decided(self, numbers[0], staged)
@@ -235,17 +235,17 @@ class Agreed(VerifiedOperation):
     # -- carrying it out
 
     def taken_marks(self) -> tuple[int, ...]:
-        """Return the marked positions of the caller's streams, for which the call's work waits."""
+        """Return, and forget, the CUDA events on the caller's streams for which the call's device work waits."""
         marks, self._marks = self._marks, ()
         return marks
 
     def agreed(self, marks: tuple[int, ...]) -> None:
-        """Skip the agreement, because all ranks have agreed on the block. The call waits for `marks` when it starts."""
+        """Skip the comparison: all ranks have agreed on the whole block. The call waits for the events `marks`."""
         self._marks = marks
         self._agree()
 
     def begin(self, staged: bool) -> None:
-        """Start the call (through the host if `staged`). All earlier calls have started."""
+        """Start the call, in host memory if `staged`; the caller has started all earlier calls."""
         kind = self._kind
         method = STAGED if staged else self._method()
         if kind.is_empty:
@@ -256,12 +256,12 @@ class Agreed(VerifiedOperation):
             self._launch([Native(kind.enqueue, self._arrays)])
 
     def fail_on_all_ranks(self, error: Exception) -> None:
-        """Fail the call on all ranks without a failure of the group."""
+        """Fail this call; every rank fails the same call, so that the group stays usable."""
         self.refused()
         self.ended(None, error)
 
     def is_waiting_for_device(self) -> bool:
-        """Return whether all ranks have made the call, so that it waits only for the device."""
+        """Return whether the call waits only for this rank's device, because all ranks have made the call."""
         return self._is_on_device and (self._order is None or self._is_confirmed)
 
     def expire(self) -> None:
@@ -282,7 +282,7 @@ class Agreed(VerifiedOperation):
         super().fail(error)
 
     def _launch(self, calls: Sequence[Native], others: Sequence[int] = ()) -> None:
-        """Enqueue NCCL calls on the communicator's stream. The streams `others` wait for the caller's streams, too."""
+        """Enqueue NCCL calls on the communicator's stream; the streams `others` also wait for the caller's streams."""
 
         def put(tools: Tools) -> None:
             carry_out(calls, tools)
@@ -304,7 +304,7 @@ class Agreed(VerifiedOperation):
         self._mark_enqueued(self._staged.copy_in(self._marks, self._input_output_positions()[0], self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
-        """Run the plan on the host, to which the inputs have been copied."""
+        """Start the host collective on the copied inputs, or fail with the error of the copy."""
         if self._finish_device_work(error):
             assert self._staged is not None
             arrays, plan, comm = self._staged.arrays, self._plan, self.comm
@@ -326,27 +326,27 @@ class Agreed(VerifiedOperation):
         )
 
     def _ended(self, error: DeviceError | None) -> None:
-        """Handle the end of the call's last work on the device."""
+        """Handle the end of the last device work of this call."""
         if self._finish_device_work(error):
             self.ended(self.completion.value, None)
 
     def _finish_device_work(self, error: DeviceError | None) -> bool:
-        """Record that the device has finished its work; return whether the operation continues."""
+        """Record that the device has finished its work; return whether the operation is still running."""
         self._is_on_device = False
         return self._device_state.continues(self, error, self._release)
 
     def _mark_enqueued(self, launched: Launched, last: bool = False) -> None:
-        """Record that work of the call is enqueued on the device; `last` if no more work follows."""
+        """Record that device work of this call is enqueued; `last` means that no more work follows."""
         self._is_on_device, self._marks = True, ()
         if last:
             self._enqueued.put(launched)
 
     def _method(self) -> int:
-        """Return how the call is carried out: by NCCL, or staged."""
+        """Return the method for this call: one of the NCCL methods, or `STAGED`."""
         return self._kind.choose_method(self._plan, self._device_state.decision)
 
     def _release(self) -> None:
-        """Release the resources of this call, because the device has finished."""
+        """Release the device resources of this call."""
         self._enqueued.over()
         self._device_state.unmark(self._marks)
         self._marks = ()

@@ -33,12 +33,12 @@ from aiocoll.gpu.turns import Turn
 
 __all__ = ["BackendAgreement"]
 
-#: Maximum seconds for which a closing rank waits for the decision.
+#: Maximum seconds for which a closing rank waits for rank 0's decision on the backend.
 PARTING = 5.0
 
 
 class BackendAgreement:
-    """The part of one rank in the agreement on the group's backend.
+    """The state of one rank in the agreement on the group's backend for CUDA arrays.
 
     Args:
         comm: this rank's part in the group.
@@ -65,12 +65,13 @@ class BackendAgreement:
         self._follow = follow
         self._card = card(device.cuda, nccl, device.ordinal, missing_nccl_reason() or "", ahead)
         self._turn: Turn | None = None
-        #: Done when the decision is made, or will never be made. None before this rank has reported its turn.
+        #: Future that ends with the agreement, decided or not. None before this rank has reported that it has its turn
+        #: to create a communicator.
         self._settled: asyncio.Future[None] | None = None
-        #: Whether this rank no longer waits for a decision: it is made, or no decision will follow.
+        #: Whether the agreement has ended: the backend is decided, or the group or rank 0 is gone.
         self._is_settled = False
-        #: Used on rank 0: the cards, by rank; the ranks whose turns are not requested yet, in reverse order; and the
-        #: rank whose turn was requested.
+        #: Used on rank 0: the device cards by rank; the ranks whose turn rank 0 has not requested yet, last one first;
+        #: and the rank whose turn it requested last.
         self._cards: dict[int, Card] = {}
         self._turns: list[int] = []
         self._asked: int | None = None
@@ -81,14 +82,14 @@ class BackendAgreement:
         self._send(0, {"card": self._card})
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message of another rank about the agreement.
+        """Handle another rank's message about the backend agreement.
 
         Raises:
             ValueError: the message is invalid from that rank, or for this rank; also TypeError and KeyError.
         """
         is_for_rank_0 = "card" in message or "ready" in message
         if (self._comm.rank if is_for_rank_0 else peer) != 0:
-            raise ValueError("only rank 0 decides")
+            raise ValueError("backend agreement: only rank 0 decides on the backend")
         if "card" in message:
             self._cards[peer] = read_card(message["card"])
             if len(self._cards) == len(self._comm.ranks):
@@ -107,7 +108,9 @@ class BackendAgreement:
             self._follow(number, decision)
 
     def handle_late(self, message: dict[str, Any]) -> None:
-        """Handle a message after a failure of the group here, because other ranks may be creating the communicator.
+        """Handle a message that arrives after the group has failed on this rank.
+
+        Other ranks may be creating the communicator.
 
         They would never return from that call. So this rank creates the communicator, too, and aborts it.
         """
@@ -123,7 +126,7 @@ class BackendAgreement:
             self._nccl.init(len(self._comm.ranks), unique_id, self._comm.rank).abort()
 
     def on_departure(self, rank: int) -> None:
-        """Handle a rank that has closed the group, perhaps before the decision."""
+        """Handle the departure of a rank, which may have closed the group before the decision."""
         if self._is_settled:
             return
         if rank == 0:
@@ -132,12 +135,12 @@ class BackendAgreement:
             self._conclude(_decide_without(rank))
 
     async def settle(self) -> None:
-        """Wait for the decision if other ranks depend on this rank to create the communicator."""
+        """Wait for the backend decision, if other ranks may need this rank to create the communicator."""
         if self._settled is not None and self._comm.rank:
             await asyncio.wait([self._settled], timeout=PARTING)
 
     def end_turn(self) -> None:
-        """End this rank's turn on the device: the communicator has been created, or will not be."""
+        """End this rank's turn on the device, after the communicator was created or given up."""
         if self._turn is not None:
             self._turn.end()
             self._turn = None
@@ -148,7 +151,7 @@ class BackendAgreement:
         self.end_turn()
 
     def _on_turn(self) -> None:
-        """Report to rank 0 that this rank has the turn on its device."""
+        """Report to rank 0 that this rank now has its turn to create a communicator on its device."""
         self._settled = asyncio.get_running_loop().create_future()
         self._send(0, {"ready": True, "shares": self._device.order.is_used})
 
@@ -167,7 +170,7 @@ class BackendAgreement:
     # -- as rank 0
 
     def _decide(self) -> None:
-        """On rank 0, decide on the backend from the device cards of all ranks."""
+        """Decide on the backend from the device cards of all ranks; only rank 0 calls this."""
         self._decision = decide([self._cards[rank] for rank in range(len(self._cards))], self._comm.hosts)
         if self._decision.native and self._comm.left:
             self._conclude(_decide_without(min(self._comm.left)))
@@ -179,7 +182,7 @@ class BackendAgreement:
             self._conclude(self._decision)
 
     def _place(self, rank: int) -> tuple[str, str]:
-        """Return the host of a rank and the bus id of its device."""
+        """Return the sort key of a rank: its host, and the PCI bus id of its device."""
         comm = self._comm
         return comm.endpoint.cards[comm.ranks[rank]]["host"], self._cards[rank]["bus"]
 
@@ -194,13 +197,13 @@ class BackendAgreement:
             self._request_next_turn()
 
     def _is_ready(self, crowded: bool) -> None:
-        """Record that a rank has the turn on its device, and whether other groups use that device."""
+        """Record that a rank has its turn on its device; `crowded` means that other groups use the device."""
         assert self._decision is not None
         self._decision = self._decision._replace(shared=self._decision.shared or crowded)
         self._request_next_turn()
 
     def _request_next_turn(self) -> None:
-        """Let the next rank take its turn. When all ranks have one, let them create the communicator."""
+        """Request the next rank's turn on its device; when all ranks have their turns, send the decision."""
         assert self._decision is not None
         if self._turns:
             self._asked = self._turns.pop()

@@ -1,4 +1,4 @@
-"""Calls of a coalescing block on CUDA arrays: one agreement, and one group of NCCL calls, for all of them.
+"""Collectives of a coalescing block on CUDA arrays, compared together and launched as one NCCL group.
 
 Calls that NCCL cannot carry out are staged, each separately. All calls end when the last one has ended.
 """
@@ -20,7 +20,9 @@ __all__ = ["BatchedCalls"]
 
 
 class BatchedCalls(Agreed):
-    """The operation of one rank that carries out several collectives on CUDA arrays without common written memory.
+    """The operation of one rank that carries out several collectives on CUDA arrays.
+
+    No collective writes to memory that another one uses.
 
     Args:
         members: the calls, in the order common to all ranks.
@@ -37,11 +39,11 @@ class BatchedCalls(Agreed):
         completion.value = [member.result for member in members]
         self._members = members
         self._is_ordered = ordered
-        #: Number of parts that have not ended. All NCCL calls together are one part; each staged call is one more.
+        #: Number of unfinished units of work: one for all NCCL calls together, and one for each staged call.
         self._left = 1
 
     def is_private(self) -> bool:
-        """Return whether only the sender and the receiver of a message know its length."""
+        """Return whether any collective has array lengths that only sender and receiver know."""
         return any(member.kind.is_private for member in self._members)
 
     def is_ordered(self) -> bool:
@@ -49,19 +51,19 @@ class BatchedCalls(Agreed):
         return self._is_ordered
 
     def is_native(self) -> bool:
-        """Return whether NCCL carries out any of the calls."""
+        """Return whether NCCL carries out any of the collectives."""
         return any(member.choose_method() != STAGED for member in self._members)
 
     def is_numbered(self) -> bool:
-        """Return whether the calls must always be compared before they start."""
+        """Return whether the collectives must be compared before they start, whatever the group's setting."""
         return self.is_private() or any(member.choose_method() == STAGED for member in self._members)
 
     def hash_terms(self) -> bytes:
-        """Return a hash of the calls' properties that must be equal on all ranks."""
+        """Return a hash of the properties of all collectives that must be equal on all ranks."""
         return hash_data([member.plan.signature[:5] for member in self._members])
 
     def begin(self, staged: bool) -> None:
-        """Launch the calls that NCCL can carry out, and stage the others through the host."""
+        """Launch the collectives that NCCL can carry out, and stage all others through the host."""
         native, others = [], []
         for member in self._members:
             kind, arrays = member.kind, member.arrays
@@ -81,7 +83,7 @@ class BatchedCalls(Agreed):
             self._begin_part(number, member)
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """Handle the end of the NCCL calls or of a staged call. After the last, end the operation."""
+        """Handle the end of the NCCL calls or of one staged call; the last end finishes the operation."""
         self._left -= 1
         if error is not None:
             super().ended(None, error)
@@ -89,7 +91,7 @@ class BatchedCalls(Agreed):
             super().ended(self.completion.value, None)
 
     def is_waiting_for_device(self) -> bool:
-        """Return whether all ranks have made the calls, so that the operation waits only for the device."""
+        """Return whether the operation waits only for this rank's device, because all ranks have made the calls."""
         children = self._children
         return super().is_waiting_for_device() or (
             children is not None and children.find_waiting_for_device() is not None
@@ -107,7 +109,7 @@ class BatchedCalls(Agreed):
             self.ended(None, None)
 
     def _begin_part(self, number: int, member: DeviceCall) -> None:
-        """Stage a call. The first staged call makes the staging stream wait for the caller's streams."""
+        """Start one staged call; the first one makes the staging stream wait for the caller's streams."""
         marks = self.taken_marks()
 
         def make(identity: int, completion: Completion) -> _Part:
@@ -118,7 +120,7 @@ class BatchedCalls(Agreed):
 
 
 class _Part(Agreed):
-    """A staged call of the block, on which all ranks have agreed."""
+    """A staged call of a coalescing block; the ranks have already compared the block as a whole."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Comparison by rank 0 of the calls without keys that all ranks have made."""
+"""Rank 0's comparison of the calls without keys that the ranks have launched."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ class CallComparison:
         self.pacing = pacing
         self._order = order
         self._compare = compare
-        #: By rank: the reported positions and hashes that rank 0 has not reached yet; and the last equal position.
+        #: For each other rank: reports (position, hash) about calls that rank 0 has not made yet, and the last position
+        #: up to which the rank's calls equal rank 0's calls.
         self._reports: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in range(1, size)}
         self._equal = dict.fromkeys(range(1, size), 0)
         self._confirmed = 0
         self._is_over = False
 
     def reported(self, rank: int, position: int, found: int) -> None:
-        """Record the last position that a rank has reported, and the hash of its calls up to there.
+        """Record a report of another rank: the position of its last call, and the hash of all calls up to it.
 
         Raises:
             ValueError: the rank reported this position or a later one before.
         """
         reports = self._reports[rank]
         if position <= (reports[-1][0] if reports else self._equal[rank]):
-            raise ValueError(f"rank {rank} has already reported position {position}")
+            raise ValueError(f"rank {rank} has already reported position {position} of its calls, or a later one")
         reports.append((position, found))
         self.compare_reports()
 
     def compare_reports(self) -> None:
-        """Compare the reports up to rank 0's position, and confirm the last position that is equal on all ranks."""
+        """Compare reported hashes with rank 0's own; confirm the last position at which all ranks agree."""
         order = self._order
         for rank, reports in self._reports.items():
             while reports and reports[0][0] <= order.called and not self._is_over:
@@ -67,7 +68,7 @@ class CallComparison:
             self.pacing.confirm(position)
 
     def has_called(self, rank: int, position: int) -> bool:
-        """Return whether another rank has reported its call at this position."""
+        """Return whether `rank` has reported that it has made its call at `position`."""
         reports = self._reports[rank]
         return position <= (reports[-1][0] if reports else self._equal[rank])
 

@@ -1,4 +1,4 @@
-"""Messages and errors about calls on CUDA arrays that a group launches before comparing them.
+"""Call order of a group that launches calls on CUDA arrays before it compares them: messages and errors.
 
 called, confirmed       the last call of a rank; the last call that is equal on all ranks
 pace, halted            rank 0 halts or releases all ranks; the position at which a rank halted
@@ -25,7 +25,7 @@ _KINDS = ("called", "confirmed", "pace", "halted", "compare", "differs")
 
 
 class CallOrder:
-    """The order of a group's calls, as one rank knows it.
+    """The order of a group's calls on CUDA arrays, as known to one rank.
 
     Args:
         comm: this rank's part in the group.
@@ -59,11 +59,17 @@ class CallOrder:
             self._comparison = CallComparison(size, self.program, pacing, self._compare)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """On rank 0, determine the place of a numbered operation among all calls; see `Pacing.place`."""
+        """Start an operation at the same position among all calls on every rank; only rank 0 calls this.
+
+        See `Pacing.place`.
+        """
         self._require_comparison().pacing.place(begin)
 
     def share(self, on_shared: Callable[[], None]) -> None:
-        """On rank 0, stop all ranks from launching calls before the comparison; see `Pacing.share`."""
+        """Stop all ranks from launching calls before they are compared; only rank 0 calls this.
+
+        See `Pacing.share`.
+        """
         self._require_comparison().pacing.share(on_shared)
 
     def needs(self, peer: int, position: int) -> bool:
@@ -85,7 +91,7 @@ class CallOrder:
 
     @staticmethod
     def is_own_message(message: dict[str, Any]) -> bool:
-        """Return whether a message is about the order of calls."""
+        """Return whether `message` is one of this class's messages, about the order of calls."""
         return any(kind in message for kind in _KINDS)
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
@@ -103,7 +109,7 @@ class CallOrder:
             self._require_comparison()
             self._mismatch(index(message["position"]), {**message["differs"], "rank": peer})
         elif peer:
-            raise ValueError("only rank 0 may send this message")
+            raise ValueError("call order: only rank 0 may send this message")
         elif "confirmed" in message:
             self.program.confirm(index(message["confirmed"]))
         elif "pace" in message:
@@ -116,7 +122,7 @@ class CallOrder:
 
     def _require_comparison(self) -> CallComparison:
         if self._comparison is None:
-            raise ValueError("only rank 0 may receive this message")
+            raise ValueError("call order: only rank 0 may receive this message")
         return self._comparison
 
     # -- as any rank
@@ -128,7 +134,7 @@ class CallOrder:
             self._comparison.compare_reports()
 
     def _follow_pace(self, number: int, pace: str, through: int, confirmed: int) -> None:
-        """Follow rank 0's message about the pace of launches, when its number is due."""
+        """Apply rank 0's launch limit, once all operations with lower launch numbers have started."""
 
         def obey(staged: bool) -> None:
             program = self.program
@@ -149,7 +155,7 @@ class CallOrder:
             self._comparison.pacing.on_halt(0, position)
 
     def _find(self, start: int, theirs: Sequence[int]) -> None:
-        """Report to rank 0 the first call whose hash on this rank differs."""
+        """Report to rank 0 this rank's first call whose hash differs from rank 0's hash."""
         mine = self.program.hashes(start, start + len(theirs) - 1)
         offset = next(at for at, (one, two) in enumerate(zip(mine, theirs, strict=True)) if one != two)
         self._send(0, {"differs": self.program.call_at(start + offset).describe(), "position": start + offset})
@@ -171,7 +177,7 @@ class CallOrder:
         self._send(rank, {"compare": list(hashes), "position": start})
 
     def _check_seq(self, peer: int, position: int, seq: int) -> None:
-        """Compare another rank's call with this rank's call on host arrays, which has no position in the order."""
+        """Fail the group if `peer` made a call on CUDA arrays where this rank made one on host arrays."""
         comm = self._comm
         if position > self.program.called and seq <= comm.entered:
             record = comm.record(seq)
@@ -179,7 +185,7 @@ class CallOrder:
                 comm.mismatches.disagree(peer, seq, record.describe(comm.rank))
 
     def _mismatch(self, position: int, theirs: dict[str, Any]) -> None:
-        """Fail the group, because two ranks called different operations at one position."""
+        """Fail the group with `CollectiveMismatchError`: this rank and another made different calls at `position`."""
         comm = self._comm
         mine = self.program.call_at(position).describe()
         found = mismatch_error(comm.name, {**mine, "debug": None}, {**theirs, "debug": None})

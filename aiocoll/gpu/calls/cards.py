@@ -1,4 +1,4 @@
-"""Device cards, which ranks publish about their CUDA devices, and the decision that follows from them."""
+"""Device cards (each rank's data about its CUDA device), and the backend decision based on the cards."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from aiocoll.gpu.api import Cuda, Nccl
 
 __all__ = ["Decision", "card", "decide", "read_card", "read_decision"]
 
-#: Environment variable with which NCCL's calls return before they are complete. The setting is rejected, because CuPy
-#: cannot complete such calls.
+#: Environment variable that makes NCCL calls nonblocking if it is 0. That is rejected, because CuPy cannot wait for
+#: nonblocking calls to complete.
 _BLOCKING = "NCCL_COMM_BLOCKING"
 
 #: Minimum NCCL version, and minimum compute capability of all devices, for reductions of float8.
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Decision(NamedTuple):
-    """The decision on the backend for a group's calls on CUDA arrays, equal on all ranks.
+    """Rank 0's decision on the backend for a group's calls on CUDA arrays.
 
     Attributes:
         native: whether NCCL carries out calls where possible; otherwise all are staged through the host.
@@ -54,7 +54,7 @@ class Decision(NamedTuple):
 
     @property
     def description(self) -> str:
-        """A text that describes how calls are carried out."""
+        """The decision in words, as shown in the log: "go by NCCL", for example."""
         return "are refused" if self.refused else "go by NCCL" if self.native else "go through the host"
 
     def refusal(self, group: str, forced: bool) -> str | None:
@@ -70,7 +70,7 @@ class Decision(NamedTuple):
 
 
 def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str, ahead: bool) -> Card:
-    """Return this rank's device card.
+    """Return this rank's device card: a dict that describes its CUDA device and its NCCL library.
 
     Args:
         cuda: the CUDA runtime.
@@ -126,7 +126,9 @@ def _check_type(given: Any, kind: type[T]) -> T:
 
 
 def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
-    """Decide from all ranks' cards how calls are carried out. The decision has no communicator id yet.
+    """Decide on the backend from the device cards of all ranks.
+
+    The decision has no NCCL communicator id yet.
 
     Args:
         cards: cards of all ranks, in rank order.
@@ -160,7 +162,7 @@ def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
 
 
 def _ranks_have(ranks: Sequence[int]) -> str:
-    """Return a text such as "ranks 0, 2 have"; of many ranks, only the first few are named."""
+    """Return a text such as "ranks 0, 2 have"; a long list of ranks is cut off."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
@@ -168,5 +170,5 @@ def _ranks_have(ranks: Sequence[int]) -> str:
 
 
 def _version(number: int) -> str:
-    """Format a version number: 22809 as 2.28.9."""
+    """Format an NCCL version number: 22809 becomes "2.28.9"."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -29,23 +29,23 @@ from aiocoll.log import logger
 
 __all__ = ["DeviceCommunicator", "connect_at_once"]
 
-#: Environment variable that determines when NCCL connects the ranks.
+#: Environment variable that determines whether NCCL connects the ranks at the first calls or with the communicator.
 _CONNECT = "NCCL_RUNTIME_CONNECT"
-#: Seconds between two checks for asynchronous errors while calls are in flight.
+#: Seconds between two checks for asynchronous NCCL errors while NCCL calls are in flight.
 CHECK_EVERY = 0.25
-#: Seconds until the event loop yields the GIL to a launcher thread that has launched nothing. The first value doubles
-#: each time, up to the second.
+#: Shortest and longest seconds before the event loop yields the GIL to a launcher thread that has launched nothing. The
+#: delay doubles from the shortest to the longest.
 GIVE_WAY = 0.001, 0.016
-#: Maximum seconds for which closing ranks wait for each other. Then the communicator is aborted.
+#: Maximum seconds for which closing ranks wait for each other before they abort the communicator.
 PARTING = 5.0
-#: Seconds after which an abort that has not returned is abandoned.
+#: Maximum seconds for which a rank waits for NCCL to abort the communicator; then it logs a warning.
 ABORTING = 10.0
-#: Maximum number of kinds of calls remembered as those for which NCCL has connected the ranks.
+#: Maximum number of remembered call kinds for which NCCL has already connected the ranks.
 KEPT = 256
 
 
 class DeviceCommunicator:
-    """The NCCL communicator of one group on this rank.
+    """The NCCL communicator of a group on this rank, with the launch and the end of its NCCL calls.
 
     Args:
         comm: this rank's part in the group.
@@ -76,9 +76,10 @@ class DeviceCommunicator:
         self._made = made
         self._broken = broken
         self._lock = threading.Lock()
-        #: Held during each call that uses the communicator.
+        #: Held during each NCCL call, because the communicator must not be destroyed or aborted then.
         self._calling = threading.Lock()
-        #: The arguments of the communicator's NCCL calls; None before it exists and after its end.
+        #: Arguments of NCCL calls: libraries, communicator, stream. None before NCCL has created the communicator, and
+        #: after the communicator's end.
         self._tools: Tools | None = None
         self.is_begun = False
         self._failure: DeviceError | None = None
@@ -86,7 +87,7 @@ class DeviceCommunicator:
         self._is_checking = False
         self._in_flight = 0
         self._connected: set[Hashable] = set()
-        #: Calls queued for the launcher thread, of which some may have been launched since.
+        #: Calls that were queued for the launcher thread; the launcher may have launched some of them since.
         self._unlaunched: deque[Launched] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._aborted: asyncio.Future[None] | None = None
@@ -117,7 +118,7 @@ class DeviceCommunicator:
         kind: Hashable = None,
         is_current: bool = False,
     ) -> Launched:
-        """Enqueue NCCL calls on the stream: in this thread if that cannot block, otherwise in the launcher thread.
+        """Enqueue NCCL calls: in this thread if they cannot block, otherwise in the launcher thread.
 
         Args:
             marks: positions of streams for which the calls, and the streams `others`, wait.
@@ -159,7 +160,7 @@ class DeviceCommunicator:
         return launched
 
     def look(self) -> bool:
-        """If the first call launched in this loop iteration has ended, report it; return whether it has.
+        """Report the stream's oldest pending call if it has ended; return whether it has ended.
 
         A polling await calls this. Work that is due at the end of the turn runs first, because other ranks may wait for
         it before they launch the call.
@@ -173,7 +174,7 @@ class DeviceCommunicator:
         return bool(found)
 
     def _yield_to_launcher(self, first: Launched, waited: float) -> None:
-        """Yield the GIL to the launcher thread, if it has a call but has launched none for a while.
+        """Yield the GIL to the launcher thread if it has queued calls but has launched none since the last check.
 
         Args:
             first: first call that was not launched at the last check.
@@ -227,7 +228,7 @@ class DeviceCommunicator:
     # -- the end
 
     def abort(self) -> None:
-        """Abort the communicator in a new thread, and abandon all calls in flight."""
+        """Abort the communicator in a new thread, because aborting may block; calls in flight are abandoned."""
         if not self._over:
             self._stop()
             self._aborted = self._device.run_in_thread(self._give_up)
@@ -235,12 +236,12 @@ class DeviceCommunicator:
             self._aborted.add_done_callback(lambda _: timer.cancel())
 
     async def release(self, seconds: float) -> None:
-        """Wait at most `seconds` for an abort to finish. A process that ends during an abort crashes."""
+        """Wait at most `seconds` until an abort has finished, because a process that exits during an abort crashes."""
         if self._aborted is not None:
             await asyncio.wait([self._aborted], timeout=seconds)
 
     async def close(self) -> None:
-        """Destroy the communicator together with the other ranks. If they do not take part, abort it."""
+        """Destroy the communicator together with the other ranks; abort it if some of them do not take part."""
         if self._over:
             return
         if self._in_flight or not await self._wait_for_peers():
@@ -249,8 +250,8 @@ class DeviceCommunicator:
         self._stop()
         with contextlib.suppress(TimeoutError, DeviceError):
             async with asyncio.timeout(PARTING):
-                # Not in the launcher thread: this call waits for other ranks, whose launchers may be closing another
-                # group.
+                # Run this in a new thread, not in the launcher thread: it waits for other ranks, whose launchers may be
+                # busy with another group.
                 await self._device.run_in_thread(self._destroy)
 
     async def _wait_for_peers(self) -> bool:
@@ -270,7 +271,7 @@ class DeviceCommunicator:
             self._timer = None
 
     def _take_communicator(self) -> NcclCommunicator | None:
-        """Wait until no thread is inside an NCCL call; return NCCL's object, or None if called again."""
+        """Wait until no NCCL call is running, then return the NCCL communicator; return None on a second call."""
         with self._calling, self._lock:
             tools, self._tools = self._tools, None
         return None if tools is None else tools.end
@@ -280,7 +281,7 @@ class DeviceCommunicator:
             end.destroy()
 
     def _give_up(self) -> None:
-        """Abort NCCL's communicator. This may block; a second call does nothing."""
+        """Abort the NCCL communicator, which may block; do nothing if it was aborted or destroyed before."""
         if (end := self._take_communicator()) is not None:
             try:
                 end.abort()
@@ -295,8 +296,8 @@ class DeviceCommunicator:
 
     def _warn_stuck(self) -> None:
         logger.warning(
-            "group %r, rank %d: NCCL did not abort the communicator within %g s, or did not return from a call of it; "
-            "a thread and the memory of the calls in flight stay allocated until the process ends",
+            "group %r, rank %d: NCCL did not abort the communicator within %g s, or an earlier NCCL call has not "
+            "returned; a thread and the memory of the calls in flight stay allocated until the process ends",
             self.comm.name,
             self.comm.rank,
             ABORTING,
@@ -305,7 +306,7 @@ class DeviceCommunicator:
 
 
 class _ShutdownExchange(Post):
-    """An exchange in which all ranks report that they have no call in flight, before they destroy the communicator."""
+    """The message exchange before a communicator is destroyed: each rank reports that it has no call in flight."""
 
     OP = "PARTING"
     TERMS = Signature(OP, None, (), None, None, device="cuda")
@@ -316,7 +317,7 @@ class _ShutdownExchange(Post):
     def __init__(self, comm: Communicator, completion: Completion) -> None:
         super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, completion)
         self._communicator = comm
-        # No stall reports, because the wait is short and a missing rank is no error.
+        # Do not report a stall of this operation: the wait is short, and a missing rank is no error.
         self.suppress_reports()
 
     def enter(self) -> None:
@@ -325,15 +326,15 @@ class _ShutdownExchange(Post):
         self._settle()
 
     def needs(self, peer: int) -> bool:
-        """Return False, so that a leaving peer does not fail the operation. Stop waiting if the peer is missing."""
+        """Return False, because a leaving peer must not fail this operation; end the wait for this peer's message."""
         if peer in self._missing:
             self.comm.call_soon(self.expire)
         return False
 
     def expire(self) -> None:
-        """Fail the operation, because a rank has not taken part in time."""
+        """Fail the operation, because some rank has not sent its message in time."""
         self.fail(GroupError(f"some ranks of group {self.comm.name!r} did not close it in time", group=self.comm.name))
-        # Messages that arrive late must not match another operation.
+        # Forget the operation's id, so that a late message does not match another operation.
         self._communicator.in_flight.forget(self.id)
 
     def _settle(self) -> None:
@@ -342,7 +343,9 @@ class _ShutdownExchange(Post):
 
 
 def connect_at_once() -> None:
-    """Let NCCL connect the ranks when it creates a communicator. Otherwise, its first calls would wait for all ranks.
+    """Make NCCL connect all ranks when it creates a communicator.
+
+    Otherwise, the first NCCL calls would wait for all ranks.
 
     All ranks need the same setting, so this is called before each creation. A value that the user has set stays.
     """

@@ -1,4 +1,4 @@
-"""Calls of one group on its CUDA device, from which the dispatcher makes operations."""
+"""`CudaCalls`: creates the operations of one group's calls on CUDA arrays, for the dispatcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["CudaCalls"]
 
 
 class CudaCalls:
-    """The maker of one group's operations on its CUDA device; see `CudaCalls.first`.
+    """A factory of one group's operations on CUDA arrays; created by `CudaCalls.first`.
 
     Args:
         state: the group's state on the device.
@@ -35,7 +35,7 @@ class CudaCalls:
 
     @staticmethod
     def first(comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool) -> CudaCalls:
-        """Make the `CudaCalls` of a group, at its first call on CUDA arrays.
+        """Create the `CudaCalls` of a group, when the group first makes a call on CUDA arrays.
 
         Args:
             comm: this rank's part in the group.
@@ -72,11 +72,11 @@ class CudaCalls:
         return is_current
 
     def call(self, call: PlannedCall, at_once: bool) -> DeviceCall:
-        """Return the prepared call on arrays that were checked; see `DeviceCalls.call`."""
+        """Return the prepared call for a collective whose arrays `check` has accepted; see `DeviceCalls.call`."""
         return DeviceCall(self.state, call, at_once)
 
     def batched(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
-        """Return a function that makes one operation of several collectives; see `DeviceCalls.batched`."""
+        """Return a function that creates one operation for several collectives; see `DeviceCalls.batched`."""
         members = [call for call in calls if isinstance(call, DeviceCall)]
         return lambda identity, completion: BatchedCalls(identity, members, ordered, completion)
 
@@ -85,11 +85,14 @@ class CudaCalls:
         return self.state.messages.together(arrays)
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
-        """Return a function that makes a send operation to rank `dst`; `code` is the code of the dtype."""
+        """Return a function that creates an operation that sends `array` to rank `dst`; `code` encodes the dtype."""
         return lambda _, completion: DeviceSend(self.state, dst, tag, DeviceContent(code, array), completion)
 
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
-        """Return a function that makes a receive operation from rank `src`, or from any rank; `code` is the dtype's."""
+        """Return a function that creates a receive operation from rank `src`, or from any rank if None.
+
+        `code` encodes the dtype.
+        """
         return lambda _, completion: DeviceRecv(self.state, src, tag, DeviceContent(code, array), completion)
 
     async def close(self) -> None:
@@ -101,7 +104,7 @@ class CudaCalls:
         await self.state.release()
 
     def _check_device(self, arrays: Sequence[DeviceArray | None]) -> None:
-        """Reject arrays on another device. If a library does not report the device, find it by the address."""
+        """Reject arrays on another CUDA device; look up the device by memory address if the library hides it."""
         device = self.state.device
         if (ordinal := _ordinal(device.cuda, arrays, device.ordinal)) != device.ordinal:
             raise ValueError(
@@ -111,7 +114,7 @@ class CudaCalls:
 
 
 def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int) -> int:
-    """Return the number of the arrays' device; `empty` if they have no elements, and so no device."""
+    """Return the number of the CUDA device of `arrays`; return `empty` if no array has elements."""
     found = {
         cuda.device_of(each.ptr) if each.device == UNKNOWN else each.device
         for each in arrays

@@ -1,4 +1,4 @@
-"""State of a group on this rank's device: its backend, the order of its calls, and device failures."""
+"""State of a group on this rank's device: the backend, the order of calls, device failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["DeviceState"]
 
 #: Environment variable for the network interfaces that NCCL may use between hosts.
 INTERFACE = "NCCL_SOCKET_IFNAME"
-#: Maximum seconds for which the end of a group waits for enqueued device work.
+#: Maximum seconds for which the end of a group waits until enqueued device work is done.
 RELEASE = 5.0
 
 
@@ -63,8 +63,8 @@ class DeviceState:
         self.device = device
         self.nccl = nccl
         self._agreement = BackendAgreement(comm, device, nccl, ahead, self._number_all, self._on_backend_decision)
-        # This is a CUDA call in the event loop, but a fast one: the arrays are on the device, so its context exists. It
-        # comes after everything that may fail, because the stream must be released.
+        # This CUDA call may run in the event loop, because it is fast: the arrays are on the device, so its CUDA
+        # context exists. It is the last step that may fail, so that no failure leaks the stream.
         self.stream = device.stream()
         self.decision: Decision | None = None
         self.communicator: DeviceCommunicator | None = None
@@ -72,19 +72,19 @@ class DeviceState:
         self.slots: Slots | None = None
         self._forced = forced
         self._ahead = ahead
-        #: Calls, verdicts and order messages that wait for the decision on the backend.
+        #: Calls, verdicts and call-order messages that wait until rank 0 has decided on the backend.
         self._undecided: list[Agreed] = []
         self._verdicts: list[tuple[Agreed, int, bool]] = []
         self._early: list[tuple[int, dict[str, Any]]] = []
         self.messages = NativeMessages(self)
-        #: Used on rank 0: calls that all ranks have made, and that have no number yet.
+        #: Used on rank 0: calls that all ranks have made, but that have no launch number yet.
         self._complete: list[Agreed] = []
-        #: Used on rank 0: the last number assigned on each rank.
+        #: Used on rank 0: the last launch number assigned on each rank.
         self._numbered = [0] * len(comm.ranks)
-        #: Calls that wait for their turn, by number: the function that starts the call, and whether NCCL carries it
-        #: out.
+        #: Operations that wait for all lower launch numbers, by launch number: the function that starts the operation,
+        #: and whether NCCL carries it out.
         self._held: dict[int, tuple[Callable[[bool], None], bool]] = {}
-        #: Number of the call that starts next.
+        #: Launch number of the operation that starts next.
         self._next = 1
         comm.on_revoked.append(self.end)
         comm.on_departed.append(self._on_rank_departed)
@@ -93,7 +93,7 @@ class DeviceState:
         comm.devices.connect(self._handle_message)
 
     def mark(self, arrays: Sequence[DeviceArray | None], is_checked: bool = False) -> tuple[int, ...]:
-        """Mark the current positions of the caller's streams, for which a call's work waits.
+        """Record CUDA events on the caller's streams, and return them; the call's device work waits for them.
 
         Args:
             arrays: arrays of the call; None where this rank has none.
@@ -109,14 +109,14 @@ class DeviceState:
         return tuple(marks.values())
 
     def unmark(self, marks: Iterable[int]) -> None:
-        """Release marks that are not needed."""
+        """Release CUDA events from `mark` for which no device work will wait."""
         for mark in marks:
             self.device.unmark(mark)
 
     # -- the agreement
 
     def enter(self, call: Agreed) -> None:
-        """Compare a call with the other ranks' calls first, or launch it first, as the group has decided."""
+        """Compare a call before its launch, or launch it before the comparison, as the group has decided."""
         if self.decision is None and self._ahead:
             self._undecided.append(call)
         elif self.order is None or not call.is_ordered():
@@ -128,8 +128,8 @@ class DeviceState:
             call.join_program_order(self.order, ahead=True)
 
     def compare_calls(self, operation: Agreed, encoded: Sequence[memoryview]) -> Difference | None:
-        """Compare the calls of all ranks, as rank 0; return their difference, or let them start in their turn."""
-        # Fast path: usually all ranks send the same bytes.
+        """Compare the calls of all ranks on rank 0; if they agree, number the call, else return the difference."""
+        # Fast path: usually all ranks send equal bytes, which need no decoding.
         all_equal = all(each == encoded[0] for each in encoded)
         calls = (
             [msgpack.unpackb(encoded[0])] * len(encoded) if all_equal else [msgpack.unpackb(each) for each in encoded]
@@ -143,7 +143,10 @@ class DeviceState:
         return found
 
     def _begin_complete(self) -> None:
-        """On rank 0, number the calls that all ranks have made, when the backend is decided."""
+        """Assign launch numbers to the calls that all ranks have made, once the backend is decided.
+
+        Only rank 0 has such calls.
+        """
         if self.decision is None:
             return
         complete, self._complete = self._complete, []
@@ -157,7 +160,10 @@ class DeviceState:
         operation.broadcast_verdict(self._number_all(not staged and operation.is_native()), staged)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """On rank 0, determine the place of an NCCL operation among all calls; see `Pacing.place`."""
+        """Start an NCCL operation at the same position among all calls on every rank; only rank 0 calls this.
+
+        See `Pacing.place`.
+        """
         if self.order is None:
             begin(False)
         else:
@@ -167,7 +173,10 @@ class DeviceState:
         return self.number(range(len(self.comm.ranks)), native)
 
     def number(self, ranks: Iterable[int], native: bool) -> dict[int, int]:
-        """On rank 0, assign the next number on each of these ranks. A `native` operation may also need a slot."""
+        """Assign the next launch number on each of `ranks`; only rank 0 calls this.
+
+        A `native` operation may also need a slot among the calls of other groups.
+        """
         for rank in ranks:
             self._numbered[rank] += 1
         numbers = {rank: self._numbered[rank] for rank in ranks}
@@ -176,7 +185,7 @@ class DeviceState:
         return numbers
 
     def decided(self, operation: Agreed, number: int, staged: bool) -> None:
-        """Record rank 0's verdict, and start the call when it is its turn."""
+        """Record rank 0's verdict, and start the call after all operations with lower launch numbers."""
         if self.decision is None:  # the decision takes other links, so it may arrive later
             self._verdicts.append((operation, number, staged))
             return
@@ -184,7 +193,7 @@ class DeviceState:
         self.hold(number, lambda instead: self._begin(operation, staged or instead), native)
 
     def hold(self, number: int, begin: Callable[[bool], None], native: bool) -> None:
-        """Start a numbered operation when all operations with lower numbers have started.
+        """Start an operation when all operations with lower launch numbers have started.
 
         Args:
             number: number of the operation on this rank.
@@ -217,7 +226,7 @@ class DeviceState:
             operation.begin(staged or not decision.native)
 
     def _handle_message(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle a message about devices from another rank."""
+        """Handle another rank's control message about CUDA devices, and pass it to the object in charge."""
         if self._is_over:
             self._agreement.handle_late(message)
         elif "match" in message or "begin" in message:
@@ -226,11 +235,11 @@ class DeviceState:
             if self.decision is None:
                 keep_message(self._early, peer, message)
             elif self.slots is None:
-                raise ValueError("this group does not use NCCL")
+                raise ValueError("unexpected NCCL message: this group does not use NCCL")
             elif Slots.is_own_message(message):
                 self.slots.handle(peer, message)
             elif self.order is None:
-                raise ValueError("the calls of this group are compared before they are launched")
+                raise ValueError("unexpected call-order message: this group compares its calls before it launches them")
             else:
                 self.order.handle(peer, message)
         else:
@@ -248,11 +257,11 @@ class DeviceState:
     # -- the decision
 
     def _on_backend_decision(self, number: int, decision: Decision) -> None:
-        """Handle the decision on the backend, which has the first number, when it is its turn."""
+        """Apply the backend decision when its launch number is due, which is the first one."""
         self.hold(number, lambda _: self._follow(decision), False)
 
     def _follow(self, decision: Decision) -> None:
-        """Use the backend on which rank 0 has decided, and start the calls that waited for the decision."""
+        """Use the backend that rank 0 has chosen, and start the calls that waited for this decision."""
         self.decision = decision
         logger.info(
             "group %r, rank %d: CUDA arrays %s: %s",
@@ -302,7 +311,10 @@ class DeviceState:
             self._make(decision)
 
     def _gather(self, then: Callable[[], None]) -> None:
-        """On rank 0, call `then` when all calls launched without comparison are certain to start on all ranks."""
+        """Call `then` once every call launched before its comparison is sure to start on all ranks.
+
+        Only rank 0 calls this.
+        """
         if self.order is None:
             then()
         else:
@@ -321,7 +333,10 @@ class DeviceState:
     # -- failing
 
     def fail_hung_device(self, operation: Operation, others: str = "") -> None:
-        """Fail the group, because the device did not finish `operation` in time; `others` describes the other ranks."""
+        """Fail the group, because this rank's device did not finish `operation` in time.
+
+        `others` is the part of the error text about the other ranks.
+        """
         comm, completion = self.comm, operation.completion
         comm.revoke(
             CollectiveTimeoutError(
@@ -351,7 +366,7 @@ class DeviceState:
         )
 
     def fail_group(self, error: BaseException, operation: Operation | None = None) -> None:
-        """Fail the group, because the device or the communicator has failed, perhaps in `operation`."""
+        """Fail the group with the `error` of the device or communicator; `operation` is the failed one, if known."""
         comm = self.comm
         completion = None if operation is None else operation.completion
         name = None if completion is None else completion.key or completion.seq
@@ -367,7 +382,7 @@ class DeviceState:
         comm.revoke(cause)
 
     def continues(self, operation: Operation, error: DeviceError | None, leave: Callable[[], None]) -> bool:
-        """Handle the end of an operation's device work; return whether the operation continues.
+        """Handle the end of an operation's device work; return whether the operation is still running.
 
         Args:
             operation: the operation, which may have ended before.
@@ -397,7 +412,7 @@ class DeviceState:
             self.communicator.abort()
 
     async def close(self) -> None:
-        """Destroy the communicator together with the other ranks. Otherwise, the end of the group aborts it."""
+        """Destroy the NCCL communicator together with the other ranks; otherwise the end of the group aborts it."""
         await self._agreement.settle()
         if self.communicator is not None:
             await self.communicator.close()
@@ -411,6 +426,6 @@ class DeviceState:
 
 
 def _describe_numbered_call(described: bytes, seq: int | None, key: str | None) -> bytes:
-    """Return the description of a call with its number or key."""
+    """Add the sequence number and the key of a call to its encoded description."""
     whole: bytes = msgpack.packb({**msgpack.unpackb(described), "seq": seq, "key": key})
     return whole

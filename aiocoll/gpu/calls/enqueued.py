@@ -1,4 +1,4 @@
-"""Enqueued state of a call, for which `Work.on_stream` waits: all its work is on a device stream."""
+"""`Enqueued`: lets `Work.on_stream` wait until all device work of a call is on its CUDA stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Enqueued"]
 
 
 class Enqueued:
-    """The enqueued state of one call: whether all its work is on a device stream.
+    """A record of whether all device work of one call is enqueued on its CUDA stream.
 
     Args:
         completion: completion of the call.
@@ -33,7 +33,7 @@ class Enqueued:
         completion.order = self.order
 
     async def order(self, stream: Any) -> bool:
-        """Wait until the call is enqueued, then let a stream wait for it; return False if it has ended or failed.
+        """Wait until the call is enqueued, then make `stream` wait for it; return False if it has ended or failed.
 
         Args:
             stream: stream of any library, or its address; None is the stream that was current at the call.
@@ -63,7 +63,7 @@ class Enqueued:
             self._wake()
 
     def over(self) -> None:
-        """Resume the waiting tasks, because the call has ended, perhaps without being launched."""
+        """Resume the tasks that wait in `order`, because the call has ended, launched or not."""
         self._completion.order = None
         if self._waiting:
             self._wake()

@@ -1,4 +1,4 @@
-"""Properties that all calls of one plan on CUDA arrays share, computed once per plan.
+"""Per-plan cache of the properties that all calls of one plan on CUDA arrays share.
 
 The plan holds them as long as `aiocoll.group.dispatch.call_cache` holds the plan.
 """
@@ -18,7 +18,7 @@ __all__ = ["Kind", "described", "hash_data"]
 
 
 class Kind:
-    """The properties that all calls of one plan share in one group.
+    """The cached properties that all calls of one plan on CUDA arrays share.
 
     Attributes:
         signature: signature of the calls, marked as calls on CUDA arrays.
@@ -36,20 +36,20 @@ class Kind:
         self.is_private = bool(signature.sends or signature.receives)
         self.is_empty = bool(signature.counts) and not any(signature.counts)
         self._way: int | None = None
-        # Values for the shape of the last call, because nearly all calls of a plan have arrays of one shape.
+        # Cached results for the array shape of the last call, because nearly all calls of a plan have the same shape.
         self._shape: tuple[int, ...] | None = None
         self._terms = self._described = b""
 
     @staticmethod
     def of(plan: Plan) -> Kind:
-        """Return the shared properties of the calls of `plan`."""
+        """Return the `Kind` of `plan`; the first call creates it and stores it in the plan."""
         found: Kind | None = plan.on_device
         if found is None:
             found = plan.on_device = Kind(plan.signature)
         return found
 
     def choose_method(self, plan: Plan, decision: Decision | None) -> int:
-        """Return how the group carries out the calls of `plan`, given its final decision on the backend."""
+        """Return the method for the calls of `plan` (NCCL or staging) under the group's backend decision."""
         if decision is None or not decision.native:
             return STAGED
         if self._way is None:
@@ -59,13 +59,13 @@ class Kind:
         return self._way
 
     def hash_terms(self, shape: tuple[int, ...]) -> bytes:
-        """Return a hash of a call's properties that must be equal on all ranks, for a main array of this shape."""
+        """Return a hash of the call properties that must be equal on all ranks; `shape` is the main array's shape."""
         if shape != self._shape:
             self._describe(shape)
         return self._terms
 
     def described(self, shape: tuple[int, ...]) -> bytes:
-        """Return the encoded description of a call with a main array of this shape."""
+        """Return the encoded description of a call whose main array has shape `shape`."""
         if shape != self._shape:
             self._describe(shape)
         return self._described
@@ -78,10 +78,10 @@ class Kind:
 
 
 def described(signature: Signature, shape: tuple[int, ...]) -> bytes:
-    """Return the encoded description of a call, without the rank that makes it."""
+    """Return the encoded description of a call, which does not contain the calling rank."""
     return packed(description(0, signature, shape, None, None), None)
 
 
 def hash_data(terms: Sequence[object]) -> bytes:
-    """Return a hash of plain data, the same on every machine."""
+    """Return a hash of plain data that is equal on every machine and in every process."""
     return blake2b(repr(terms).encode(), digest_size=16).digest()

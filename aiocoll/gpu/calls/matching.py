@@ -1,4 +1,4 @@
-"""Matching by rank 0 of messages between devices: when they start, and which start in one group of NCCL calls.
+"""Rank 0's grouping of messages between devices: which start together in one NCCL group, and when.
 
 A message is matched once both ends have made their calls. Before that, NCCL would block either end. The receiver
 reports each match to rank 0. Rank 0 numbers the message on both ends, in one order with all other NCCL calls, so no two
@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 __all__ = ["BatchMatching", "Match", "MessageBatch"]
 
-#: Maximum seconds for which the matched messages of a batch wait for the others.
+#: Maximum seconds for which matched messages wait until the rest of their batch is matched.
 MAX_WAIT = 0.02
 
 
 class Match(NamedTuple):
-    """A message between devices for which a receive has matched.
+    """A matched message between devices: its receiver has posted a receive for it.
 
     Attributes:
         src: rank that sends it.
@@ -40,7 +40,7 @@ class Match(NamedTuple):
 
 
 class MessageBatch(NamedTuple):
-    """The batch of sends and receives to which one end of a message belongs.
+    """A `batch` call of one rank: the sends and receives that this rank starts together.
 
     Attributes:
         rank: rank of that end.
@@ -54,7 +54,7 @@ class MessageBatch(NamedTuple):
 
 
 class BatchMatching:
-    """The messages of a group that have been matched, but have not started.
+    """Rank 0's table of messages that are matched, but wait for the rest of their batches.
 
     Args:
         begin: starts messages together, in the given order.
@@ -71,7 +71,7 @@ class BatchMatching:
         self._units: dict[tuple[int, int], _Unit] = {}
 
     def matched(self, match: Match, batches: Sequence[MessageBatch]) -> None:
-        """Record a matched message and the batches of both ends. A batch of size 1 is a single message."""
+        """Record a matched message with the batches of its sender and receiver; a batch of size 1 is no batch."""
         unit = self._joined([batch for batch in batches if batch.size > 1])
         unit.matches.append(match)
         if unit.timer is None and unit.left:
@@ -79,18 +79,18 @@ class BatchMatching:
         self._settle(unit)
 
     def record_uncarried(self, batch: MessageBatch) -> None:
-        """Record that NCCL does not carry one message of a batch."""
+        """Record that one message of `batch` is staged, so that the batch does not wait for it."""
         if batch.size > 1:
             self._settle(self._joined([batch]))
 
     def clear(self) -> None:
-        """Forget all messages, because none of them will start."""
+        """Forget all waiting messages, because the group has ended."""
         for unit in self._units.values():
             unit.stop()
         self._units.clear()
 
     def _joined(self, batches: Sequence[MessageBatch]) -> _Unit:
-        """Merge these batches into one unit, count one more known message of each, and return the unit."""
+        """Merge the units of `batches` into one unit, count one message of each batch as known, return the unit."""
         unit = _Unit()
         for batch in batches:
             other = self._units.get(batch[:2])
@@ -99,7 +99,8 @@ class BatchMatching:
                 unit.batches.append(batch[:2])
                 unit.left += batch.size
             elif other is not unit:
-                # Merge into the larger unit, so that a batch is moved only when the size of its unit doubles.
+                # Move the batches of the smaller unit, so that each batch is moved only when the size of its unit
+                # doubles.
                 unit, other = (other, unit) if len(other.batches) > len(unit.batches) else (unit, other)
                 unit.take(other)
                 self._units.update(dict.fromkeys(other.batches, unit))
@@ -107,7 +108,7 @@ class BatchMatching:
         return unit
 
     def _settle(self, unit: _Unit) -> None:
-        """Start the messages of a unit if all of them are known."""
+        """Start the messages of `unit` if all messages of its batches are matched or staged."""
         if not unit.left:
             unit.stop()
             for batch in unit.batches:
@@ -122,7 +123,7 @@ class BatchMatching:
 
 
 class _Unit:
-    """Batches that are connected by messages, so that they must start together.
+    """Several batches that must start together, because messages connect them.
 
     Attributes:
         batches: rank and number of each batch.
@@ -140,14 +141,14 @@ class _Unit:
         self.timer: TimerHandle | None = None
 
     def take(self, other: _Unit) -> None:
-        """Merge another unit into this one."""
+        """Move all batches and messages of the unit `other` into this unit."""
         self.batches += other.batches
         self.matches += other.matches
         self.left += other.left
         other.stop()
 
     def stop(self) -> None:
-        """Stop the timer that limits the wait for the rest of the messages."""
+        """Cancel the timer that limits how long matched messages wait."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

@@ -34,14 +34,14 @@ _BYTES = np.dtype(np.uint8)
 
 
 class DeviceContent(NamedTuple):
-    """The content of a message of a CUDA array: the code of the dtype, and the array at this end."""
+    """The content of a message of a CUDA array: the code of its dtype, and this rank's array."""
 
     code: int
     array: DeviceArray
 
 
 class _MessageEnd(Operation):
-    """An end of a message, with its device work: a copy to or from the host, or NCCL calls.
+    """A send or a receive of a CUDA array, with its device work: copies to or from the host, or NCCL calls.
 
     Attributes:
         array: array to send, or to receive in.
@@ -51,10 +51,10 @@ class _MessageEnd(Operation):
     array: DeviceArray
     batch: tuple[int, int]
     _enqueued: Enqueued
-    #: Whether work of the message is enqueued on the device; and whether NCCL carries the message.
+    #: Two flags: device work of this message is enqueued; NCCL carries this message.
     _is_on_device: bool
     _by_nccl: bool
-    #: Whether NCCL may still carry the message, without rank 0 knowing yet how this end is carried.
+    #: Whether NCCL may still carry this message. Rank 0 may then be waiting for this rank's report about it.
     _open: bool
     _marks: tuple[int, ...]
     _device_state: DeviceState
@@ -70,7 +70,7 @@ class _MessageEnd(Operation):
         self._enqueued = Enqueued(self.completion, [array])
 
     def _mark(self) -> bool:
-        """Choose between NCCL and the host, and mark the caller's stream; return whether that succeeded."""
+        """Choose NCCL or staging, and record a CUDA event on the caller's stream; return False on failure."""
         self._open = self._device_state.messages.carries(self.array.nbytes)
         try:
             self._marks = self._device_state.mark([self.array])
@@ -82,12 +82,12 @@ class _MessageEnd(Operation):
         return not self.done
 
     def taken_marks(self) -> tuple[int, ...]:
-        """Return the marked positions of the caller's streams, for which the message's work waits."""
+        """Return, and forget, the CUDA events on the caller's stream for which the message's device work waits."""
         marks, self._marks = self._marks, ()
         return marks
 
     def launched(self, launched: Launched) -> None:
-        """Record that NCCL carries the message, and that its calls are launched."""
+        """Record that the NCCL calls that carry this message are launched."""
         self._open, self._by_nccl = False, True
         self._mark_enqueued(launched)
 
@@ -101,7 +101,7 @@ class _MessageEnd(Operation):
             self.complete()
 
     def is_waiting_for_device(self) -> bool:
-        """Return whether the message waits for this rank's device."""
+        """Return whether this operation waits for work on this rank's device."""
         return self._is_on_device
 
     def expire(self) -> None:
@@ -122,7 +122,7 @@ class _MessageEnd(Operation):
             self.comm.revoke(error)
 
     def _report_not_carried(self) -> None:
-        """Report to rank 0, which may be waiting for the message, that NCCL does not carry it."""
+        """Report to rank 0 that this message is staged, because rank 0 may hold the rest of its batch."""
         if self._open:
             self._open = False
             self._device_state.messages.report_uncarried(self.batch)
@@ -132,12 +132,12 @@ class _MessageEnd(Operation):
         self._enqueued.put(launched)
 
     def _finish_device_work(self, error: DeviceError | None) -> bool:
-        """Record that the device has finished its work; return whether the operation continues."""
+        """Record that the device has finished its work; return whether the operation is still running."""
         self._is_on_device = False
         return self._device_state.continues(self, error, self._release)
 
     def _release(self) -> None:
-        """Release the resources of this message, because the device has finished."""
+        """Release the CUDA events of this message, and its host memory once the device does not use it."""
         self._enqueued.over()
         self._device_state.unmark(self.taken_marks())
         if not self._is_on_device:
@@ -145,7 +145,7 @@ class _MessageEnd(Operation):
 
 
 class DeviceSend(OutboundMessage, _MessageEnd):
-    """A send of a CUDA array. It ends when the array has been read."""
+    """A send of a CUDA array, which ends when the array has been read and may be reused."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class DeviceSend(OutboundMessage, _MessageEnd):
         self._prepare(state, array)
 
     def enter(self) -> None:
-        """Announce the message. Copy it to the host, unless NCCL may carry it."""
+        """Announce the message to the receiver; copy the array to the host, unless NCCL may carry the message."""
         if not self._mark():
             return
         if not self._view.nbytes:
@@ -188,7 +188,7 @@ class DeviceSend(OutboundMessage, _MessageEnd):
     def succeed(self, result: Any) -> None:
         """Finish the send successfully."""
         super().succeed(result)
-        # Drop the announcement, because the send may end before the receiver has answered it.
+        # Remove the announcement from the channel, because the send may end before the receiver replies to it.
         self.comm.channels[self.peer].drop(self)
         if self._view.nbytes:
             del self._message  # break a reference cycle
@@ -205,7 +205,7 @@ class DeviceSend(OutboundMessage, _MessageEnd):
 
 
 class DeviceRecv(PostedReceive, _MessageEnd):
-    """A receive into a CUDA array. It ends when the message is in the array."""
+    """A receive into a CUDA array, which ends when the message is in the array."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class DeviceRecv(PostedReceive, _MessageEnd):
         code, array = content
         super().__init__(state.comm.matching, peer, tag, Content(code, _placeholder(array.nbytes)), completion)
         self._prepare(state, array)
-        #: Whether host memory has been allocated.
+        #: Whether the host memory for the staged message is allocated.
         self._is_there = False
 
     @property
@@ -228,7 +228,7 @@ class DeviceRecv(PostedReceive, _MessageEnd):
         return self.arrival.peer
 
     def enter(self) -> None:
-        """Match a message that has arrived, or wait for one. Receive data when host memory is allocated."""
+        """Match an announced message, or wait for one; data is received once host memory is allocated."""
         if not self._mark():
             return
         if not self._open:
@@ -236,7 +236,7 @@ class DeviceRecv(PostedReceive, _MessageEnd):
         super().enter()
 
     def match(self, arrival: InboundMessage) -> None:
-        """Match this receive with the message `arrival`."""
+        """Match this receive with the announced message `arrival`, and choose NCCL or staging."""
         offer = arrival.offer if arrival.code == self.code and arrival.total == self.array.nbytes else None
         if self._open and offer is not None and self._device_state.messages.carries(arrival.total):
             self.claim(arrival)
@@ -252,19 +252,19 @@ class DeviceRecv(PostedReceive, _MessageEnd):
                 self.stage()
 
     def describe_wait(self) -> str:
-        """Return a text that describes the data that this receive waits for."""
+        """Describe, for a stall report, what this receive waits for."""
         arrival = self.arrival
         if arrival is not None and self._device_state.messages.is_held(arrival.peer, arrival.op):
             return "rank 0 has not started it"
         return super().describe_wait()
 
     def needs(self, peer: int) -> bool:
-        """Return whether the receive needs `peer`, which is leaving; False when the message has arrived."""
+        """Return whether the receive still needs the leaving rank `peer`; False once all data has arrived."""
         is_here = self.arrival is not None and self.arrival.complete
         return not is_here and super().needs(peer)
 
     def succeed(self, result: Any) -> None:
-        """Copy the received bytes to the device, unless NCCL has written them there."""
+        """Finish after NCCL has written the array; copy a staged message to the device first."""
         if self._by_nccl:
             self._end()
         else:
@@ -272,7 +272,7 @@ class DeviceRecv(PostedReceive, _MessageEnd):
             self._staged.copy_out(self.taken_marks(), (0,), self._mark_enqueued, self._copied)
 
     def fail(self, error: BaseException) -> None:
-        """Finish with `error`. If this rank has closed the group, start no other message."""
+        """Fail with `error`; report to rank 0 that NCCL does not carry the message, unless the group is closed."""
         super().fail(error)
         if not isinstance(error, GroupClosedError):
             self._report_not_carried()
@@ -303,5 +303,5 @@ class DeviceRecv(PostedReceive, _MessageEnd):
 
 
 def _placeholder(nbytes: int) -> memoryview:
-    """Return a view of `nbytes` zero bytes, for use until the memory is allocated."""
+    """Return a read-only view of `nbytes` zero bytes, as a stand-in until host memory is allocated."""
     return np.broadcast_to(np.uint8(0), nbytes).data

@@ -1,4 +1,4 @@
-"""NCCL calls: which collectives NCCL can carry out, and by which of its functions.
+"""Mapping of collectives to NCCL functions, and the functions that enqueue NCCL calls.
 
 Calls that only move data move bytes. Where NCCL has no function for a call, or counts differ between ranks, several
 NCCL calls form one NCCL group, so that none of them waits for another. The choice depends only on terms that are equal
@@ -39,11 +39,11 @@ __all__ = [
     "way_of",
 ]
 
-#: Ways to carry out a call: through the host; by a group of NCCL calls; by one NCCL call on contiguous parts.
+#: Methods to carry out a call: staging through the host; a group of NCCL calls; one NCCL call on contiguous blocks.
 STAGED, GROUPED, PACKED = 0, 1, 2
 
 _BYTES = 1
-#: NCCL's numbers of the dtypes that it reduces.
+#: NCCL's number for each dtype that NCCL reduces.
 _TYPES = {
     "bool": 1,
     "int8": 0,
@@ -61,24 +61,24 @@ _TYPES = {
     "float8_e4m3fn": 10,
     "float8_e5m2": 11,
 }
-#: Dtypes that NCCL reduces only if all devices support it. AVG of these dtypes is staged: NCCL first multiplies by 1/p,
-#: which rounds to the low precision of the dtype.
+#: Dtypes that NCCL reduces only if all devices support float8. AVG of these dtypes is staged, because NCCL multiplies
+#: by 1/p before it adds, which loses precision.
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 _NUMBERS = {"SUM": _SUM, "PRODUCT": _PRODUCT, "MAX": _MAX, "MIN": _MIN}
-#: NCCL's ops for logical ops, on values that are 0 or 1.
+#: NCCL op for each reduction of bool arrays, whose values are 0 or 1.
 _LOGICAL = {
     **dict.fromkeys(("SUM", "MAX", "BOR", "LOR"), _MAX),
     **dict.fromkeys(("PRODUCT", "MIN", "BAND", "LAND"), _MIN),
 }
 _FLOATS = {**_NUMBERS, "AVG": _AVG, "PREMUL_SUM": _SUM}
-#: NCCL's ops for complex numbers, as pairs of a real and an imaginary part.
+#: NCCL op for each reduction of complex numbers, which NCCL reduces as pairs of real numbers.
 _COMPLEX = {"SUM": _SUM, "AVG": _AVG, "PREMUL_SUM": _SUM}
 _FLOATING = ("float16", "float32", "float64", "bfloat16")
 
 
 class Tools(NamedTuple):
-    """The libraries, communicator and stream with which a call is carried out.
+    """The arguments of NCCL calls: the libraries, the communicator, the stream.
 
     Attributes:
         cuda: the CUDA runtime.
@@ -99,12 +99,13 @@ class Tools(NamedTuple):
     grouped: bool = False
 
 
-#: A function that enqueues a call, given the call's arrays, numbered like the buffers of the plan.
+#: A function that enqueues a call. Its arguments are the call's arrays, in the order of the plan's buffers, and
+#: `Tools`.
 Enqueue = Callable[[Sequence[DeviceArray | None], Tools], None]
 
 
 class Native(NamedTuple):
-    """A call that NCCL carries out.
+    """A collective that NCCL carries out: its enqueue function and its arrays.
 
     Attributes:
         enqueue: result of `make_enqueue` for its plan.
@@ -116,7 +117,7 @@ class Native(NamedTuple):
 
 
 def way_of(plan: Plan, float8: bool) -> int:
-    """Return the way in which a group that uses NCCL carries out a call. All ranks get the same result.
+    """Return the method for a call of a group that uses NCCL; the method is the same on all ranks.
 
     Args:
         plan: plan of the call.
@@ -133,7 +134,7 @@ def way_of(plan: Plan, float8: bool) -> int:
 
 
 def carry_out(calls: Sequence[Native], tools: Tools) -> None:
-    """Enqueue calls that have elements on some rank. This may block until the other ranks enqueue them.
+    """Enqueue collectives by NCCL; this may block until the other ranks enqueue them, too.
 
     Several calls form one NCCL group, and one kernel if NCCL supports it. So no call may write to memory that another
     call reads or writes.
@@ -163,7 +164,7 @@ def _call_all(after: list[Callable[[], None]]) -> None:
 
 
 def make_enqueue(plan: Plan, method: int) -> Enqueue:
-    """Return the function that enqueues a plan's calls in the given way."""
+    """Return the function that enqueues the calls of `plan` by the method `GROUPED` or `PACKED`."""
     signature = plan.signature
     spec, root = signature.spec, signature.root or 0
     match spec.native:
@@ -184,7 +185,7 @@ def make_enqueue(plan: Plan, method: int) -> Enqueue:
 
 
 def _reduction(signature: Signature) -> int | None:
-    """Return NCCL's number for a call's op; None if NCCL does not have the op."""
+    """Return NCCL's number for a call's reduction op; None if NCCL cannot do this op on the dtype."""
     dtype, reduce = signature.dtype or "", signature.reduce or ""
     if dtype not in _TYPES:
         return None
@@ -196,7 +197,7 @@ def _reduction(signature: Signature) -> int | None:
 
 
 class _Reduction(NamedTuple):
-    """A reduction op and dtype, as NCCL's numbers.
+    """The reduction op and dtype of a call, as NCCL's numbers.
 
     Attributes:
         each: number of NCCL elements per array element.
@@ -210,7 +211,7 @@ class _Reduction(NamedTuple):
 
     @staticmethod
     def of(signature: Signature) -> _Reduction:
-        """Return the reduction for a call that NCCL can carry out."""
+        """Return the reduction op and dtype of a call that NCCL can carry out."""
         dtype, op = signature.dtype or "", _reduction(signature)
         assert op is not None
         return _Reduction(2 if dtype.startswith("complex") else 1, _TYPES[dtype], op)
@@ -286,25 +287,25 @@ def _reduce_scatter(reduction: _Reduction, method: int, arrays: Sequence[DeviceA
 
 
 def _is_packed(blocks: Sequence[DeviceArray]) -> bool:
-    """Return whether the equal parts are contiguous and in rank order, as NCCL requires."""
+    """Return whether equal-sized blocks are adjacent in memory and in rank order, as NCCL requires."""
     step = blocks[0].nbytes
     return all(block.ptr == blocks[0].ptr + rank * step for rank, block in enumerate(blocks))
 
 
 def _overlaps_out_of_place(own: DeviceArray, blocks: Sequence[DeviceArray], rank: int) -> bool:
-    """Return whether this rank's part overlaps the parts of all ranks, except exactly at its own place."""
+    """Return whether the input overlaps the output blocks, other than being this rank's own output block."""
     return any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks))
 
 
 def _scratch(nbytes: int, tools: Tools) -> int:
-    """Return scratch memory on the device, which is freed on the stream after the calls."""
+    """Return the address of new scratch memory on the device, freed in stream order after the NCCL calls."""
     address = tools.cuda.scratch(nbytes, tools.stream)
     tools.after.append(partial(tools.cuda.scratch_free, address, tools.stream))
     return address
 
 
 def _places(start: int, blocks: Sequence[DeviceArray]) -> Iterator[tuple[int, DeviceArray]]:
-    """Yield each part with its address, for parts that lie one after the other from `start` on."""
+    """Yield each block with the address that it gets if all blocks are packed from `start` on."""
     for block in blocks:
         yield start, block
         start += block.nbytes
@@ -321,7 +322,7 @@ def _send_recv(spec: Spec, signature: Signature, arrays: Sequence[DeviceArray | 
 
 
 def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray], tools: Tools) -> None:
-    """Send and receive one array per peer. Copy this rank's array for itself."""
+    """Send an array to each peer, and receive an array from it; copy this rank's own array on the device."""
     own, kept = outgoing.pop(tools.rank, None), incoming.pop(tools.rank, None)
     if own is not None and kept is not None and own.size and own.ptr != kept.ptr:
         tools.cuda.copy(kept.ptr, own.ptr, own.nbytes, tools.stream)
@@ -334,7 +335,7 @@ def _exchange(outgoing: dict[int, DeviceArray], incoming: dict[int, DeviceArray]
 def exchange(
     sends: Sequence[tuple[int, DeviceArray]], receives: Sequence[tuple[int, DeviceArray]], tools: Tools
 ) -> None:
-    """Enqueue messages as one NCCL group, in which messages between two ranks match in order.
+    """Enqueue sends and receives as one NCCL group; messages between two ranks match in list order.
 
     Args:
         sends: destination rank and array of each send.
@@ -362,7 +363,7 @@ def _group_calls(tools: Tools) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # End the group in any case. The first error is more useful than the error of ending the group.
+        # End the NCCL group even after an error, but raise the first error, which is more useful.
         with contextlib.suppress(DeviceError):
             nccl.group_end()
         raise

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeMessages"]
 
-#: Maximum size of a batch, because a READY frame has 16 bits for it. Larger batches are treated as single messages.
+#: Maximum number of messages in a batch, because a READY frame has 16 bits for it. The messages of a larger batch are
+#: sent as single messages.
 LARGEST = 0xFFFF
 
 
@@ -51,7 +52,7 @@ class NativeMessages:
         self.batch = (0, 1)
         self._device_state = state
         self._batches = 0
-        #: Matched receives that have no number yet, by source and message id.
+        #: Matched receives that have no launch number yet, by source rank and message id.
         self._matched: dict[tuple[int, int], DeviceRecv] = {}
         self._matching = BatchMatching(
             lambda matches: state.place(partial(self._number, matches)), state.comm.call_later
@@ -76,22 +77,22 @@ class NativeMessages:
         )
 
     def matched(self, receive: DeviceRecv, src: int, number: int, theirs: tuple[int, int]) -> None:
-        """Record that a receive matches a message that NCCL can carry; `theirs` is the batch at the sender."""
+        """Report to rank 0 that `receive` matches a message that NCCL can carry; `theirs` is the sender's batch."""
         rank = self._device_state.comm.rank
         self._matched[src, number] = receive
         self._send(Match(src, rank, number), [MessageBatch(src, *theirs), MessageBatch(rank, *receive.batch)])
 
     def is_held(self, src: int, number: int) -> bool:
-        """Return whether a message is matched, but rank 0 has not started it."""
+        """Return whether a message is matched, but rank 0 has not started the message yet."""
         return (src, number) in self._matched
 
     def on_departure(self, rank: int) -> None:
-        """Handle a rank that closed the group. Without rank 0, receive the waiting messages through the host."""
+        """Handle a rank that closed the group; if it is rank 0, receive all waiting messages through the host."""
         if rank == 0:
             self._give_back([Match(src, self._device_state.comm.rank, number) for src, number in self._matched])
 
     def report_uncarried(self, batch: tuple[int, int]) -> None:
-        """Report that NCCL does not carry one message of this rank's batch, unless the group has failed."""
+        """Report to rank 0 that one message of this rank's batch is staged, unless the group has failed."""
         comm = self._device_state.comm
         if batch[1] > 1 and not comm.left and comm.cause is None:
             self._send(None, [MessageBatch(comm.rank, *batch)])
@@ -102,7 +103,7 @@ class NativeMessages:
         self._matching.clear()
 
     def _send(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
-        """Report to rank 0 a matched message, or a batch that lacks one of its messages."""
+        """Report to rank 0 a matched message, or a batch of which one message is staged."""
         comm = self._device_state.comm
         if comm.rank == 0:
             self._take(match, batches)
@@ -110,7 +111,7 @@ class NativeMessages:
             comm.channels[0].send_control({"t": DEVICE, "g": comm.id, "match": match, "batches": batches})
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
-        """Handle another rank's message about messages between devices.
+        """Handle another rank's control message about messages that NCCL carries.
 
         Raises:
             ValueError: the message is invalid from that rank, or for this rank; also TypeError and KeyError.
@@ -122,7 +123,7 @@ class NativeMessages:
             )
             return
         if peer:
-            raise ValueError("only rank 0 starts messages")
+            raise ValueError("NCCL messages: only rank 0 may start messages")
         number, begin = index(message["number"]), [self._read(match) for match in message["begin"]]
         if number:
             receives = [self._matched.pop((src, own), None) for src, _, own in begin]
@@ -141,14 +142,14 @@ class NativeMessages:
 
     def _take(self, match: Match | None, batches: Sequence[MessageBatch]) -> None:
         if self._device_state.comm.rank:
-            raise ValueError("only rank 0 may receive this message")
+            raise ValueError("NCCL messages: only rank 0 may receive this control message")
         if match is None:
             self._matching.record_uncarried(*batches)
         else:
             self._matching.matched(match, batches)
 
     def _number(self, matches: Sequence[Match], staged: bool) -> None:
-        """Start messages as one NCCL group at both ends; if a rank has left, let the receivers stage them."""
+        """Assign launch numbers to messages that form one NCCL group; if a rank has left, stage them instead."""
         state, comm = self._device_state, self._device_state.comm
         own: dict[int, list[Match]] = {}
         staged = staged or bool(comm.left)
@@ -166,12 +167,12 @@ class NativeMessages:
     # -- carrying them out
 
     def _give_back(self, matches: Sequence[Match]) -> None:
-        """Receive matched messages through the host instead of NCCL."""
+        """Receive these matched messages through the host, because NCCL will not carry them."""
         for src, _, number in matches:
             self._matched.pop((src, number)).stage()
 
     def _begin(self, pairs: Sequence[tuple[Match, DeviceRecv | None]], staged: bool) -> None:
-        """Enqueue this rank's sends and receives. Each peer enqueues its own."""
+        """Enqueue this rank's sends and receives of one NCCL group, or stage its receives."""
         state, comm = self._device_state, self._device_state.comm
         sends: list[DeviceSend] = []
         receives: list[DeviceRecv] = []

@@ -1,4 +1,4 @@
-"""Pacing by rank 0: how many calls ranks may launch before the calls are compared.
+"""Launch limits that rank 0 sets: up to which call the ranks may launch before the comparison.
 
 Ranks launch their calls without keys (`aiocoll.gpu.calls.program_order`) before these are compared
 (`aiocoll.gpu.calls.call_comparison`). Calls with keys and messages have no program order. They need one place among the
@@ -28,10 +28,10 @@ from collections.abc import Callable
 
 __all__ = ["Pacing"]
 
-#: Maximum seconds for which an operation waits for its place before it is staged.
+#: Maximum seconds for which an operation waits for its position among all calls before it is staged.
 MAX_WAIT = 0.02
-#: Number of calls without keys after which ranks launch before the comparison again, if no other operation was placed
-#: meanwhile.
+#: Number of calls without keys after which the ranks again launch before the comparison, provided that no other
+#: operation has needed a position in between.
 CALM = 64
 
 AHEAD, HALTING, PACED = range(3)
@@ -67,7 +67,7 @@ class Pacing:
         self._can_stage = can_stage
         self._state = PACED if is_shared else AHEAD
         self._is_shared = is_shared
-        #: Callback that requests all ranks to share their devices, called when they are at one position.
+        #: Callback of `share`, called when all ranks have launched up to the same position.
         self._shares: Callable[[], None] | None = None
         self._halted: dict[int, int] = {}
         self._confirmed = self._through = self._placed_at = 0
@@ -76,7 +76,7 @@ class Pacing:
         self._is_short = False
 
     def confirm(self, position: int) -> None:
-        """Record that the calls of all ranks are equal up to a position."""
+        """Record that the calls of all ranks are equal up to `position`, and raise the launch limit."""
         self._confirmed = position
         if self._state != PACED or position <= self._through:
             self._confirm(position)
@@ -90,7 +90,7 @@ class Pacing:
             self._pace("ahead", 0, position)
 
     def place(self, begin: Callable[[bool], None]) -> None:
-        """Determine the place of an operation among all calls, and start it there.
+        """Start an operation at the same position among all calls on every rank.
 
         Args:
             begin: starts the operation at its place; takes whether it must be staged.
@@ -105,7 +105,7 @@ class Pacing:
         self._halt()
 
     def share(self, on_shared: Callable[[], None]) -> None:
-        """Stop all ranks from launching before the comparison. When all are at one position, call `on_shared`."""
+        """Stop all ranks from launching before the comparison; once they are at one position, call `on_shared`."""
         self._shares = on_shared
         self._halt()
         self._place_queued()
@@ -117,7 +117,7 @@ class Pacing:
             self._pace("halt", 0, self._confirmed)
 
     def on_halt(self, rank: int, position: int) -> None:
-        """Record the position at which a rank has stopped launching."""
+        """Record the call position at which `rank` has stopped launching."""
         self._halted[rank] = position
         if self._state == HALTING and len(self._halted) == self._size:
             self._state = PACED
@@ -125,7 +125,7 @@ class Pacing:
             self._place_queued()
 
     def on_departure(self) -> None:
-        """Stage all waiting and later operations, because a rank has left and NCCL needs all ranks."""
+        """Stage all waiting and all later operations: a rank has left, and NCCL needs all ranks."""
         self._is_short = True
         self._stage()
         self._place_queued()
@@ -137,7 +137,7 @@ class Pacing:
 
     @property
     def _is_even(self) -> bool:
-        """Return whether all ranks have made every launched call, and launch no more calls."""
+        """Return whether all ranks have launched the same calls, and launch no call before its comparison."""
         return self._state == PACED and self._confirmed >= self._through
 
     def _admit_up_to(self, position: int) -> None:

@@ -1,4 +1,4 @@
-"""Program order of one rank's calls without keys: they are launched first and compared later.
+"""Program order of one rank's calls without keys, which are launched first and compared later.
 
 Each call has a position (1, 2, ...) and a hash of all calls up to it. The rank reports both to rank 0. One report
 covers several positions if the rank calls fast. Rank 0 confirms the highest position at which the hashes of all ranks
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "ProgramOrder"]
 
-#: Maximum number of calls per report. At the end of a loop iteration, a report may contain fewer.
+#: Maximum number of calls per report to rank 0. The report at the end of a loop iteration may contain fewer calls.
 TOGETHER = 16
-#: Maximum number of remembered pairs of consecutive calls, far more than the loop of a program has.
+#: Maximum number of remembered pairs of consecutive calls; the main loop of a program has far fewer.
 KEPT = 4096
 
 
 class Entry:
-    """A call that is not confirmed yet: other ranks may not have made the same call.
+    """A call that is not confirmed yet: it is unknown whether all ranks have made the same call.
 
     Attributes:
         call: the call.
@@ -96,11 +96,11 @@ class ProgramOrder:
 
     @property
     def is_caught_up(self) -> bool:
-        """Return whether all calls that may start have started, so that a later operation may start, too."""
+        """Return whether all calls up to the launch limit have started, so that a later operation may start."""
         return self.through is None or self.started >= self.through
 
     def add(self, call: Agreed, terms: bytes, seq: int, *, is_numbered: bool) -> None:
-        """Add the program's next call, and start it if it may start.
+        """Add the program's next call, and start the call if the launch limit permits it.
 
         Args:
             call: the call.
@@ -116,7 +116,8 @@ class ProgramOrder:
             self._unhashed.append(entry)
         self._waiting.append(entry)
         self._go_on()
-        # Report at once if a call waits for the answer, or if no report is under way. Otherwise, wait for more calls.
+        # Report at once if a call waits for rank 0's confirmation, or if no earlier report is unconfirmed. Otherwise,
+        # collect more calls for one report.
         is_first = self._reported <= self.confirmed and not self._alone
         if self._waiting or is_first or self.called - self._reported >= TOGETHER:
             self._report_now()
@@ -125,7 +126,7 @@ class ProgramOrder:
             self._before_turn_ends(self._report_late)
 
     def confirm(self, position: int) -> None:
-        """Record that the calls of all ranks are equal up to a position."""
+        """Record that the calls of all ranks are equal up to `position`; start calls that have waited for this."""
         while self._entries and self._entries[0].position <= position:
             entry = self._entries.popleft()
             self.confirmed = entry.position
@@ -137,12 +138,12 @@ class ProgramOrder:
             self._go_on()
 
     def hashes(self, start: int, stop: int) -> Sequence[int]:
-        """Return the hashes at unconfirmed positions, up to and including `stop`."""
+        """Return the hashes of unconfirmed calls from position `start` to `stop`, both included."""
         self._hash_all()
         return [entry.hash for entry in self._entries if start <= entry.position <= stop]
 
     def call_at(self, position: int) -> Agreed:
-        """Return the call at an unconfirmed position."""
+        """Return the unconfirmed call at `position`."""
         return self._entries[position - self._entries[0].position].call
 
     def clear(self) -> None:

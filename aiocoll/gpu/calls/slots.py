@@ -1,4 +1,4 @@
-"""Slots of one group's NCCL calls among the calls of other groups on the same devices, and messages about them.
+"""Slots: positions of one group's NCCL calls among the calls of other groups on the same devices.
 
 A slot is the place of a call in the order of a device (`aiocoll.gpu.launch_order`). On each rank, the slot has the
 number of the call. From the message "shared" on, each NCCL call has a slot. Slot 0 belongs to the creation of the
@@ -28,15 +28,15 @@ from aiocoll.gpu.launch_order import LaunchOrder
 
 __all__ = ["INITIAL", "Slots"]
 
-#: Maximum seconds for which a call waits for its time before it is staged.
+#: Maximum seconds for which a call waits for its slot's logical time before it is staged.
 MAX_WAIT = 0.02
-#: The slot in which the communicator is created.
+#: Number of the slot in which the group creates its NCCL communicator.
 INITIAL = 0
 _KINDS = ("crowded", "shared", "slot")
 
 
 class _Slot:
-    """A slot on rank 0 that has no time yet.
+    """Rank 0's record of a slot that has no logical time yet.
 
     Attributes:
         numbers: numbers of the call, by rank that takes part.
@@ -51,7 +51,7 @@ class _Slot:
 
 
 class Slots:
-    """The places of one group's NCCL calls in the launch order of the devices, as one rank knows them.
+    """The slots of one group's NCCL calls, as known to one rank.
 
     Args:
         comm: this rank's part in the group.
@@ -86,26 +86,26 @@ class Slots:
         self._gather = gather
         self._moved = moved
         self._can_stage = can_stage
-        #: The time of each slot, by number; None if not known yet, 0 if the call must be staged.
+        #: Logical time of each slot, by slot number: None while unknown, 0 if the call must be staged.
         self._times: dict[int, int | None] = {}
-        #: Numbers of the slots that have their turn.
+        #: Numbers of the slots whose calls may start on the device now.
         self._begun: set[int] = set()
-        #: Numbers of the slots that wait for their turn.
+        #: Numbers of the slots that wait for earlier calls on the device.
         self._entered: set[int] = set()
         self._make: Callable[[], None] | None = None
-        #: Used on rank 0: whether a rank has requested to share its device.
+        #: Used on rank 0: whether a rank has reported that another group uses its device.
         self._is_asked = False
-        #: Used on rank 0: slots without a time, in the order of their numbers.
+        #: Used on rank 0: slots without a logical time, in the order of their numbers.
         self._row: deque[_Slot] = deque()
-        #: Used on rank 0: the slots in `_row`, by rank and number.
+        #: Used on rank 0: the slots in `_row`, by rank and slot number.
         self._asked: dict[tuple[int, int], _Slot] = {}
-        #: Used on rank 0: the last number that has a slot, by rank.
+        #: Used on rank 0: the last slot number, by rank.
         self._numbered: dict[int, int] = {}
-        #: Used on rank 0: the last time given to a slot.
+        #: Used on rank 0: the last logical time assigned to a slot.
         self._last = 0
 
     def share(self) -> None:
-        """Give each call a slot from now on, because the group shares its device with others."""
+        """Require a slot for each NCCL call from now on, because another group uses the same device."""
         self.is_shared = self.is_given = True
         self._lane.share()
 
@@ -115,13 +115,16 @@ class Slots:
             self._send(0, {"crowded": True})
 
     def make(self, make: Callable[[], None]) -> None:
-        """Create the communicator by `make`, in the initial slot."""
+        """Create the group's NCCL communicator in slot 0, by calling `make`."""
         self._make = make
         if self._comm.rank == 0:
             self.open(dict.fromkeys(range(len(self._comm.ranks)), INITIAL))
 
     def turn(self, number: int) -> bool | None:
-        """Return whether a call must be staged; None if it must wait until `moved` is called."""
+        """Return False if a call may start in its slot, True if it must be staged, None if it must wait.
+
+        After None, the caller tries again when `moved` is called.
+        """
         time = self._times.get(number)
         if time is None:
             return None
@@ -137,7 +140,7 @@ class Slots:
         return None
 
     def on_departure(self, rank: int) -> None:
-        """Handle a rank that closed the group. Without rank 0, stage all calls without a time, and launch no more."""
+        """Handle a rank that closed the group; if it is rank 0, stage all calls that have no logical time."""
         if rank == 0:
             for number in [number for number, time in self._times.items() if time is None]:
                 self._stamp(number, 0)
@@ -156,7 +159,7 @@ class Slots:
 
     @staticmethod
     def is_own_message(message: dict[str, Any]) -> bool:
-        """Return whether a message is about slots."""
+        """Return whether `message` is one of this class's messages, about slots."""
         return any(kind in message for kind in _KINDS)
 
     def handle(self, peer: int, message: dict[str, Any]) -> None:
@@ -167,7 +170,7 @@ class Slots:
         """
         is_for_rank_0 = "crowded" in message or "clock" in message
         if (self._comm.rank if is_for_rank_0 else peer) != 0:
-            raise ValueError("only rank 0 assigns slots")
+            raise ValueError("slots: only rank 0 may assign slots")
         if "crowded" in message:
             if not self._is_asked and not self.is_shared:
                 self._is_asked = True
@@ -202,7 +205,7 @@ class Slots:
 
     def _stamp(self, number: int, time: int) -> None:
         if self._times[number] is not None:
-            raise ValueError(f"slot {number} already has a time")
+            raise ValueError(f"slot {number} already has a logical time")
         self._times[number] = time
         if time == 0:
             self._lane.withdraw(number)
@@ -213,7 +216,7 @@ class Slots:
         self._moved()
 
     def _begin(self, number: int) -> None:
-        """Start a call that has its turn on the device."""
+        """Start the call in slot `number`, because all earlier calls on the device have started."""
         self._entered.discard(number)
         self._begun.add(number)
         self._moved()
@@ -233,7 +236,7 @@ class Slots:
             self._send(rank, {"shared": number})
 
     def open(self, numbers: Mapping[int, int]) -> None:
-        """On rank 0, request proposals for the time of a call that has just been numbered."""
+        """Request all ranks' proposals for a new slot's logical time; only rank 0 calls this."""
         slot = _Slot(numbers)
         self._row.append(slot)
         self._asked |= dict.fromkeys(numbers.items(), slot)
@@ -248,16 +251,16 @@ class Slots:
         if slot is None and number <= self._numbered[rank]:
             return  # the call has been staged
         if slot is None or clock < 1:
-            raise ValueError(f"slot {number} was not requested, or {clock} is not a time")
+            raise ValueError(f"slot {number} was not requested, or {clock} is not a logical time (1 or later)")
         slot.clocks[rank] = clock
         while self._row and len(self._row[0].clocks) == len(self._row[0].numbers):
             first = self._row.popleft()
-            # Times must increase in the order of the numbers, which is the same on all ranks.
+            # Logical times must increase in the order of the slot numbers, which is the same on all ranks.
             self._last = max(self._last + 1, *first.clocks.values())
             self._close(first, self._last)
 
     def _stage(self, slot: _Slot) -> None:
-        """Stage a call that has waited too long for its time."""
+        """Stage a call that has waited too long for its slot's logical time."""
         self._row.remove(slot)
         self._close(slot, 0)
 

@@ -1,4 +1,4 @@
-"""Staging: copies of a call's arrays on the host, which then carries out the call.
+"""Staging: copies of device arrays in host memory, on which a host collective carries out the call.
 
 The copies are in page-locked memory if that is available at once. Otherwise they are in ordinary memory, which is
 copied piece by piece.
@@ -21,14 +21,15 @@ from aiocoll.gpu.launcher import Launched
 
 __all__ = ["Staged", "put_back"]
 
-#: Alignment of the host copies in bytes: the fastest for a device, and enough for the widest vector instructions.
+#: Alignment of the host copies in bytes: devices copy fastest with it, and it suffices for the widest vector
+#: instructions.
 _ALIGN = 64
 
 Done = Callable[[DeviceError | None], None]
 
 
 class Staged:
-    """The copies of one call's arrays on the host.
+    """The host copies of one call's device arrays.
 
     Args:
         device: device of the arrays.
@@ -52,7 +53,7 @@ class Staged:
         self._is_locked = True
 
     def allocate(self) -> None:
-        """Allocate host memory. The launcher thread runs this, because page-locking may take milliseconds.
+        """Allocate host memory; runs in the launcher thread, because page-locking may take milliseconds.
 
         Raises:
             DeviceError: no memory could be page-locked.
@@ -70,7 +71,7 @@ class Staged:
         ]
 
     def copy_in(self, marks: Sequence[int], positions: Collection[int], done: Done) -> Launched:
-        """Allocate host memory, and copy the arrays at `positions` there after `marks`."""
+        """Allocate host memory, and copy the arrays at `positions` to it after the CUDA events `marks`."""
         device, stream = self._device, self._stream
 
         def call() -> None:
@@ -90,7 +91,7 @@ class Staged:
     def copy_out(
         self, marks: Sequence[int], positions: Collection[int], on_launched: Callable[[Launched], None], done: Done
     ) -> None:
-        """Copy arrays back to the device after `marks`, and from there to the caller's arrays.
+        """Copy the results from the host copies to the device, and then into the caller's arrays.
 
         Args:
             marks: positions of the caller's streams.
@@ -121,7 +122,7 @@ class Staged:
             copy()
 
     def _copy(self, positions: Collection[int], to_host: bool, done: Done) -> None:
-        """Copy between ordinary host memory and the device."""
+        """Copy between pageable host memory and the device, in a new thread."""
 
         def copied(copying: asyncio.Future[None]) -> None:
             done(copying.exception())  # type: ignore[arg-type]
@@ -130,20 +131,20 @@ class Staged:
         self._device.copy(pairs, to_host=to_host).add_done_callback(copied)
 
     def bytes_of(self, position: int) -> memoryview:
-        """Return the bytes of an array's copy on the host."""
+        """Return the bytes of the host copy at `position`."""
         copy = self.arrays[position]
         assert copy is not None
         return byte_view(copy)
 
     def release_memory(self) -> None:
-        """Return the memory to the pool, because neither device nor host uses it any more."""
+        """Return the host memory to the pool; neither device nor host may use it any more."""
         block, self._block = self._block, None
         self.arrays = []
         if block is not None:
             self._device.staging.give(block)
 
     def _pairs(self, positions: Collection[int]) -> list[tuple[NDArray[Any], DeviceArray]]:
-        """Return the non-empty copies at `positions`, each with its original array."""
+        """Return the nonempty host copies at `positions`, each with its device array."""
         pairs = [(self.arrays[each], self._originals[each]) for each in positions]
         return [
             (copy, original) for copy, original in pairs if copy is not None and original is not None and original.size
@@ -151,7 +152,7 @@ class Staged:
 
 
 def _next(step: Callable[[], None], done: Done) -> Done:
-    """Return a callback that takes the next step, or passes an error of the previous step to `done`."""
+    """Return a callback that calls `step` after success, or passes the error to `done`."""
 
     def ended(error: DeviceError | None) -> None:
         if error is None:
@@ -163,7 +164,7 @@ def _next(step: Callable[[], None], done: Done) -> Done:
 
 
 def put_back(arrays: Sequence[DeviceArray | None], stream: int) -> None:
-    """Copy contiguous copies of arrays back to the caller's arrays, on `stream`."""
+    """Enqueue copies from contiguous temporary arrays back to the caller's noncontiguous arrays."""
     for each in arrays:
         if each is not None and each.back is not None:
             each.back.on(stream)

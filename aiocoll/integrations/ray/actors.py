@@ -1,4 +1,4 @@
-"""Groups of Ray actors: the driver's code to form, call and repair them."""
+"""Groups of Ray actors: the driver's code that forms, calls and repairs a group."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["group"]
 
 #: Seconds between two attempts to reach an actor that Ray restarts.
 AGAIN = 0.1
-#: Seconds to wait until the actors have left the group.
+#: Maximum seconds to wait until all actors have left the group.
 END = 5.0
 
 
 class group:
-    """Make Ray actors the ranks of a group. Await it, or use it in ``async with``, which closes the group.
+    """Make Ray actors the ranks of a group; to be awaited, or used in ``async with``, which closes the group.
 
         @ray.remote(max_restarts=-1)
         class Worker(aiocoll.integrations.ray.Member):
@@ -59,7 +59,7 @@ class group:
         **meeting: Any,
     ) -> None:
         if not actors:
-            raise ValueError("actors is empty: a group has at least one rank")
+            raise ValueError("actors is empty; pass at least one actor")
         self._actors = {number: check_actor(actor, f"actors[{number}]") for number, actor in enumerate(actors)}
         self._replace = replace
         self._wait = wait
@@ -83,11 +83,11 @@ class group:
 
     @property
     def actors(self) -> list[Any]:
-        """Handles of the actors, in the order of the first group. A replaced actor has a new handle."""
+        """Handles of the actors, in the rank order of the first group; a replacement has the handle of a new actor."""
         return list(self._actors.values())
 
     async def call(self, what: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of all actors, or run a program on them.
+        """Call a method of all actors, or run a function on all actors.
 
         If an actor is lost during a method call, the group is repaired, with a new actor in its place. Then the method
         is called again on all actors. The results of the first call are dropped.
@@ -117,7 +117,7 @@ class group:
                     raise
 
     async def aclose(self) -> None:
-        """Make all actors leave the group. The actors continue to run."""
+        """Close the group: all actors leave the group, and continue to run."""
         self._closed = True
         members = [self._actors[number] for number in self._memberships.joined if number in self._actors]
         await self._memberships.end()
@@ -142,7 +142,7 @@ class group:
         return results
 
     async def _call_one(self, number: int, method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of one actor. On failure, report its death or abort the group, so that no other actor waits."""
+        """Call a method of one actor; if it fails, report a death or abort the group, so that no actor waits."""
         try:
             return await call_actor(self._actors[number], method, *args)
         except RayActorError as error:
@@ -176,14 +176,14 @@ class group:
     # -- repairing the group
 
     async def _mend(self) -> None:
-        """Wait until all actors are in one group; make actors outside the group join it."""
+        """Make actors outside the group join it, and wait until all actors are in one group."""
         async with asyncio.timeout(self._wait):
             while True:
                 try:
                     if await self._ensure_one_group():
                         return await wait_for_all(call_actor(actor, "regrouped") for actor in self.actors)
                 except (GroupError, RayActorError) as error:
-                    logger.info("the group of actors is not complete; trying again: %s", error)
+                    logger.info("the group of actors could not be completed; trying again: %s", error)
                 await asyncio.sleep(AGAIN)
 
     async def _ensure_one_group(self) -> bool:
@@ -200,7 +200,7 @@ class group:
         await call_actor(self._actors[number], "aiocoll_abort", reason)
 
     async def _state(self, number: int) -> State | None:
-        """Return an actor's report about its group; None if it died permanently and is not replaced."""
+        """Return an actor's report about its group; None if the actor died permanently without a replacement."""
         while number in self._actors:
             try:
                 state: State | None = await call_actor(self._actors[number], "aiocoll_state")
@@ -213,14 +213,16 @@ class group:
         return None
 
     def _substitute(self, number: int, error: Exception) -> None:
-        """Replace an actor that has died permanently, or remove it if there is no replacement."""
+        """Replace an actor that has died permanently; without a replacement, remove the actor."""
         actor = None if self._replace is None else self._replace(number)
         if actor is not None:
             self._actors[number] = check_actor(actor, f"replace({number})")
         elif not self._memberships.has_meeting or len(self._actors) == 1:
             raise RuntimeError(
-                f"actor {number} has died and is not replaced: {error}; pass replace=, or set max_restarts"
+                f"actor {number} has died and has no replacement: {error}; pass replace=, or set max_restarts"
             ) from error
         else:
-            logger.warning("actor %d has died and is not replaced: %s", number, error)
+            logger.warning(
+                "actor %d has died and has no replacement; the group continues without it: %s", number, error
+            )
             del self._actors[number]

@@ -1,4 +1,4 @@
-"""The backend "aiocoll" of `ray.util.collective`. Ray imports torch with it, if torch is installed."""
+"""The backend "aiocoll" for `ray.util.collective`. With this backend, Ray also imports torch if installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPS = {
 
 
 class _Host:
-    """A named Ray actor that holds the meeting of a group until all ranks have left the group."""
+    """A named Ray actor that runs the `Meeting` of a group until all ranks have left the group."""
 
     def __init__(self, world_size: int) -> None:
         self._meeting = Meeting(world_size, host=ray.util.get_node_ip_address())
@@ -31,11 +31,11 @@ class _Host:
         self._left = 0
 
     def ticket(self, rank: int) -> Ticket:
-        """Return the ticket with which a process joins as `rank`."""
+        """Return the ticket with which a process joins the group as `rank`."""
         return self._meeting.ticket(rank)
 
     def leave(self) -> None:
-        """Record that a rank has left the group. When the last rank has left, this actor ends."""
+        """Record that a rank has left the group; this actor exits after the last rank."""
         self._left += 1
         if self._left == self._meeting.world_size:
             self._meeting.__exit__()
@@ -43,7 +43,7 @@ class _Host:
 
 
 class Group(BaseGroup):  # type: ignore[misc]
-    """A group of `ray.util.collective`. Each call receives its tensor in a list with one entry."""
+    """A group of `ray.util.collective`; each method gets its tensor in a list with one entry."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
@@ -63,20 +63,20 @@ class Group(BaseGroup):  # type: ignore[misc]
         return True
 
     def destroy_group(self) -> None:
-        """Leave the group."""
+        """Leave the group, and close it on this rank."""
         self._group.shutdown()
         self._host.leave.remote()
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any) -> None:
-        """Reduce a tensor, with the result on all ranks."""
+        """Reduce a tensor over all ranks, in place on every rank."""
         self._group.allreduce(tensor[0], _OPS[allreduce_options.reduceOp])
 
     def barrier(self, barrier_options: Any = None) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called the barrier."""
         self._group.barrier()
 
     def reduce(self, tensor: list[Any], reduce_options: Any) -> None:
-        """Reduce a tensor, with the result on one rank."""
+        """Reduce a tensor over all ranks, in place on the root."""
         self._group.reduce(tensor[0], reduce_options.root_rank, _OPS[reduce_options.reduceOp])
 
     def allgather(self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any) -> None:
@@ -88,7 +88,7 @@ class Group(BaseGroup):  # type: ignore[misc]
         self._group.broadcast(tensor[0], broadcast_options.root_rank)
 
     def reducescatter(self, tensor: list[Any], tensor_list: list[list[Any]], reducescatter_options: Any) -> None:
-        """Reduce the r-th tensors of all ranks' lists into the tensor of rank r."""
+        """Reduce the r-th tensors in the lists of all ranks into the tensor of rank r."""
         self._group.reduce_scatter(tensor[0], tensor_list[0], _OPS[reducescatter_options.reduceOp])
 
     def send(self, tensor: list[Any], send_options: Any) -> None:

@@ -14,14 +14,14 @@ __all__ = ["call_actor", "cause_of", "check_actor", "is_loss"]
 
 
 def check_actor(actor: Any, name: str) -> Any:
-    """Return `actor` after a check that it is an actor that can be a rank; the error calls it `name`."""
+    """Check that `actor` is a Ray actor that can be a rank, and return it; errors contain `name`."""
     if not hasattr(actor, "aiocoll_state"):
         raise TypeError(f"{name} must be the handle of an actor whose class derives from Member or BlockingMember")
     return actor
 
 
 async def call_actor(actor: Any, method: str, *args: Any) -> Any:
-    """Call a method of an actor and return its result. A cancellation also cancels the method, if it is async."""
+    """Call a method of an actor, and return its result; a cancellation also cancels an async method."""
     reference = getattr(actor, method).remote(*args)
     try:
         return await reference
@@ -37,7 +37,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether the error of an actor's method was caused by a lost rank."""
+    """Return whether an error of an actor's method was caused by the loss of a rank."""
     cause = cause_of(error)
     lost = isinstance(cause, PeerLostError) and cause.how != "left"
     return lost or isinstance(cause, (RayActorError, GroupRevokedError))

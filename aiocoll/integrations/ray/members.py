@@ -21,7 +21,7 @@ G = TypeVar("G", ProcessGroup, BlockingGroup)
 
 
 class _Rank(Generic[G]):
-    """The common base of actors with and without async methods.
+    """The common base class of `Member` and `BlockingMember`.
 
     It has no coroutine functions, because a single one would make every derived actor async.
     """
@@ -30,7 +30,7 @@ class _Rank(Generic[G]):
 
     @property
     def group(self) -> G:
-        """The group of all actors. It is replaced by a new group when the driver repairs it after a death.
+        """The current group of all actors; a new one after each repair by the driver.
 
         Raises:
             GroupRevokedError: there is no group at present: the actor was restarted, or the group is being repaired.
@@ -38,7 +38,7 @@ class _Rank(Generic[G]):
         group = None if self._aiocoll_membership is None else self._aiocoll_membership.group
         if group is None:
             raise GroupRevokedError(
-                "this actor has no group: it has not joined one since its start, or its group is being repaired"
+                "this actor has no group now: it has not joined a group since its start, or the group is being repaired"
             )
         return self._aiocoll_wrap(group)
 
@@ -46,7 +46,7 @@ class _Rank(Generic[G]):
         raise NotImplementedError
 
     def aiocoll_state(self) -> State | None:
-        """Return this actor's report to the driver about its group; None if the actor is not a rank."""
+        """Return this actor's report about its group, for the driver; None if the actor is not a rank."""
         return None if self._aiocoll_membership is None else self._aiocoll_membership.state()
 
 
@@ -57,13 +57,15 @@ class Member(_Rank[ProcessGroup]):
         return group
 
     async def regrouped(self) -> None:
-        """Prepare for a new group; override as needed. Called on all ranks after the group is formed or repaired.
+        """Prepare for a new group; called on every rank after the group was formed or repaired.
+
+        Override this method as needed.
 
         Here old ranks can send newcomers the state that they need. Rank 0 is an old rank if there is one.
         """
 
     async def aiocoll_join(self, ticket: Ticket) -> None:
-        """Leave the present group, then start to join a group with the ticket."""
+        """Leave the current group, if any, and start to join the group of `ticket`."""
         await self.aiocoll_leave()
         self._aiocoll_membership = Membership(ticket)
 
@@ -79,14 +81,14 @@ class Member(_Rank[ProcessGroup]):
             await left.leave()
 
     async def aiocoll_run(self, ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a program on this actor as the rank of a ticket; return its result."""
+        """Run a program on this actor, as the rank that `ticket` stands for; return the program's result."""
         with ticket.as_default():
             made = program(*args)
             return await made if inspect.isawaitable(made) else made
 
 
 class BlockingMember(_Rank[BlockingGroup]):
-    """Base class of actors without async methods that become ranks. Their group is a `BlockingGroup`."""
+    """Base class of actors without async methods that become ranks; `group` is a `BlockingGroup`."""
 
     _aiocoll_loop: LoopThread | None = None
 
@@ -98,7 +100,7 @@ class BlockingMember(_Rank[BlockingGroup]):
         """Prepare for a new group; see `Member.regrouped`."""
 
     def aiocoll_join(self, ticket: Ticket) -> None:
-        """Leave the present group, then start to join a group with the ticket."""
+        """Leave the current group, if any, and start to join the group of `ticket`."""
         self.aiocoll_leave()
         self._aiocoll_loop = LoopThread("aiocoll-blocking")
         self._aiocoll_membership = self._aiocoll_loop.start(partial(Membership, ticket)).result()
@@ -116,7 +118,7 @@ class BlockingMember(_Rank[BlockingGroup]):
             self._aiocoll_loop.close()
 
     def aiocoll_run(self, ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a program on this actor as the rank of a ticket; return its result."""
+        """Run a program on this actor, as the rank that `ticket` stands for; return the program's result."""
         with ticket.as_default():
             made = program(*args)
             return asyncio.run(made) if inspect.iscoroutine(made) else made

@@ -18,7 +18,7 @@ __all__ = ["Overlap", "attach", "group", "loop_thread", "register"]
 
 
 def loop_thread() -> LoopThread:
-    """Return the thread whose event loop carries out all torch groups: `loop_thread().run(main())`.
+    """Return the thread whose event loop carries out the calls of all torch groups.
 
     Groups that `attach` made use the event loop of the program instead.
     """

@@ -1,4 +1,4 @@
-"""`AioBackend`: the torch backend of a group that `torch.distributed.shrink_group` makes."""
+"""`AioBackend`: the torch backend of a group that `torch.distributed.shrink_group` returns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from aiocoll.loops import LoopThread
 
 __all__ = ["AioBackend", "can_shrink", "shrunk"]
 
-#: The class of torch's backends, of which Python code can make subclasses from torch 2.14 on.
+#: Base class of torch's backends; Python code can subclass it in torch 2.14 and later.
 _TorchBackend: Any = getattr(distributed_c10d, "C10DBackend", object)
 
-#: References to the open backends, because C++ keeps none to the Python objects.
+#: References that keep open backends alive, because torch's C++ code holds no reference to the Python objects.
 _open: set[AioBackend] = set()
 
 
@@ -44,15 +44,15 @@ class AioBackend(Lifetime, _TorchBackend):  # type: ignore[misc]
         _open.add(self)
 
     def getBackendName(self) -> str:
-        """Return the name of the backend."""
+        """Return "aio", the backend name."""
         return BACKEND
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> AioBackend:
-        """Return the backend of a group of the other ranks; called by `shrink_group`."""
+        """Return the backend of a new group without `ranks_to_exclude`; torch's `shrink_group` calls this."""
         return shrunk(self, ranks_to_exclude, shrink_flags, opts_override)
 
     def shutdown(self) -> None:
-        """Close the group; called by `destroy_process_group`."""
+        """Close the group; torch's `destroy_process_group` calls this."""
         super().shutdown()
         _open.discard(self)
 
@@ -63,7 +63,7 @@ class AioBackend(Lifetime, _TorchBackend):  # type: ignore[misc]
         return super()._call(*args, **kwargs)
 
     def _register_as_custom(self) -> None:
-        """Give the torch group of this backend the type CUSTOM, at the first call.
+        """Set the backend type of the torch group to CUSTOM; done at the first call.
 
         `shrink_group` gives the type GLOO to every backend for the CPU, and `DistributedDataParallel` would use this
         backend as an object of Gloo's class.
@@ -76,12 +76,12 @@ class AioBackend(Lifetime, _TorchBackend):  # type: ignore[misc]
 
 
 def can_shrink() -> bool:
-    """Return whether this version of torch accepts a backend in Python, which `shrink_group` needs."""
+    """Return whether this version of torch accepts backends written in Python, as `shrink_group` requires."""
     return _TorchBackend is not object
 
 
 def shrunk(group: Lifetime, ranks_to_exclude: list[int], flags: int, options: Any) -> AioBackend:
-    """Return the backend of a group without `ranks_to_exclude`.
+    """Shrink an aiocoll group, and return the torch backend of the new group without `ranks_to_exclude`.
 
     Args:
         group: the torch object to shrink.
@@ -95,9 +95,11 @@ def shrunk(group: Lifetime, ranks_to_exclude: list[int], flags: int, options: An
         Exception: see `ProcessGroup.shrink`.
     """
     if options is not None:
-        raise TypeError("pg_options must be None: the new group has the options of the old one")
+        raise TypeError("pg_options must be None: the new group has the options of the group that is shrunk")
     if not group.is_owner:
-        raise RuntimeError("the torch group wraps a group of the program: call its shrink(), and attach the new group")
+        raise RuntimeError(
+            "a group from attach() cannot be shrunk: call shrink() of the wrapped aiocoll group, then attach the result"
+        )
 
     async def shrink() -> ProcessGroup:
         if flags != distributed_c10d.SHRINK_ABORT:
@@ -111,7 +113,7 @@ def shrunk(group: Lifetime, ranks_to_exclude: list[int], flags: int, options: An
             await pg.shutdown()
             names = ", ".join(map(str, lost))
             raise RuntimeError(
-                f"rank(s) {names} are lost, too, but not in ranks_to_exclude; initialize another group, since this one "
+                f"rank(s) {names} are lost, too, but not in ranks_to_exclude; initialize a new group, because this one "
                 "cannot be shrunk again"
             )
         return pg

@@ -37,7 +37,7 @@ class AioGroup(Lifetime, dist.ProcessGroup):  # type: ignore[misc]
     # -- names, by the methods that C++ and Python call
 
     def getBackendName(self) -> str:
-        """Return the name of the backend."""
+        """Return "aio", the backend name."""
         return BACKEND
 
     name = _get_backend_name = getBackendName
@@ -72,26 +72,26 @@ class AioGroup(Lifetime, dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def supports_shrinking(self) -> bool:
-        """Return whether `shrink_group` can shrink the group: from torch 2.14 on, with backend "aio" alone."""
+        """Return whether `shrink_group` can shrink this group: it needs torch 2.14 and only the backend "aio"."""
         return can_shrink() and self.carriers.devices(self) == ["cpu"]
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> AioBackend:
-        """Return the backend of a group of the other ranks; called by `shrink_group`."""
+        """Return the backend of a new group without `ranks_to_exclude`; torch's `shrink_group` calls this."""
         return shrunk(self, ranks_to_exclude, shrink_flags, opts_override)
 
     def _get_backend(self, device: torch.device) -> Any:
         kind = torch.device(device).type
         if kind not in self.carriers.devices(self):
-            raise RuntimeError(f"the group has no backend for {kind}")  # torch catches this class
+            raise RuntimeError(f"the group has no backend for device type {kind}")  # torch catches this class
         carrier = self.carriers.find(self, kind)
         return self if carrier is None else carrier._get_backend(device)
 
     def get_group_store(self) -> Any:
-        """Return the store of the group."""
+        """Return torch's store for this group."""
         return self._store
 
     def shutdown(self) -> None:
-        """Close the group; called by `destroy_process_group`."""
+        """Close the group; torch's `destroy_process_group` calls this."""
         if dist.GroupMember.WORLD is not self:  # torch destroys all other groups with the default one
             self.carriers.destroy()
         super().shutdown()

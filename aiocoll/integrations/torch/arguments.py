@@ -1,4 +1,4 @@
-"""Conversion of torch's arguments: reductions, timeouts, and tensors that an operation cannot use directly."""
+"""Conversion of torch's arguments: reduction ops, timeouts, tensor lists, outputs that share memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPS: dict[Any, ReduceOp] = {getattr(dist.ReduceOp.RedOpType, name): getattr(Red
 
 
 def reduce_op(op: Any) -> ReduceOp:
-    """Convert a torch reduction to aiocoll's reduction; None stands for SUM."""
+    """Convert torch's reduction op to aiocoll's `ReduceOp`; None stands for SUM."""
     if op is None:
         return ReduceOp.SUM
     kind = getattr(op, "op", op)
@@ -37,11 +37,11 @@ def reduce_op(op: Any) -> ReduceOp:
         return _OPS[kind]
     if kind == dist.ReduceOp.RedOpType.PREMUL_SUM:
         return ReduceOp.PREMUL_SUM(float(op.factor))
-    raise ValueError(f"{op} is not a reduction of backend 'aio': use one of {', '.join(_NAMES)}")
+    raise ValueError(f"backend 'aio' does not support the reduction {op}; use one of {', '.join(_NAMES)}")
 
 
 def seconds(timeout: Any) -> float | None:
-    """Return a timeout, or the timeout in torch's options, in seconds; None stands for the group's default."""
+    """Return the seconds of a timedelta, or of the timeout in torch's options; None for the group's default."""
     timeout = getattr(timeout, "timeout", timeout)
     if timeout is None:
         return None
@@ -50,12 +50,12 @@ def seconds(timeout: Any) -> float | None:
 
 
 def to_timedelta(timeout: float) -> timedelta:
-    """Convert a timeout in seconds to the timedelta that torch requires; no timeout (inf) becomes the longest one."""
+    """Convert a timeout in seconds to a timedelta for torch; inf becomes the longest one that torch accepts."""
     return timedelta(seconds=min(timeout, _LONGEST))
 
 
 def sole_tensor(tensors: Any) -> torch.Tensor:
-    """Return the only tensor in an argument that is a tensor, or a list with one tensor."""
+    """Return the tensor of an argument that is a tensor or a list with one tensor."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -65,12 +65,12 @@ def sole_tensor(tensors: Any) -> torch.Tensor:
 
 
 def flat_tensors(lists: Any) -> list[torch.Tensor]:
-    """Return the list of tensors in an argument that is such a list, or a list that contains it."""
+    """Return the tensors of an argument that is a list of tensors, or a list that contains only this list."""
     return list(lists[0]) if lists and isinstance(lists[0], (list, tuple)) else list(lists)
 
 
 class Copies:
-    """Temporary outputs for an operation, in place of output tensors that share memory.
+    """Temporary output tensors of an operation, which replace output tensors whose elements share memory.
 
     An operation writes each element of its outputs once. But an expanded tensor has several elements at one address.
     Also, a program may pass one tensor twice. Gloo accepts both. The operation writes to copies of such tensors, and
@@ -85,7 +85,7 @@ class Copies:
         return bool(self._pairs)
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy if several elements of the tensor share memory."""
+        """Return `tensor`, or a temporary copy if several of its elements share memory."""
         check_device(tensor)
         if tensor.layout != torch.strided or not _is_expanded(tensor):
             return tensor
@@ -94,7 +94,7 @@ class Copies:
         return copy
 
     def outputs(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the output tensors, with a copy in place of each tensor that shares its memory with an earlier one."""
+        """Return the output tensors, with temporary copies in place of tensors that share memory."""
         seen: set[tuple[int, int]] = set()
         found = []
         for tensor in tensors:
@@ -110,7 +110,7 @@ class Copies:
         return found
 
     def write_back(self) -> None:
-        """Copy the results to the caller's tensors. If several tensors share memory, the last result counts."""
+        """Copy the results to the caller's tensors; where tensors share memory, the last result remains."""
         for tensor, copy in self._pairs:
             for dimension, stride in enumerate(tensor.stride()):
                 if stride == 0 and tensor.shape[dimension] > 1:

@@ -24,7 +24,7 @@ __all__ = ["attach"]
 
 @contextlib.asynccontextmanager
 async def attach(pg: ProcessGroup) -> AsyncIterator[dist.ProcessGroup]:
-    """Wrap `pg`, a group of the running event loop, in a torch group until the end of the block.
+    """Wrap `pg`, a group of the running event loop, in a torch group inside the ``async with`` block.
 
         async with aiocoll.new_group() as pg, aiocoll.torch.attach(pg):
             await asyncio.to_thread(train)  # calls torch.distributed
@@ -86,7 +86,7 @@ def _make_torch_group(pg: ProcessGroup, thread: RunningLoop, store: GroupStore) 
 
 
 def _destroy(group: AioGroup) -> None:
-    """Destroy a torch group, unless the program has destroyed it."""
+    """Destroy a torch group, unless the program has destroyed it already."""
     if dist.distributed_c10d.GroupMember.WORLD is group:
         dist.destroy_process_group()
     else:

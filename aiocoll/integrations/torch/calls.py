@@ -1,4 +1,4 @@
-"""The calls of a torch group: each is carried out by a call of aiocoll's `ProcessGroup`.
+"""Collectives and messages of a torch group, carried out by aiocoll's `ProcessGroup`.
 
 C++ finds the methods of `Calls` by name. Some names differ between torch 2.13 and 2.14: `alias` defines the older ones.
 """
@@ -32,7 +32,7 @@ __all__ = ["Calls"]
 
 
 class Calls:
-    """The calls of a torch group, as a mixin.
+    """A mixin with the collective and message methods of a torch group.
 
     Attributes:
         pg: the group of aiocoll.
@@ -42,16 +42,16 @@ class Calls:
     """
 
     def setup_calls(self, pg: ProcessGroup, thread: LoopThread, backend: str) -> None:
-        """Initialize this mixin, whose `__init__` torch's classes would not call."""
+        """Initialize this mixin; a separate method, because torch's classes do not call `super().__init__`."""
         self.pg = pg
         self.thread = thread
         self.count = 0
         self.carriers = Carriers()
         self._rank = pg.rank()
         self._prefix = f"{backend}:"
-        # The works of the coalescing block; None outside a block.
+        # Works of the calls in the current coalescing block; None outside a block.
         self._block: list[TorchWork] | None = None
-        # References to works in flight, because C++ keeps none to the Python objects.
+        # References that keep works in flight alive, because torch's C++ code holds no reference to the Python objects.
         self._pending_works: set[TorchWork] = set()
 
     # -- reductions
@@ -98,7 +98,7 @@ class Calls:
 
     @routed
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
-        """Reduce the r-th tensors of all ranks' lists into the output of rank r."""
+        """Reduce the r-th tensors in the lists of all ranks into the output of rank r."""
         output, inputs = sole_tensor(output_tensors), flat_tensors(input_tensors)
         op, limit = _reduction(opts, None)
         copies = Copies()
@@ -115,7 +115,7 @@ class Calls:
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Reduce a tensor over all ranks, and store the r-th part of the result in the output of rank r."""
+        """Reduce a tensor over all ranks, and store the r-th block of the result in the output of rank r."""
         op, limit = _reduction(opts, timeout)
         check_devices([output, input])
         call: Callable[[], Any] = lambda: self.pg.reduce_scatter_tensor(output, input, op, timeout=limit)  # noqa: E731
@@ -125,7 +125,7 @@ class Calls:
 
     @routed
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce several tensors over all ranks, and store the r-th part of each result in the outputs of rank r."""
+        """Reduce several tensors over all ranks, and store the r-th block of each result on rank r."""
         op, limit = _reduction(opts, None)
         check_devices([*outputs, *inputs])
 
@@ -161,7 +161,7 @@ class Calls:
 
     @routed
     def allgather_coalesced(self, output_lists: Any, input_list: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        """Gather several tensors of each rank on every rank, in one list of outputs per sending rank."""
+        """Gather several tensors of each rank on every rank; each sending rank has its own list of outputs."""
         copies, limit = Copies(), seconds(opts)
         outputs = [tensor for each in output_lists for tensor in each]
         check_devices(input_list)
@@ -191,7 +191,7 @@ class Calls:
 
     @routed
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Gather several tensors of each rank, each into one output tensor, on every rank."""
+        """Gather several tensors of each rank on every rank, with one output tensor per input tensor."""
         limit = seconds(opts)
         check_devices([*outputs, *inputs])
         call: Callable[[], Any] = lambda: self.pg.allgather_into_tensor_coalesced(  # noqa: E731
@@ -226,7 +226,7 @@ class Calls:
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Send the r-th tensor of the root to rank r."""
+        """Send the r-th tensor in the root's list to rank r."""
         (root, limit), output = _rooted(opts, timeout), sole_tensor(output_tensors)
         inputs = flat_tensors(input_tensors) if self._rank == root else None
         copies = Copies()
@@ -254,7 +254,7 @@ class Calls:
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Send a part of a tensor to each rank, and receive a part from each rank."""
+        """Send the r-th block of the input tensor to rank r, and receive a block from each rank."""
         limit = seconds(timeout or opts)
         check_devices([output, input])
         sizes = list(output_split_sizes) or None, list(input_split_sizes) or None
@@ -311,7 +311,7 @@ class Calls:
 
     @routed
     def start_coalescing(self, device: Any = None) -> None:
-        """Begin a coalescing block. Its calls start at once, and the work of the block ends with the last call."""
+        """Begin a coalescing block; its calls start at once, and `end_coalescing` returns one work for all."""
         self._block = []
 
     _start_coalescing = alias(start_coalescing, "_start_coalescing")
@@ -354,14 +354,14 @@ class Calls:
 
 
 def _reduction(opts: Any, timeout: timedelta | None) -> tuple[Any, float | None]:
-    """Return the reduction, and the timeout in seconds, from torch's options; `opts` may also be a reduction."""
+    """Return the reduction op and the timeout in seconds from torch's options, or from a plain reduction op."""
     if opts is None or not hasattr(opts, "reduceOp"):
         return reduce_op(opts), seconds(timeout)
     return reduce_op(opts.reduceOp), seconds(opts)
 
 
 def _rooted(opts: Any, timeout: timedelta | None) -> tuple[int, float | None]:
-    """Return the root, and the timeout in seconds, from torch's options; `opts` may also be a root."""
+    """Return the root rank and the timeout in seconds from torch's options, or from a plain root rank."""
     return (opts, seconds(timeout)) if isinstance(opts, int) else (opts.rootRank, seconds(opts))
 
 
@@ -379,7 +379,7 @@ def _written_back(call: Callable[[], Any], copies: Copies) -> Callable[[], Any]:
 
 
 async def _all(works: list[Work[Any]]) -> None:
-    """Wait for all works; raise the first error after the last work has ended."""
+    """Wait until all works have ended, then raise the first error."""
     errors = []
     for work in works:
         try:
@@ -391,7 +391,7 @@ async def _all(works: list[Work[Any]]) -> None:
 
 
 async def _all_ended(works: list[TorchWork]) -> None:
-    """Wait for all works of a coalescing block; raise the first error after the last work has ended."""
+    """Wait until all works of a coalescing block have ended, then raise the first error."""
     for work in works:
         if not work.is_completed():
             await work.started.ended()

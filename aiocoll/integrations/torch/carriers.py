@@ -1,4 +1,4 @@
-"""Choice of the backend that carries out a torch group's call, by the device of its tensors."""
+"""`Carriers`: selects the backend for each call of a torch group, by the device of the tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["BACKEND", "Carriers", "alias", "routed"]
 
 C = TypeVar("C", bound=Callable[..., Any])
 
-#: The name of the backend in the configuration of a group, such as "cpu:aio,cuda:nccl".
+#: Name of aiocoll's backend in a torch backend configuration such as "cpu:aio,cuda:nccl".
 BACKEND = "aio"
 
 
 class Carriers:
-    """The backends of one torch group by kind of device: aiocoll for CPU tensors, torch's backends for other devices.
+    """The backends of one torch group by device type: aiocoll for the CPU, torch's backends for the rest.
 
     The first call on a tensor of another device makes a torch group of the same ranks with the backends of all other
     devices. So all ranks make that call.
@@ -32,7 +32,7 @@ class Carriers:
         self._others: Any = None
 
     def find(self, group: dist.ProcessGroup, device: str) -> Any:
-        """Return the torch group that carries out calls on tensors of `device`; None if aiocoll does.
+        """Return the torch group for calls on tensors of device type `device`; None if aiocoll carries them out.
 
         Args:
             group: the group of these carriers.
@@ -46,11 +46,11 @@ class Carriers:
         return self._found[device]
 
     def devices(self, group: dist.ProcessGroup) -> list[str]:
-        """Return the kinds of device for which the group has a backend."""
+        """Return the device types for which the group has a backend."""
         return list(_configuration(group))
 
     def destroy(self) -> None:
-        """Destroy the torch group that carries out calls on other devices than the CPU."""
+        """Destroy the internal torch group for calls on tensors that are not on the CPU."""
         others, self._others = self._others, None
         if others is not None:
             with contextlib.suppress(ValueError):  # raised if it was destroyed with torch's default group
@@ -85,7 +85,7 @@ class Carriers:
 
 
 def routed(method: C, name: str = "") -> C:
-    """Decorate a method: for tensors on other devices than the CPU, call the same method of torch's backend.
+    """Decorate a method so that calls on tensors outside the CPU go to the same method of torch's backend.
 
     Args:
         method: of a group with `carriers`.
@@ -102,12 +102,12 @@ def routed(method: C, name: str = "") -> C:
 
 
 def alias(call: C, name: str) -> C:
-    """Return the routed method `call` for a version of torch in which its name is `name`."""
+    """Return the routed method `call` under the name `name`, which other versions of torch use."""
     return routed(call.__wrapped__, name)  # type: ignore[attr-defined, no-any-return]
 
 
 def _device_of(arguments: Iterable[Any]) -> str | None:
-    """Return the kind of device of the first tensor or device in the arguments of a call; None if there is none."""
+    """Return the device type of the first tensor or `torch.device` in a call's arguments; None without one."""
     for each in arguments:
         if isinstance(each, torch.Tensor):
             return str(each.device.type)
@@ -119,7 +119,7 @@ def _device_of(arguments: Iterable[Any]) -> str | None:
 
 
 def _configuration(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend that the program has chosen for each kind of device."""
+    """Return the backend name for each device type, as the program has configured the group."""
     try:
         pairs = [pair.partition(":") for pair in dist.get_backend_config(group).split(",")]
     except TypeError:  # torch has not registered the group yet

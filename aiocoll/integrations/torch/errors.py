@@ -10,7 +10,7 @@ __all__ = ["to_torch"]
 
 
 def to_torch(error: BaseException, call: str, rank: int) -> BaseException:
-    """Convert an error for torch programs: the text has the rank, torch's words for the kind, and the original text.
+    """Convert an aiocoll error to a `DistBackendError` with the rank and torch's wording in its text.
 
     Errors of other classes, such as `TypeError`, are returned unchanged.
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class GroupStore(dist.Store):  # type: ignore[misc]
-    """A torch store that wraps `ProcessGroup.store`, for all threads but the event loop's thread.
+    """A torch store that wraps `ProcessGroup.store`; any thread except the event loop's may use it.
 
     Args:
         store: the keys of a group.
@@ -37,11 +37,11 @@ class GroupStore(dist.Store):  # type: ignore[misc]
         return self._run(lambda: self._store.get(key, self.timeout))
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the decimal number under a key, and return the sum."""
+        """Add `amount` to the decimal number stored under a key, and return the sum."""
         return self._run(lambda: self._store.add(key, amount))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Store `desired` if the present value is `expected`; return the value afterwards."""
+        """Store `desired` if the current value equals `expected`; return the value after the call."""
         return self._run(lambda: self._store.compare_set(key, expected, desired))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -65,7 +65,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]
         return self._run(self._store.list_keys)
 
     def append(self, key: str, value: bytes) -> None:
-        """Append `value` to the value under a key."""
+        """Append `value` to the stored value of a key."""
         self._run(lambda: self._store.append(key, value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -81,7 +81,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]
         return True
 
     def clone(self) -> GroupStore:
-        """Return this store: threads share it."""
+        """Return this store, because threads can share it."""
         return self
 
     def _run(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:

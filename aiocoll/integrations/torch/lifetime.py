@@ -1,4 +1,4 @@
-"""`Lifetime`: the timeout and the end of a torch object whose calls aiocoll carries out."""
+"""`Lifetime`: base class of torch objects backed by an aiocoll group; adds timeout, shutdown and abort."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Lifetime"]
 
 
 class Lifetime(Calls):
-    """The calls of a torch object, its timeout and its end, as a mixin.
+    """A mixin for torch objects backed by an aiocoll group: calls, timeout, shutdown, abort.
 
     Attributes:
         is_owner: whether the end of the torch object closes `pg`.
@@ -23,7 +23,7 @@ class Lifetime(Calls):
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def setup(self, pg: ProcessGroup, thread: LoopThread, is_owner: bool) -> None:
-        """Initialize this mixin, whose `__init__` torch's classes would not call."""
+        """Initialize this mixin; a separate method, because torch's classes do not call `super().__init__`."""
         self.setup_calls(pg, thread, BACKEND)
         self.is_owner = is_owner
         if is_owner:
@@ -41,7 +41,7 @@ class Lifetime(Calls):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Close the group; called by `destroy_process_group`."""
+        """Close the group; torch's `destroy_process_group` calls this."""
         if self.is_owner:
             self.is_owner = False
             process.groups.discard(self)

@@ -1,4 +1,4 @@
-"""`Overlap`: averaging of gradients while `backward` runs, for torch programs with an event loop."""
+"""`Overlap`: averages gradients over the ranks while `backward` runs, for torch programs with asyncio."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Overlap"]
 
 
 class Overlap:
-    """A gradient averager that reduces finished buckets while `backward` computes further gradients.
+    """A gradient averager that reduces full buckets of gradients while `backward` computes the others.
 
         overlap = Overlap(pg, model)
         ...
@@ -59,7 +59,7 @@ class Overlap:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients on this rank in the block; the first `backward` afterwards averages the sums.
+        """Only accumulate gradients locally inside the block; the next `backward` after it averages the sums.
 
         Yields:
             None.
@@ -81,7 +81,7 @@ class Overlap:
             GroupError: an operation fails.
         """
         self._works, self._missing = [], [len(bucket) for bucket in self._buckets]
-        # When this returns, all hooks and the `_start_average` of each full bucket have run.
+        # When this await returns, all gradient hooks have run, and so has `_start_average` for each full bucket.
         await asyncio.to_thread(loss.backward)
         if not self._synchronizes:
             return
@@ -89,7 +89,7 @@ class Overlap:
         if self._find_unused:
             unused = await self._average_incomplete()
         elif any(self._missing):
-            raise RuntimeError("some parameters have no gradient: pass find_unused=True to use zeros for them")
+            raise RuntimeError("some parameters have no gradient; pass find_unused=True to average zeros for them")
         for number, work, sent in self._works:
             await work
             if self._compress is not None:
@@ -100,7 +100,7 @@ class Overlap:
             parameter.grad = None
 
     async def broadcast_buffers(self) -> None:
-        """Copy the buffers of the model from rank 0 to all ranks, such as the means of batch normalization.
+        """Copy the model's buffers, such as batch normalization statistics, from rank 0 to all ranks.
 
         Raises:
             GroupError: an operation fails.
@@ -123,7 +123,7 @@ class Overlap:
         self._works.append((number, work, gradients))
 
     async def _average_incomplete(self) -> list[torch.nn.Parameter]:
-        """Average the incomplete buckets, with zeros for missing gradients; return parameters that no rank has used."""
+        """Average incomplete buckets with zeros for missing gradients; return the parameters no rank has used."""
         parameters = [parameter for bucket in self._buckets for parameter in bucket]
         used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         await self._pg.allreduce(used, ReduceOp.MAX, key=f"{self._name} used")
@@ -137,7 +137,7 @@ class Overlap:
 
 
 def _buckets(model: torch.nn.Module, nbytes: int) -> list[list[torch.nn.Parameter]]:
-    """Divide the parameters, from the last layer to the first, into buckets, which are the same on all ranks."""
+    """Divide the parameters into buckets, last layer first; all ranks get the same buckets."""
     buckets: list[list[torch.nn.Parameter]] = [[]]
     for parameter in reversed([each for each in model.parameters() if each.requires_grad]):
         if sum(each.nbytes for each in buckets[-1]) >= nbytes and buckets[-1]:

@@ -1,4 +1,4 @@
-"""Resources that all torch groups of a process share: the event loop's thread, and the thread pool for futures."""
+"""Resources that all torch groups of a process share: the event loop thread, and a pool for callbacks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from aiocoll.numerals import to_float
 
 __all__ = ["Closable", "process", "set_switch_interval"]
 
-#: Number of threads that complete futures. With several, a callback may wait for a work that another thread completes.
+#: Number of threads that complete futures: several, so that a callback may wait for a work that another thread
+#: completes.
 _THREADS = 8
-#: Time limit in seconds to close, when the interpreter exits, the groups that the program has not destroyed.
+#: Maximum seconds at interpreter exit to close the groups that the program has not destroyed.
 _END = 2.0
-#: Seconds after which a thread gives up the GIL. Python's default of 5 ms delays each step of a collective.
+#: GIL switch interval in seconds, because Python's default of 5 ms delays each step of a collective.
 _SWITCH_INTERVAL = 0.0005
 _VARIABLE = "AIOCOLL_SWITCH_INTERVAL"
 
@@ -31,7 +32,7 @@ class Closable(Protocol):
 
     @property
     def pg(self) -> ProcessGroup:
-        """The aiocoll group behind the torch group."""
+        """The aiocoll group that the torch group wraps."""
 
     @property
     def thread(self) -> LoopThread:
@@ -39,7 +40,7 @@ class Closable(Protocol):
 
 
 class _Process:
-    """The shared resources, created by the first group. A forked child creates its own.
+    """The shared resources of this process, created by the first torch group; a forked child creates its own.
 
     Attributes:
         groups: the open torch groups.
@@ -67,11 +68,11 @@ class _Process:
         return self._pool
 
     def forget(self) -> None:
-        """Forget the parent's groups and thread pool, in a forked child."""
+        """Drop the groups and thread pool of the parent process; runs in a forked child."""
         self.groups, self.world, self._pool = WeakSet(), None, None
 
     def _end(self) -> None:
-        """Close the groups that the program has not destroyed, so that other ranks do not count this rank as lost."""
+        """Close all groups at exit, so that other ranks do not count this rank as lost."""
         thread = self._thread
         if thread is None or thread.is_closed():
             return
@@ -89,7 +90,7 @@ class _Process:
 
 
 def set_switch_interval() -> None:
-    """Shorten the interval after which a thread gives up the GIL, to 0.5 ms or to ``AIOCOLL_SWITCH_INTERVAL``.
+    """Shorten the interpreter's GIL switch interval to 0.5 ms, or to ``AIOCOLL_SWITCH_INTERVAL``.
 
     Raises:
         ValueError: ``AIOCOLL_SWITCH_INTERVAL`` is not a number of seconds.
@@ -98,7 +99,7 @@ def set_switch_interval() -> None:
     try:
         interval = _SWITCH_INTERVAL if given is None else to_float(float(given), _VARIABLE)
     except ValueError:
-        raise ValueError(f"{_VARIABLE}={given!r}: use a number of seconds, or 0 to keep Python's interval") from None
+        raise ValueError(f"{_VARIABLE}={given!r} must be a number of seconds, or 0 to keep Python's interval") from None
     if 0.0 < interval < sys.getswitchinterval():
         sys.setswitchinterval(interval)
 

@@ -22,8 +22,8 @@ _Handler = Callable[..., Iterator[tuple[dist.Store, int, int]]]
 
 
 def meet_under_launcher() -> None:
-    """Make torch's ``env://`` work under `aiocoll run`: let rank 0 serve a torch store on another port."""
-    # Import by name, because the attribute `torch.distributed.rendezvous` is a function, not the module.
+    """Make torch's ``env://`` rendezvous work under `aiocoll run`: rank 0 serves a torch store on a free port."""
+    # Import the module by name, because the attribute `torch.distributed.rendezvous` is a function that hides it.
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     if not getattr(handlers["env"], "of_aiocoll", False):
         handlers["env"] = _wrapped(handlers["env"])
@@ -63,7 +63,7 @@ def _make_server(pg: ProcessGroup, timeout: timedelta) -> dist.TCPStore:
 
 
 def _own_host() -> str:
-    """Return this host's address on the route to ``MASTER_ADDR``, by which other ranks reach it."""
+    """Return this host's address on the route to ``MASTER_ADDR``; other ranks can connect to this address."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if is_loopback(master):
         return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""`RunningLoop`: the program's own running event loop, with the methods of `LoopThread`."""
+"""`RunningLoop`: the program's own running event loop, with the interface of `LoopThread`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RunningLoop"]
 
 
 class RunningLoop(LoopThread):
-    """The running event loop of the program, on which other threads start calls.
+    """The program's running event loop, with the interface of `LoopThread`, for calls from other threads.
 
     The program owns the loop, so `close` does nothing. A wait on the thread of the loop raises `RuntimeError`.
     """
@@ -27,7 +27,7 @@ class RunningLoop(LoopThread):
         return self._running
 
     def is_current(self) -> bool:
-        """Return whether the caller runs on the thread of the loop."""
+        """Return whether the calling thread is the event loop's thread."""
         return threading.get_ident() == self._owner
 
     def is_closed(self) -> bool:

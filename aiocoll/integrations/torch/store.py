@@ -1,4 +1,4 @@
-"""`TorchStore`: a torch store as an aiocoll store, on which ranks meet."""
+"""`TorchStore`: an aiocoll store that wraps a torch store, for the rendezvous of torch's ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TorchStore(Store):
 
     @property
     def reached(self) -> str:
-        """The numeric address of the server; "" for a store without a server."""
+        """The numeric IP address of the store's server; "" for a store without a server."""
         return _numeric(*host_of(self._store))
 
     async def aclose(self) -> None:
@@ -64,12 +64,12 @@ class TorchStore(Store):
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         if command == "queue_pop":
-            raise StoreError("a torch store has no queues: use an aiocoll store")
+            raise StoreError("a torch store has no queues; use an aiocoll store instead")
         keys = keys_of(arguments)
         poll = Poll(Runtime.of(running_loop()), timeout)
         while not await self._call("check", (keys,)):
             if not await poll.pause():
-                raise StoreTimeoutError(f"no key {keys} in torch's store within {timeout:g} s")
+                raise StoreTimeoutError(f"torch's store did not get the keys {keys} within {timeout:g} s")
         if command == "wait":
             return None
         values = [await self._call("get", (key,)) for key in keys]

@@ -61,7 +61,9 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         return made
 
     async def _run_profiled(self, call: Callable[[], Any]) -> None:
-        """Run the call, and end its profiler event on the loop's thread, so that the profiler shows it as asynchronous.
+        """Run the call, then end its profiler event.
+
+        The event ends on the loop's thread, so that the profiler shows it as asynchronous.
 
         The event ends before the work, so that it is complete when the program reads the profile.
         """
@@ -83,7 +85,10 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         return self._started
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the call has ended. Ctrl-C ends the wait. C++ calls this while it holds the GIL."""
+        """Block until the call has ended; Ctrl-C interrupts the wait.
+
+        torch's C++ code calls this while it holds the GIL.
+        """
         left = timeout.total_seconds() if timeout is not None else 0.0
         if not self._started.wait(left if left > 0 else None):
             raise dist.DistBackendError(
@@ -103,15 +108,19 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Wait for the end of the call, and return the outputs."""
+        """Wait until the call has ended, and return its output tensors."""
         self.wait()
         return self._outputs
 
     def get_future(self) -> dist.Future[list[torch.Tensor]]:
-        """Return a future of the outputs. Its callbacks run in a thread pool, because they may wait for works."""
+        """Return a future of the output tensors.
+
+        Its callbacks run in a thread pool, because they may wait for works.
+        """
         if self._future is None:
             source = self._source = Future()
-            # Chain a callback: C++ receives an error that a callback raises, but not one that `set_exception` sets.
+            # Raise errors in a chained callback: torch's C++ code receives such an error, but no error from
+            # `set_exception`.
             self._future = source.then(self._value)
             self._started.add_done_callback(self._complete)
         return self._future

@@ -1,4 +1,4 @@
-"""Construction of torch groups: a world whose ranks meet on torch's store, or a subgroup of the world."""
+"""Construction of torch groups: the default group, whose ranks meet on torch's store, and subgroups."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from aiocoll.runtime import random_bytes
 
 __all__ = ["attached", "group", "make_group"]
 
-#: The group, and its event loop, that `attach` wraps in a torch group in this context; None outside `attach`.
+#: The group that `attach` is wrapping in a torch group, with its event loop; None outside `attach`.
 attached: ContextVar[tuple[ProcessGroup, LoopThread] | None] = ContextVar("attached", default=None)
 
-#: Key in torch's store under which rank 0 stores the job key. The value is empty if no job key must be sent.
+#: Key in torch's store for the job key of rank 0. The value is empty if the ranks need no job key from rank 0.
 _KEY = "aiocoll/key"
 _KEY_BYTES = 32
-#: Environment variables with a job key of the user.
+#: Environment variables by which the user sets a job key.
 _VARIABLES = {"AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FILE"}
 
 
 def make_group(options: Any, backend_options: Any) -> AioGroup:
-    """Make a torch group with backend "aio"; torch calls this function on every member.
+    """Create a torch group with backend "aio"; torch calls this function on every member of the group.
 
     Args:
         options: torch's options: store, rank, size, timeout, global ranks.
@@ -79,7 +79,10 @@ async def _meet(options: Any, timeout: float, given: GroupOptions | None) -> Pro
 
 
 def _parent(ranks: list[int]) -> tuple[ProcessGroup, LoopThread] | None:
-    """Return the group from which to split a group of `ranks`, and its loop; an empty list stands for all ranks."""
+    """Return the parent group from which a group of `ranks` is split off, and its loop; None without one.
+
+    An empty list stands for all ranks.
+    """
     if not ranks:
         return None if process.world is None else (process.world, process.thread())
     world = _carrier_of(dist.GroupMember.WORLD)
@@ -87,7 +90,7 @@ def _parent(ranks: list[int]) -> tuple[ProcessGroup, LoopThread] | None:
 
 
 def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
-    """Return the aiocoll group behind a torch group, to await its calls next to torch's calls.
+    """Return the aiocoll group that a torch group wraps, for awaiting calls next to torch's own calls.
 
     It belongs to the event loop of `loop_thread`, or to the loop of the program if `attach` made the torch group. Make
     its calls in coroutines on that loop.
@@ -107,7 +110,7 @@ def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
 
 
 def _carrier_of(group: Any) -> Lifetime | None:
-    """Return the object that carries out the calls of a torch group on CPU tensors; None if aiocoll does not."""
+    """Return aiocoll's object behind a torch group's CPU backend; None if the backend is not aiocoll's."""
     if isinstance(group, dist.ProcessGroup) and not isinstance(group, AioGroup):  # `shrink_group` may have made it
         try:
             group = group._get_backend(torch.device("cpu"))

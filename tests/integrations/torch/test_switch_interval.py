@@ -38,5 +38,5 @@ def test_python_switch_interval_is_shortened_to_the_value_of_the_environment_var
 
 def test_switch_interval_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_SWITCH_INTERVAL", "5 ms")
-    with pytest.raises(ValueError, match="AIOCOLL_SWITCH_INTERVAL='5 ms': use a number of seconds"):
+    with pytest.raises(ValueError, match="AIOCOLL_SWITCH_INTERVAL='5 ms' must be a number of seconds"):
         set_switch_interval()
