@@ -20,7 +20,7 @@ __all__ = ["Divergence", "Finding", "Lateness", "diagnose", "divergence", "laten
 
 #: Maximum number of pending operations, and of failed operations, that a report lists.
 NAMED = 8
-#: Average delay in seconds from which the verdict names the late rank.
+#: Average delay in seconds from which the verdict names the late rank, if it is last in half of the collectives.
 LATE = 1e-3
 #: Delay in seconds of one rank at one collective from which the verdict names that collective.
 LATE_ONCE = 1.0
@@ -175,7 +175,7 @@ def diagnose(group: GroupDumps, found: Divergence | None, late: Lateness | None)
     delayed = _diagnose_delay(group)
     if delayed is not None:
         return delayed
-    if late is None or late.seconds < LATE:
+    if late is None or late.seconds < LATE or late.last < late.calls / 2:  # some rank is the last one by chance
         return Finding("no failure: no collective diverged")
     return Finding(
         f"no failure; rank {late.rank} arrived last in {late.last} of {late.calls} collectives, "
@@ -204,13 +204,13 @@ def _diagnose_delay(group: GroupDumps) -> Finding | None:
     if line:
         label = f"blocked at {line}"
         return Finding(
-            f"no failure; rank {rank} was {label}, and entered {_first_call_text(call)} {delay} after {_ranks(others)}",
+            f"rank {rank} was {label}, and entered {_first_call_text(call)} {delay} after {_ranks(others)}; no failure",
             (rank,),
             label,
             call,
         )
     return Finding(
-        f"no failure; rank {rank} entered {_first_call_text(call)} {delay} after {_ranks(others)}",
+        f"rank {rank} entered {_first_call_text(call)} {delay} after {_ranks(others)}; no failure",
         (rank,),
         f"{delay} late",
         call,

@@ -117,7 +117,9 @@ def summarize_ends(
         if to_blame.report is None or not to_blame.report.traceback:
             yield f"rank {to_blame.rank} {_end(to_blame)}"
         else:
-            yield f"{_describe_culprit(to_blame, bool(stuck))}: {to_blame.report.error_and_place}"
+            is_mismatch = to_blame.report.kind == "CollectiveMismatchError"
+            cause = "ranks made different calls" if is_mismatch else _describe_culprit(to_blame, bool(stuck))
+            yield f"{cause}: {to_blame.report.error_and_place}"
     others = {rank: each for rank, each in outcomes.items() if each is not to_blame and rank not in stuck}
     yield from (line.removeprefix("aiocoll run: ") for line in _other_ends(others, to_blame))
 

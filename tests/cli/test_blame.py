@@ -587,7 +587,7 @@ DIFFER = "aiocoll.errors.CollectiveMismatchError: Collectives differ: rank 0 cal
         (
             [make_outcome(0, 2.0, DIFFER, degree=2), make_outcome(2, 3.0, DIFFER, degree=2)],
             {},
-            [f"ranks made different calls; rank 0 was the first to report it: {DIFFER} (a.py:0 in main)",
+            [f"ranks made different calls: {DIFFER} (a.py:0 in main)",
              "rank 2 failed: CollectiveMismatchError (a.py:2 in main)"],
         ),
     ],

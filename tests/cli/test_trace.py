@@ -135,8 +135,8 @@ def test_trace_of_a_healthy_group_names_the_rank_that_is_last_on_average(
 @pytest.mark.parametrize(
     ("delays", "expected"),
     [
-        ((0, 0, 2, 0), "no failure; rank 2 entered BARRIER 3 2 s after ranks 0, 1"),
-        ((0.1, 0.1, 1.5, 0.1), "no failure; rank 2 entered BARRIER 3 1.5 s after ranks 0, 1"),
+        ((0, 0, 2, 0), "rank 2 entered BARRIER 3 2 s after ranks 0, 1; no failure"),
+        ((0.1, 0.1, 1.5, 0.1), "rank 2 entered BARRIER 3 1.5 s after ranks 0, 1; no failure"),
         ((2, 2, 2, 2), "no failure; rank 2 arrived last in 4 of 4 collectives, 2 s after the first on average"),
         ((0, 0.9, 0, 0), "no failure; rank 2 arrived last in 4 of 4 collectives, 225 ms after the first on average"),
     ],
@@ -152,6 +152,19 @@ def test_verdict_names_the_collective_that_one_rank_entered_late(
     code, output = trace(capsys, *record(3, rank, tmp_path))
     assert code == 0
     assert f"\n  verdict: {expected}\n" in output
+
+
+def test_verdict_names_no_rank_if_the_ranks_are_last_in_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        for step in range(6):
+            await asyncio.sleep(0.3 * (pg.rank() == step % 3))
+            await pg.barrier()
+
+    code, output = trace(capsys, *record(3, rank, tmp_path))
+    assert code == 0
+    assert "\n  verdict: no failure: no collective diverged\n" in output
 
 
 @pytest.mark.parametrize(
@@ -179,7 +192,7 @@ def test_verdict_on_a_late_rank_names_the_line_that_blocked_it_meanwhile(
         (tmp_path / str(rank)).write_text(json.dumps(dump))
     code, output = trace(capsys, tmp_path / "0", tmp_path / "1")
     assert code == 0
-    assert f"\n  verdict: no failure; {expected}\n" in output
+    assert f"\n  verdict: {expected}; no failure\n" in output
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
