@@ -34,7 +34,7 @@ def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
 
 
 def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Return the program that reduces the tensors (buffer 0) along the line. Only the root's is overwritten."""
+    """Return the program that reduces the tensors (buffer 0) along the line. Only the root's tensor is overwritten."""
     tensor = Region(0, 0, count)
     if world_size == 1:
         return single_rank_reduction(tensor, tensor)
