@@ -86,7 +86,7 @@ class _NativeCallbacks:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        # Whether calls wait for free slots, and since when.
+        # Whether native calls wait for free slots, and the time at which the wait started.
         self._is_waiting = False
         self._since = 0.0
 
@@ -108,7 +108,7 @@ class _NativeCallbacks:
         return self._make(plan, max(arrays, default=-1) + 1, tuple(step), ufunc)
 
     def _make_relay(self, plan: Plan, relay: Relay) -> core.Steps | Literal[False]:
-        """Compile a plan for large arrays for the accelerator; return False if it cannot carry the plan out."""
+        """Compile a plan for large arrays for the accelerator; return False if the accelerator cannot carry it out."""
         kernel, ends = plan.kernel, {region.count % relay.chunk for region in relay.sources}
         # For a single element, NumPy uses another code path and produces different NaNs.
         if relay.sources and (kernel is None or kernel.ufunc is None or not kernel.is_builtin or 1 in ends):

@@ -82,7 +82,7 @@ class Departure:
             control.send(hub, self._make_end_message())
 
     def finish(self) -> None:
-        """Let `run` return, because every rank that needs the notice has received it."""
+        """Let `run` return: every rank that needs the notice has received it, or the time is up."""
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerLinks"]
 
-#: Seconds to try to reach a lost rank again. After that, messages that wait for it are dropped; their senders send them
-#: again.
+#: Seconds for which a lost rank is tried again. Afterwards, messages that wait for this rank are dropped; their senders
+#: repeat them.
 REACH = 2.0
 
 

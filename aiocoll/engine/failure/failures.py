@@ -1,4 +1,4 @@
-"""Errors of a group that lost a rank or in which code raised an exception. Ranks are numbered as in the group."""
+"""Errors of a failed group: lost ranks, timeouts, exceptions. Ranks are numbered as in the group."""
 
 from __future__ import annotations
 

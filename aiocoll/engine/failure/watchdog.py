@@ -46,11 +46,12 @@ UNREACHABLE_AFTER = 5.0
 STOPPED_AFTER = 4.5
 #: Seconds after which a warning is logged that the loop has not responded, or that this thread could not run.
 BLOCKED_AFTER = 1.0
-#: Seconds for which processes are checked after each request of the loop. The loop requests it once a second.
+#: Seconds for which processes are checked after a request of the event loop. While operations wait, the loop sends such
+#: a request once a second.
 ATTENTION = 2.5
 #: Maximum bytes per read of a heartbeat connection: more than an hour of unread heartbeats.
 READ_NBYTES = 8192
-#: Maximum seconds to wait for the end of the thread. It ends immediately unless the host hangs.
+#: Maximum seconds to wait for the end of the watchdog thread. The thread ends immediately unless the host hangs.
 JOIN_TIMEOUT = 1.0
 
 #: Error numbers of problems in this process or its host, which do not show that a connection has ended.
@@ -74,7 +75,7 @@ class _Heartbeat:
         self.silence = 0.0
 
     def exchange(self, counted: float, received: memoryview) -> bool:
-        """Send and receive heartbeats, ignoring the content of `received`. Return False if the connection has ended."""
+        """Send a heartbeat, and receive heartbeats into the buffer `received`. Return False if the connection ended."""
         try:
             self.stream.send(b"\0")
         except OSError as error:  # BlockingIOError: the peer has not read its heartbeats for hours

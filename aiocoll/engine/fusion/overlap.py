@@ -49,7 +49,7 @@ def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) ->
 
 
 class _FarthestEnds:
-    """The farthest end address of all memory spans so far, and the farthest one of any other call."""
+    """The farthest end address of all memory spans so far, and the farthest end address in any other call."""
 
     def __init__(self) -> None:
         self._end, self._member = 0, -1

@@ -1,4 +1,4 @@
-"""Executor of a flush: one operation for the whole flush, and one child for each of its buckets or single calls.
+"""Executor of a flush: one operation for the whole flush, and one child operation per bucket or single call.
 
 The flush itself sends no data. It represents the calls of its rank under that sequence number. Its signature is the
 list of members, and frames, requests, timeouts and completion reports refer to it. The ids of the buckets are derived
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["Flush", "Packer", "Start", "fail"]
 
 #: Number of calls that the accelerator starts between two checks of the time, in some 20 microseconds. At most twice as
-#: many are in flight. If all ranks exchange data in a call, the call ends only after all peers have started it. By then
-#: the peers have finished the calls that many positions earlier, so each call finds a free slot.
+#: many calls are in flight. If all ranks exchange data in a call, the call ends only after all peers have started it.
+#: By then, the peers have finished the calls that used the same slots before, so each call finds a free slot.
 PIECE = SMALL_SLOTS // 4
 
 #: A function that starts the operation of a bucket. Arguments: the bucket's number in its flush, the bucket, its
@@ -48,7 +48,7 @@ Start = Callable[[int, Bucket, list[NDArray[Any] | None], Ended], None]
 
 
 class Packer:
-    """The part of a flush that packs, starts and unpacks its buckets.
+    """The scheduler of a flush: it packs the input of each bucket, starts its operation, and unpacks the output.
 
     Args:
         comm: the communicator.
@@ -95,7 +95,7 @@ class Packer:
         self._put_off = False
 
     def advance(self) -> None:
-        """Continue to pack and unpack buckets, in the time of one callback.
+        """Continue to pack and unpack buckets, for at most the time of one callback.
 
         Work that exceeds this callback's time continues in the next loop iteration, unless `foreign`.
         """
@@ -286,7 +286,7 @@ class Flush(Operation):
         return False
 
     def expire(self) -> None:
-        """Handle the expired timeout. A bucket that only waits for a device reports the cause itself."""
+        """Handle the expired timeout. If a bucket only waits for a device, the bucket's operation reports the cause."""
         waiting = self.children.find_waiting_for_device()
         if waiting is None:
             super().expire()
@@ -300,10 +300,10 @@ class Flush(Operation):
         super().fail(error)
         self.children.fail(error)
 
-    # -- members that are carried out by themselves
+    # -- calls that are carried out without packing
 
     def _start_singles(self) -> Iterator[bool]:
-        """Start the calls that are not fused, in several callbacks. Consecutive ids give them different slots."""
+        """Start the calls that are not fused, in several callbacks. Consecutive ids give the calls different slots."""
         singles, members, native = self._packer.layout.singles, self._packer.members, self._packer.native
         first = KEYED | hash62(f"members of {self.id}") >> 1
         algorithm = next(plan.algorithm for plan in reversed(singles) if plan is not None)
@@ -374,7 +374,7 @@ class Flush(Operation):
         self.comm.call_soon(self.start_more)
 
     def on_singles_ended(self, peer: int) -> None:
-        """Record that the accelerator has carried out all its calls. The last one waited for data of `peer`."""
+        """Record that the accelerator has carried out all its calls. The last call waited for data of `peer`."""
         self.set_waited_for(peer)
         self._packer.finish_one()
         if not self.done:
@@ -392,11 +392,11 @@ class Flush(Operation):
 
 
 def _do_nothing(*_: object) -> None:
-    """Do nothing."""
+    """Ignore all arguments; used in place of a callback that must not be called any more."""
 
 
 def fail(members: Sequence[DeferredCompletion], error: BaseException) -> None:
-    """Fail `completions`, each with its own copy of `error`, because a raised exception accumulates tracebacks."""
+    """Fail `members`, each with its own copy of `error`, because a raised exception accumulates tracebacks."""
     for member in members:
         if not member.done:
             each = error

@@ -39,7 +39,7 @@ class ChildCompletion(Completion):
 
 
 class Children:
-    """The running child operations of one operation. When that operation fails, it calls `fail`.
+    """The running child operations of one parent operation. When the parent fails, it calls `fail`.
 
     The operation refers to this object. This object does not refer to the operation.
     """
@@ -119,7 +119,7 @@ class Children:
         return sorted({rank for child in self._running for rank in child.awaited_ranks()})
 
     def find_waiting_for_device(self) -> Operation | None:
-        """Return a child operation that waits for nothing but a device of this rank; None if there is none."""
+        """Return a child operation that waits only for a device of this rank; None if there is none."""
         return next((child for child in self._running if child.is_waiting_for_device()), None)
 
     def __bool__(self) -> bool:

@@ -13,7 +13,7 @@ __all__ = ["called", "describe_differing_members", "differences", "find_mismatch
 
 #: Op names at the two ends of a point-to-point message. Different names of one pair are no mismatch.
 HALVES = {"SEND", "RECV"}, {"SEND_SPARSE", "RECV_SPARSE"}
-#: Maximum number of calls of a flush in an error text: of those that differ, and of a whole list.
+#: Maximum number of calls that an error text lists of one flush, and of the calls in which two flushes differ.
 NAMED = 3
 
 Description = dict[str, Any]
