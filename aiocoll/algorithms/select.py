@@ -87,7 +87,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             # the send.
             Rule("exchange", max_world=2, min_world=2, max_stages=0.42),
             Rule("oneround", max_world=2, max_nbytes=4),
-            # Each of two ranks reduces one half, while data flows in both directions.
+            # With "ring", each of two ranks reduces one half of the tensor, while data flows in both directions.
             Rule("ring", max_world=2),
             # "oneround" takes one step. Above the limits, the messages or bytes of a rank take longer than the saved
             # steps.

@@ -39,7 +39,7 @@ class Part(Enum):
 
 
 class Participants(Enum):
-    """The set of ranks that have an input of a collective, or an output."""
+    """A set of ranks: those with an input of a collective, or those with an output."""
 
     ALL = "all"
     ROOT = "the root"

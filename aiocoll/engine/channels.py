@@ -214,5 +214,6 @@ class _LazyChannels(list[Channel]):
         return found
 
     def __iter__(self) -> Iterator[Channel]:
-        # Include channels that only peers have used: they may hold buffered frames of this group.
+        # Yield all existing channels, also those that only peers have used: they may hold buffered frames of this
+        # group.
         return self._channels.made(self._ranks)

@@ -109,7 +109,7 @@ class Communicator:
         self.channels = endpoint.channels.for_ranks(self.ranks)
         self.slots = Slots(self.channels, identity, chunk_nbytes)
         natives = sum(endpoint.cards[rank].get("native", False) for rank in self.ranks)
-        # Chunk queues to or from a rank without the accelerator have fewer and larger chunks.
+        # Chunk queues to or from a rank without the C accelerator have fewer and larger chunks.
         self.chunk_nbytes = chunk_nbytes if natives > 1 else chunk_nbytes * CHUNKS // LARGE_CHUNKS
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self._operations: dict[int, Operation] = {}
@@ -120,7 +120,7 @@ class Communicator:
         #: An array instead of attributes, because the C accelerator also reads and writes these values.
         self.gate = array("q", [0, False, False])
         self.hooks = Hooks(name, self.rank, partial(log_reasons, self))
-        #: The reasons, already logged, why collectives run in Python although the accelerator is in use.
+        #: Reasons that were already logged: why collectives run in Python although the group uses the C accelerator.
         self.python_reasons: set[str] = set()
         #: The collectives that failed because the group was revoked, by sequence number, or by key and count. All other
         #: collectives that this rank entered had completed before. The set is made from completions, because one
@@ -141,7 +141,7 @@ class Communicator:
         self.devices = DeviceInbox(self.ranks, self.position, endpoint.attempt)
         self.set_timeout(spec.timeout)
         self.matching = Matching(self)
-        #: Sends control messages about operations.
+        #: The sender of control messages about operations to other ranks of the group.
         self.sender = Sender(identity, self.ranks, self.channels, endpoint.control, endpoint.direct)
         self.mismatches = MismatchReports(self, self.sender)
         self.stalls = StallInspector(
@@ -167,7 +167,7 @@ class Communicator:
     def set_timeout(self, timeout: float) -> None:
         """Set the default timeout of later operations, in seconds."""
         self.timeout = timeout
-        # Operations in flight have longer timeouts, so later operations may expire before them.
+        # Operations in flight may have longer timeouts, so later operations may expire before them.
         self.default_timeout = nan if len(self.in_flight) or timeout < REPORT_AFTER else timeout
         log_reasons(self)
 
@@ -203,8 +203,8 @@ class Communicator:
         if self.stalls.asked_early:
             self.stalls.entered(operation)
         if self.left:
-            # Check in the next loop iteration: data that the departed ranks sent earlier may complete this operation
-            # before.
+            # Check in the next loop iteration, because data that the departed ranks sent earlier may still complete
+            # this operation.
             self.call_soon(self._fail_if_left, operation)
         if self.hooks.active and operation.parent is None:
             self._call_hooks(self.hooks.start, operation, None, None)
@@ -239,7 +239,7 @@ class Communicator:
         error: BaseException | None,
         seconds: float | None,
     ) -> None:
-        """Call the hooks for an operation. While they run, the program must not make calls on this group."""
+        """Call the hooks for an operation. While hooks run, the program must not make calls on this group."""
         self.gate[BARRED] = True
         try:
             call(operation, lambda: operation_info(operation, error, seconds))
@@ -293,8 +293,8 @@ class Communicator:
         if op & P2P:
             return self.matching.deliver(channel, peer, header, payload)
         if op <= self.entered or self.in_flight.has_ended(op):
-            # An operation ends only when it has received all its messages. A further frame means that the peer's call
-            # differs.
+            # An operation ends only when it has received all its messages. A further frame means that the peer has made
+            # a different call.
             if header[0] != FrameKind.GRANT and (record := self.record(op)) is not None:
                 self.mismatches.disagree(peer, op, record.describe(self.rank))
             return True

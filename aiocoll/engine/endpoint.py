@@ -1,4 +1,4 @@
-"""Endpoint: one rank's part in one job, with links, control plane, clock and timers for all groups on its loop."""
+"""Endpoint: the links, control plane, clock and timers of one rank in one job, shared by all its groups."""
 
 from __future__ import annotations
 

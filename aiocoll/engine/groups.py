@@ -124,7 +124,10 @@ class Groups:
         return self._context.closed or self.early.keep_frame(source, header, payload)
 
     def on_goodbye(self, rank: int, message: ControlMessage, direct: bool) -> None:
-        """Handle the goodbye of a rank that has left a group. `direct`: the message arrived on the data link."""
+        """Handle the goodbye of a rank that has left a group.
+
+        `direct` is True if the message arrived on the data link.
+        """
         identity, name = message["g"], message.get("name")
         if message["cause"] is not None:
             self.on_revocation(rank, message, direct)
@@ -162,7 +165,10 @@ class Groups:
         return None
 
     def on_revocation(self, rank: int, message: ControlMessage, direct: bool = False) -> None:
-        """Handle the revocation of a group by another rank. `direct`: the message arrived on the data link."""
+        """Handle the revocation of a group by another rank.
+
+        `direct` is True if the message arrived on the data link.
+        """
         self._context.transport.catch_up()
         identity, name = message["g"], message.get("name")
         if (group := self._find_group(identity, rank, name)) is not None:
@@ -171,7 +177,10 @@ class Groups:
             self.early.keep_cause(identity, rank, name, message["cause"], direct)
 
     def handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Pass a control message about a device or an operation to its group. `direct`: it arrived on the data link."""
+        """Pass a control message about a device or an operation to its group.
+
+        `direct` is True if the message arrived on the data link.
+        """
         identity = message["g"]
         group = self._find_group(identity, peer)
         if group is not None and message["t"] == DEVICE:

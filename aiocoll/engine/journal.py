@@ -77,8 +77,8 @@ __all__ = [
 #: lie between two collectives.
 HISTORY: Final = 1024
 MESSAGES: Final = 256
-#: Memory in bytes of full rings on a 64-bit machine: record, objects, signature and a shape of four dimensions. Equal
-#: calls share a signature and take less.
+#: Memory in bytes of both ring buffers when full, on a 64-bit machine, if each record has its own objects, signature
+#: and four-dimensional shape. Equal calls share a signature and take less.
 NBYTES: Final = (HISTORY + MESSAGES) * 512
 
 RECORD: Final = Struct("=Qqdddqii")
@@ -432,7 +432,10 @@ class Journal:
         return found
 
     def row_of_plan(self, plan: Plan, shape: tuple[int, ...]) -> tuple[int, float]:
-        """Return the counter row and the number of bytes of a plan's call in shared memory. `shape`: the main array."""
+        """Return the counter row and the number of bytes of a plan's call in shared memory.
+
+        `shape` is the shape of the call's main array.
+        """
         row = self._row_of(plan.signature.op, plan.algorithm, self._common_carrier())
         return row, float(_nbytes(plan.signature, shape))
 
@@ -456,7 +459,7 @@ class Journal:
         return self._common_carrier()
 
     def _common_carrier(self) -> str:
-        """Return the media of all channels, looked up once after each opening of a link."""
+        """Return the media of all channels. The result is cached until the next link is opened."""
         if self._carrier is None:
             self._carrier = carriers_of(self._channels)
         return self._carrier
@@ -533,8 +536,8 @@ def _waited(row: Sequence[float], now: float) -> WaitCounters:
     """Return the `WaitCounters` from a row of the wait table. The last minute starts at a whole second."""
     times, seconds = row[TIMES], row[WAITED]
     marks = zip(row[MARK::3], row[MARK + 1 :: 3], row[MARK + 2 :: 3], strict=True)
-    # A mark holds the counts at the start of a second. A mark that was never set means no waits at second 0, which is
-    # correct.
+    # A mark holds the counts at the start of a second. A mark that was never set holds zeros: no waits at second 0,
+    # which is correct.
     _, before, spent = min((mark for mark in marks if mark[0] > now // 1 - MINUTE), default=(now, times, seconds))
     return WaitCounters(int(times), seconds, int(times - before), seconds - spent)
 

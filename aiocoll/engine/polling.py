@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Polling"]
 
-#: Seconds since the last loop iteration after which an await yields to the loop even if its result is ready (contract).
+#: Seconds since the last loop iteration after which an await yields to the loop even if its result is ready, so that
+#: other tasks run.
 TURN: Final = 500e-6
 #: Seconds of polling after which an await checks whether a peer runs on the same core. Most awaits complete earlier.
 DOUBT: Final = 5e-6
@@ -184,7 +185,8 @@ class Polling:
             except Exception as error:
                 operation.comm.revoke_after_crash(error)
             if ticks() > deadline:
-                # Move the operation that has just looked to the end, so that another one looks first next time.
+                # Move the operation that was just polled to the end, so that the next poll starts with another
+                # operation.
                 if operation in self.lookers:
                     del self.lookers[operation]
                     self.lookers[operation] = None

@@ -66,7 +66,10 @@ class Receiver(NamedTuple):
             ) from error
 
     def _handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Handle a checked message. `direct`: the message arrived on the data link, after all data."""
+        """Handle a checked message.
+
+        `direct` is True if the message arrived on the data link, after all data.
+        """
         kind = message["t"]
         if (detail := self._own_death(message)) is not None:
             self.roster.on_own_death(detail, peer)
@@ -111,7 +114,7 @@ class Receiver(NamedTuple):
             self.groups.handle(peer, message, direct)
 
     def _own_death(self, message: ControlMessage) -> str | None:
-        """Return the reason for which the sender declared this rank dead; None if the message does not imply that."""
+        """Return the reason for which the sender declared this rank dead; None if the sender did not declare this."""
         kind, me = message["t"], self.facts.rank
         if kind == "died":
             return message["detail"] if message["rank"] == me and message["how"] == "killed" else None

@@ -41,7 +41,7 @@ class _Blocks(NamedTuple):
     first: int = 0
 
     def runs(self, low: int, high: int) -> list[Region]:
-        """Return the blocks R[low:high] as one region of the buffer, or two if R wraps around the buffer's end."""
+        """Return the one or two regions of the buffer that hold the blocks `low` to `high` - 1 of this list."""
         size = len(self.bounds) - 1
         low, high = low + self.first, high + self.first
         if low < size < high:
@@ -142,7 +142,7 @@ def _halvings(world_size: int) -> list[tuple[int, int]]:
 
 
 def _reduce_rounds(build: Builder, rank: int, blocks: _Blocks, loaded: Sequence[Deps], target: Region) -> Deps:
-    """Add the rounds that reduce this rank's block R[0] into `target`; return the actions of the last round.
+    """Add the rounds that reduce this rank's own block into `target`; return the actions of the last round.
 
     Actions `loaded[i]` must complete before R[i] is used.
     """

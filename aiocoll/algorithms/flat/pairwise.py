@@ -83,7 +83,7 @@ def alltoall(rank: int, world_size: int, in_counts: Sequence[int], out_counts: S
 
 
 def _fold_chunk(build: Builder, rank: int, parts: Sequence[Region], target: Region) -> Deps:
-    """Send each peer its chunk, and reduce this rank's chunk from all ranks, in rank order, into `target`."""
+    """Add actions that send each peer its chunk, and reduce this rank's chunk of all ranks in order into `target`."""
     world_size = len(parts)
     size = parts[rank].count
     scratch = build.scratch((world_size - 1) * size) if world_size > 1 else 0

@@ -66,7 +66,7 @@ def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
 
 
 def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
-    """Return the program that sends each piece of the root's tensor (buffer 0) along its own lane."""
+    """Return the program that sends each piece of the root's tensor (buffer 0) along its own lane of ranks."""
     build = Builder(1)
     for lane, piece in enumerate(chunks(count, hosts.lanes)):
         spread(build, hosts, rank, root, hosts.gates(lane), piece)
@@ -74,7 +74,7 @@ def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
 
 
 def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
-    """Return the program that sends each rank's input (buffer p) along this rank's lane to all outputs (0 to p-1)."""
+    """Return the program that sends the input (buffer p) of each rank along its own lane to all outputs (0 to p-1)."""
     world_size = len(counts)
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])

@@ -33,7 +33,7 @@ __all__ = ["allreduce", "reduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
-    """Return the program that reduces each rank's part of the tensor (buffer 0) along a line and spreads the result."""
+    """Return the program that reduces part j of the tensor (buffer 0) along a line to rank j and spreads the result."""
     build = Builder(1)
     parts = list(enumerate(chunks(count, len(hosts.host))))
     done: list[Deps] = []
@@ -48,7 +48,7 @@ def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
 
 
 def reduce(rank: int, hosts: Hosts, root: int, count: int) -> Program:
-    """Return the program that reduces each piece of the tensors (buffer 0) along its own line to the root."""
+    """Return the program that reduces each piece of the tensors (buffer 0) along its own line of ranks to the root."""
     build = Builder(1)
     scratch = 0 if rank == root else build.scratch(count)
     for lane, piece in enumerate(chunks(count, hosts.lanes)):
@@ -58,7 +58,7 @@ def reduce(rank: int, hosts: Hosts, root: int, count: int) -> Program:
 
 
 def reduce_scatter(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
-    """Return the program that reduces inputs (buffers 0 to p-1) along one line for each target, which is its end."""
+    """Return the program that reduces input j of all ranks (buffer j) along a line of ranks that ends at rank j."""
     world_size = len(counts)
     build = Builder(world_size + 1)
     for target, count in enumerate(counts):

@@ -130,7 +130,7 @@ ALGORITHMS: Mapping[tuple[str, str], Callable[..., Program]] = MappingProxyType(
 
 
 def has_two_levels(hosts: Sequence[int]) -> bool:
-    """Return whether the ranks are on several hosts, of which at least one has several ranks."""
+    """Return whether the ranks are on several hosts, and at least one host has several ranks."""
     return 1 < len(set(hosts)) < len(hosts)
 
 

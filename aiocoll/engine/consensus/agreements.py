@@ -50,7 +50,7 @@ class Agreements:
         return found
 
     def withdraw(self, identity: int, ranks: Sequence[int]) -> None:
-        """Withdraw this rank from the votes of a group that it leaves."""
+        """Let pending `shrink` and `grow` calls of a group fail, because this rank leaves the group."""
         for (group, _, members), voter in self.voters.items():
             if group == identity and members == tuple(ranks):
                 voter.withdraw()

@@ -14,8 +14,8 @@ __all__ = ["Completed", "Report", "combine", "report"]
 
 Report = dict[str, Any]
 
-#: Maximum number of unfinished operations in one report. Twice as many numbers, plus the keys, fit into a control
-#: frame.
+#: Maximum number of unfinished operations in one report. A control frame has room for twice as many numbers, plus the
+#: keys.
 LISTED = 10_000
 #: Maximum size of all keys in one report, in bytes. A control frame has at most 256 KiB.
 KEY_NBYTES = 32 * 1024
@@ -84,7 +84,7 @@ def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
         frozenset(op for one in each for op in one.missing if op <= least),
         frozenset.intersection(*(one.keyed for one in each)),
     )
-    # If an operation completed on no rank, then it is also missing on the rank that entered the most operations.
+    # An operation that completed on no rank is missing on all ranks, also on the rank that entered the most operations.
     nowhere = frozenset(op for op in furthest.missing if not any(op in one for one in each))
     return everywhere, Completed(furthest.upto, nowhere, frozenset.union(*(one.keyed for one in each)))
 

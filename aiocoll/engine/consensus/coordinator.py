@@ -14,7 +14,8 @@ from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["Coordinator"]
 
-#: Seconds to wait for votes, and then for acceptances. The documentation allows 6 s until a stopped rank is detected.
+#: Seconds to wait for votes, and then again for acceptances. The documented limit until a stopped rank is detected is 6
+#: s.
 BOUND = 6.0
 #: Seconds for which a lost rank is tried again: longer than any round trip, even with a lost SYN packet, and longer
 #: than a rank needs to reply if its loop is not blocked.
@@ -24,7 +25,7 @@ EMPTY: Outcome = {"members": [], "excluded": [], "everywhere": None, "somewhere"
 
 
 class Coordinator:
-    """The coordinator on one rank. It runs only one ballot: the highest-numbered one that a voter has chosen.
+    """The coordinator on one rank. It runs one ballot at a time: the ballot with the highest number that a voter chose.
 
     Args:
         agreement: this rank's own voter.
@@ -216,7 +217,7 @@ class Coordinator:
         self._send_proposal(self._agreement.ranks)
 
     def on_acceptance(self, peer: int, message: ControlMessage) -> None:
-        """Handle the message by which `peer` accepts the proposal."""
+        """Handle the acceptance of the proposal by `peer`."""
         if message["ballot"] == self._ballot:
             self._acks.add(peer)
             self.consider()

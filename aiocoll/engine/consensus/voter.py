@@ -171,7 +171,7 @@ class Voter:
             self._stop_reminder()
 
     def identity(self, members: Sequence[int]) -> int:
-        """Return the id of the successor group: a hash of the decision, so that two decisions give different ids."""
+        """Return the id of the successor group: a hash of the decision, so different decisions give different ids."""
         return group_id(f"{self.group}\0{self.number}\0{list(members)}")
 
     def handle(self, peer: int, message: ControlMessage) -> None:
@@ -262,7 +262,7 @@ class Voter:
         return GroupError(text, ranks=[me])
 
     def _choose_ballot(self) -> None:
-        """Promise a ballot whose coordinator may answer; keep the promised ballot if its coordinator may."""
+        """Keep the promised ballot if its coordinator may answer; otherwise promise a ballot of another rank."""
         size = self.parts.context.world_size
         if self.promised < 0 or not self._may_answer(self.promised % size):
             # A rank is always found, because this rank can answer its own vote.

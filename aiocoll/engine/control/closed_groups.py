@@ -123,7 +123,10 @@ class ClosedGroups:
         return any(peer in record.frames for record in self._records.get(identity, ()))
 
     def sends_notes(self, identity: int, peer: int, direct: bool, name: str | None = None) -> bool:
-        """Return whether a message of `peer` is about a closed group. `direct`: it arrived on the data link."""
+        """Return whether a message of `peer` is about a closed group.
+
+        `direct` is True if the message arrived on the data link.
+        """
         for record in self._records.get(identity, ()):
             if peer in (record.frames if direct else record.notes) and record.matches(peer, name):
                 return True

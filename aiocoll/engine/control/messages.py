@@ -60,7 +60,7 @@ DEVICE = "device"
 #: The value of `PeerLostError.how` for a rank that sent an invalid message.
 PROTOCOL = "protocol"
 
-#: Maximum depth of nested splits. Every message about an operation of the innermost group lists all splits above it.
+#: Maximum depth of nested group splits. Every message about an operation of the innermost group lists all these splits.
 LEVELS = 256
 #: Maximum number of calls in one coalescing block, far more than any program makes.
 MEMBERS = 1 << 20
@@ -264,7 +264,7 @@ def _shrink(value: Any, scope: Scope) -> None:
 def _device(value: Any, scope: Scope) -> None:
     inner = next((check for name, check in _DEVICE.items() if name in value), None)
     if inner is None:
-        raise SchemaError("no field of any device message")
+        raise SchemaError("no field that identifies the kind of device message")
     inner(value, scope)
 
 

@@ -32,7 +32,7 @@ DEVICE_MESSAGES = 16
 
 T = TypeVar("T")
 
-#: The sender of a message, and the group name in the message.
+#: Key of the buffers: the sender of a message, and the group name in the message.
 Key = tuple[int, str | None]
 
 
@@ -80,7 +80,7 @@ def _pop_matching(kept: dict[Key, T], name: str | None, members: Collection[int]
 
 
 def _may_match(name: str | None, other: str | None) -> bool:
-    """Return whether two names may belong to the same group. The name None is unknown."""
+    """Return whether two names may belong to the same group. None stands for an unknown name."""
     return name == other or None in (name, other)
 
 
@@ -127,12 +127,18 @@ class UnmadeGroups:
         return False
 
     def keep_message(self, identity: int, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Buffer a message about CUDA devices. `direct`: the message arrived on the data link."""
+        """Buffer a message about CUDA devices.
+
+        `direct` is True if the message arrived on the data link.
+        """
         if not self._closed.sends_notes(identity, peer, direct):
             keep_message(self.buffer_of(identity, peer).messages, peer, message)
 
     def keep_cause(self, identity: int, peer: int, name: str | None, cause: dict[str, Any], direct: bool) -> None:
-        """Store why a group was revoked, unless a cause is stored. `direct`: the message arrived on the data link."""
+        """Store why a group was revoked, unless a cause is stored already.
+
+        `direct` is True if the message arrived on the data link.
+        """
         if not self._closed.sends_notes(identity, peer, direct, name):
             self.buffer_of(identity, peer, name).causes.setdefault((peer, name), cause)
 

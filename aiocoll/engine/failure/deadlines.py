@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["REPORT_AFTER", "Deadlines"]
 
-#: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms). Also the timer's period.
+#: Seconds after which a pending operation is reported to the coordinator (documented: 250 ms). Also the timer's period.
 REPORT_AFTER = 0.25
 #: Maximum number of operations that one timer tick examines, oldest first. With equal timeouts, the oldest operation
 #: expires first.
@@ -115,7 +115,8 @@ class Deadlines:
                 busy = True
                 waits = waits or now - operation.entered >= REPORT_AFTER
                 group.attempt(self._check, group, operation, now, oldest)
-                # Receives may wait without limit and are not reported, so the next operation may count as the oldest.
+                # Sends and receives are not reported, because receives may wait without limit. So the next operation
+                # may count as the oldest.
                 oldest = oldest and operation.id & P2P == P2P
         if waits:
             self._needed()

@@ -165,7 +165,7 @@ class FailureDetector:
         return "its process is alive" if silence <= 2 * ROUND else f"its heartbeat has been silent for {silence:.1f} s"
 
     def blocked(self) -> tuple[float, str] | None:
-        """Return how long this rank's loop has been blocked, in seconds, and in which line; None if it is not blocked.
+        """Return for how many seconds, and in which line, this rank's loop has been blocked; None if it is not.
 
         Any thread may call this.
         """
@@ -196,12 +196,15 @@ class FailureDetector:
             self._roster.record_loss(rank, detail, how="unreachable")
 
     def confirm_death(self, rank: int) -> None:
-        """If the process of a lost rank is gone, notify all ranks."""
+        """Notify all ranks if the process of a lost rank is gone."""
         if rank in self._roster.suspected_ranks and self._is_visible(rank):
             self._check_until(rank, self._context.runtime.time() + GRACE, cut=False)
 
     def check_process(self, rank: int) -> None:
-        """Notify all ranks if the process of `rank` is gone, which a link that is still being opened cannot detect."""
+        """Notify all ranks if the process of `rank` is gone.
+
+        A link that is still being opened cannot detect the end of the process.
+        """
         if not self._stopped and self._state(rank) == GONE:
             self._on_lost(rank, "killed", 0.0)
 
@@ -213,7 +216,10 @@ class FailureDetector:
         return state(self._processes.get(rank), self._pidfds.get(rank))
 
     def _check_until(self, rank: int, until: float, cut: bool) -> None:
-        """Check until the time `until` whether a process is gone. `cut`: a connection to the process has broken."""
+        """Check repeatedly until the time `until` whether a process is gone.
+
+        `cut` is True if a connection to the process has broken.
+        """
         if self._stopped:
             return
         runtime = self._context.runtime

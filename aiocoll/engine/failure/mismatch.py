@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["MismatchReports"]
 
 #: Seconds that the lowest rank has to revoke a group after a mismatch report. Afterwards, the reporting rank revokes
-#: the group itself: the lowest rank's loop may be blocked, and the contract allows one second in total.
+#: the group itself: the lowest rank's loop may be blocked, and the documentation allows one second in total.
 INSIST_AFTER = 0.5
 
 Description = dict[str, Any]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DOUBT", "Roster"]
 
-#: Seconds in which a rank declared dead may prove that it is alive. By contract, a death may stay undetected for this
-#: time. A message between running processes takes a small fraction of it.
+#: Seconds in which a rank declared dead may prove that it is alive. The documentation allows this time for detecting a
+#: death. A message between running processes takes a small fraction of it.
 DOUBT = 1.0
 
 
@@ -201,7 +201,7 @@ class Roster:
             self.on_own_death(detail, sender)
 
     def on_rank_out(self, rank: int, detail: str) -> None:
-        """Handle the notice of a rank that knows of its own death notice and no longer takes part in the job."""
+        """Handle the notice by which a rank confirms that it was declared dead and no longer takes part in the job."""
         self._record(rank, detail, "killed", notify=False, witnessed=False)
         self._end_doubt(rank)
 

@@ -38,10 +38,10 @@ __all__ = ["Watchdog"]
 #: Seconds between two rounds of checks: precise enough for deadlines of seconds. The two wake-ups per second of an idle
 #: rank use 0.05 % of a core.
 ROUND = 0.5
-#: Seconds without a heartbeat after which a rank is unreachable (contract: 6 s). A loaded host, or a call that holds
-#: the GIL, delays heartbeats by less.
+#: Seconds without a heartbeat after which a rank is unreachable (documented limit: 6 s). A loaded host, or a call that
+#: holds the GIL, delays heartbeats by less.
 UNREACHABLE_AFTER = 5.0
-#: Seconds after which a stopped process is reported: 1.5 s before the contract's limit of 6 s, to notify all ranks in
+#: Seconds after which a stopped process is reported: 1.5 s before the documented limit of 6 s, to notify all ranks in
 #: time.
 STOPPED_AFTER = 4.5
 #: Seconds after which a warning is logged that the loop has not responded, or that this thread could not run.
@@ -304,7 +304,7 @@ class Watchdog:
                 )
 
     def _check_itself(self, elapsed: float) -> None:
-        """Log that this thread could not run for a while."""
+        """Log if the watchdog thread itself could not run for a while."""
         before, self._cpu = self._cpu, _cpu_time()
         if elapsed >= ROUND + BLOCKED_AFTER:
             repeated = self._repeats.admit(STOOD_STILL, self._round_at)

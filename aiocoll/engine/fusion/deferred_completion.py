@@ -80,13 +80,13 @@ class MemberCompletion(DeferredCompletion):
         """Do nothing, because the completion of the list reports the failure."""
 
 
-#: A recorded call of a coalescing block: its completion or, if the accelerator has recorded the call, its `Work`. Such
-#: a `Work` makes a completion only on request.
+#: A recorded call of a coalescing block: its completion or, if the C accelerator has recorded the call, its `Work`.
+#: Such a `Work` makes a completion only on request.
 Member = Any
 
 
 def completion_of_member(member: Member) -> DeferredCompletion:
-    """Return the completion of a recorded call. If the accelerator carries out the call, Python takes the call over."""
+    """Return the completion of a recorded call. Take the call over if the C accelerator carries it out."""
     return member if isinstance(member, DeferredCompletion) else cast(DeferredCompletion, completion_of(member))
 
 

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Flush", "Packer", "Start", "fail"]
 
-#: Number of calls that the accelerator starts between two checks of the time, in some 20 microseconds. At most twice as
-#: many calls are in flight. If all ranks exchange data in a call, the call ends only after all peers have started it.
-#: By then, the peers have finished the calls that used the same slots before, so each call finds a free slot.
+#: Number of calls that the C accelerator starts between two checks of the time, in some 20 microseconds. At most twice
+#: as many calls are in flight. If all ranks exchange data in a call, the call ends only after all peers have started
+#: it. By then, the peers have finished the calls that used the same slots before, so each call finds a free slot.
 PIECE = SMALL_SLOTS // 4
 
 #: A function that starts the operation of a bucket. Arguments: the bucket's number in its flush, the bucket, its
@@ -128,7 +128,7 @@ class Packer:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Fail all pending calls of the flush with `error`."""
+        """Fail all pending calls of the coalescing block with `error`."""
         self.done = True
         self._jobs.clear()
         self._schedule_next()
@@ -151,7 +151,7 @@ class Packer:
             self._jobs.appendleft(starting)
 
     def resume(self) -> None:
-        """Continue the job that paused itself."""
+        """Continue the paused job, which starts more calls."""
         self._jobs.append(self._paused)
         self.advance()
 
@@ -250,7 +250,7 @@ class Packer:
 
 
 class Flush(Operation):
-    """The operation on one rank that carries out a flush.
+    """The operation of one rank that carries out all recorded calls of a coalescing block.
 
     Args:
         layout: layout of the members.
@@ -323,7 +323,7 @@ class Flush(Operation):
         yield False
 
     def start_single(self, position: int, identity: int) -> None:
-        """Start a call that is not fused, and that the accelerator cannot carry out."""
+        """Start a call that is not fused, and that the C accelerator cannot carry out."""
         if self.done:
             return
         plan = self._packer.layout.singles[position]
@@ -342,7 +342,10 @@ class Flush(Operation):
         missing: int,
         has_posted: bool,
     ) -> None:
-        """Continue a call that the accelerator has begun; `missing` and `has_posted` as in `SlotProgram.adopt`."""
+        """Continue a call that the C accelerator has begun.
+
+        `missing` and `has_posted` are arguments of `SlotProgram.adopt`.
+        """
         child = self._single(identity, plan, arrays, member)
         child.entered = entered
         assert isinstance(child, SlotProgram)
@@ -365,7 +368,7 @@ class Flush(Operation):
         return self.children.add(self, identity, make, ended)
 
     def start_more(self) -> None:
-        """Start more calls, because the accelerator has only a few left to carry out."""
+        """Start more calls, because the C accelerator has only a few left to carry out."""
         if not self.done:
             self._packer.resume()
 
@@ -374,7 +377,7 @@ class Flush(Operation):
         self.comm.call_soon(self.start_more)
 
     def on_singles_ended(self, peer: int) -> None:
-        """Record that the accelerator has carried out all its calls. The last call waited for data of `peer`."""
+        """Record that the C accelerator has carried out all its calls. The last call waited for data of `peer`."""
         self.set_waited_for(peer)
         self._packer.finish_one()
         if not self.done:

@@ -18,8 +18,8 @@ __all__ = ["ALIGN", "ASK_WINDOW", "EARLY_GRANTS", "LEAST", "LINK_WINDOW", "WINDO
 #: Maximum number of bytes sent eagerly to one peer and not consumed by it yet.
 LINK_WINDOW = 4 * 1024 * 1024
 #: Minimum number of bytes for which a frame is counted: a buffered frame takes about 600 bytes even if it is empty. So
-#: at most 32,768 frames are buffered, several for each of 10,000 operations that the receiver has not entered
-#: (contract).
+#: at most 32,768 frames are buffered, which allows several frames for each of 10,000 operations that the receiver has
+#: not entered.
 LEAST = 128
 #: Additional window for READY frames, which announce messages, when the data window is full: the same size again.
 ASK_WINDOW = LINK_WINDOW

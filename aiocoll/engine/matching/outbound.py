@@ -106,7 +106,7 @@ class OutboundMessage(Operation):
         return {**super().describe(), "tag": (self.id ^ P2P) >> 32, "dst": self.peer}
 
     def needs(self, peer: int) -> bool:
-        """Return whether the send needs `peer`, which is the case for its destination."""
+        """Return whether the send needs `peer`, that is, whether `peer` is the destination."""
         return peer == self.peer
 
 

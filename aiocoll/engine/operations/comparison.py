@@ -88,7 +88,7 @@ def _differs(found: Sequence[Description], field: str) -> bool:
 
 
 def _pairs(found: Sequence[Description]) -> Iterator[tuple[Description, Description]]:
-    """Yield the pairs of calls to compare: each call with the first one, and private calls also with all others."""
+    """Yield the pairs of calls to compare: each call with the first; calls with private fields with all others."""
     for index, one in enumerate(found):
         if index and not private(one):
             continue

@@ -73,12 +73,15 @@ class Children:
         parent.root.started = child.entered
 
     def record_start(self, parent: Operation, algorithm: str | None, now: float) -> None:
-        """Record that the accelerator has started child operations."""
+        """Record that the C accelerator has started child operations."""
         self.algorithm = algorithm
         parent.root.started = now
 
     def add(self, parent: Operation, identity: int, make: Make, ended: Ended, *, reported: bool = False) -> Operation:
-        """Create a child operation without starting it. Arguments as for `start`; `identity` is the child's id."""
+        """Create a child operation without starting it.
+
+        `identity` is the child's id. The other arguments are those of `start`.
+        """
         #: A list that holds the child until its end. Without this indirection, the child and its completion would form
         #: a reference cycle.
         running: list[Operation] = []

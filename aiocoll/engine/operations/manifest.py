@@ -1,4 +1,4 @@
-"""Manifest of a flush: the list of recorded calls, which ranks send and compare."""
+"""Manifest of a flush: the list of recorded calls of a coalescing block, which ranks send and compare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Description = dict[str, Any]
 
 
 class Manifest:
-    """The recorded calls of a flush, in order.
+    """The recorded calls of a coalescing block, in order.
 
     Args:
         members: the signature of each member.
@@ -62,7 +62,7 @@ class Manifest:
 
 
 def runs(description: Description) -> list[Description]:
-    """Return the runs of equal calls in a flush's description, each with its `count`."""
+    """Return the runs of equal calls in the description of a coalescing block, each with its `count`."""
     found: list[Description] = description["members"]["runs"]
     return found
 
@@ -70,7 +70,7 @@ def runs(description: Description) -> list[Description]:
 def iter_differing_members(
     one: Description, two: Description
 ) -> Iterator[tuple[int, Description | None, Description | None]]:
-    """Yield each position at which two flushes differ, with the two calls; None in place of a missing call."""
+    """Yield each position at which two lists of recorded calls differ, with both calls; None for a missing call."""
     mine, yours = one["members"], two["members"]
     if mine == yours and not private(one):
         return

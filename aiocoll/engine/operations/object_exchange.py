@@ -186,7 +186,7 @@ class ObjectExchange(Post):
 
     @property
     def _lookers(self) -> dict[Looker, None]:
-        """The table of operations that are polled, in which this operation waits for data in shared memory."""
+        """The table of polled operations, to which this operation belongs while it waits for data in shared memory."""
         polling = self.comm.polling
         return polling.lookers if self._parcels.may_be_chunked else polling.readers
 

@@ -87,8 +87,8 @@ class ProgramExecutor(Operation):
         self._waits = list(plan.after)
         self._moved = [0] * len(plan.verbs)
         self._remaining = len(plan.verbs)
-        # Created on first use, because most operations are small and defer nothing. Early segments are stored with
-        # their end position in the message.
+        # These containers are created on first use, because most operations are small and defer nothing. Early segments
+        # are stored with their end position in the message.
         self._messages: dict[int, Message] | None = None
         self._early: dict[int, list[tuple[int, bytes]]] | None = None
         self._local: deque[int] | None = None
@@ -252,8 +252,8 @@ class ProgramExecutor(Operation):
         kernel = plan.kernel
         assert kernel is not None
         own = self._slice(plan.sources[index][0], first, count)
-        # For a single element, NumPy's in-place code path may return another one of two NaN inputs than its usual path.
-        # So write a single element to a temporary array.
+        # If both inputs are NaN, NumPy's in-place code path for a single element returns the other NaN. So write a
+        # single element to a temporary array.
         out = place if count > 1 else np.empty_like(place)
         try:
             if action.incoming_first:

@@ -102,7 +102,10 @@ class Relay(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, sizes: tuple[Any, ...], rank: int, size: int, root: int, chunk: int) -> Relay:
-        """Return the relay of an allreduce or of a collective in `ROUND` or `BETWEEN_TWO`. Arguments as for `build`."""
+        """Return the relay of an allreduce or of a collective in `ROUND` or `BETWEEN_TWO`.
+
+        The arguments have the same meaning as those of `aiocoll.algorithms.select.build`.
+        """
         if kind == "allreduce":
             return cls._ring(sizes[0], rank, size, chunk)
         if kind == "allgather":

@@ -80,7 +80,10 @@ def order(steps: int, chunks: int, behind: int = 1) -> tuple[tuple[int, int, int
 
 
 class ShmRing(Operation):
-    """The operation of one rank in one collective that has a `Relay`; arguments as for `ProgramExecutor`."""
+    """The operation of one rank in one collective that has a `Relay`.
+
+    The arguments are those of `ProgramExecutor`.
+    """
 
     __slots__ = (
         "_arrays",
@@ -123,7 +126,7 @@ class ShmRing(Operation):
         self._right, self._left = (rank + 1) % size, (rank - 1) % size
         self._puts = order(len(plan.relay.puts), plan.relay.chunks(plan.relay.puts), plan.relay.behind)
         self._takes = order(len(plan.relay.takes), plan.relay.chunks(plan.relay.takes))
-        # Bytes per chunk. The queue has smaller chunks if the card (published data) of a peer is wrong about its
+        # Bytes per chunk. The queue has smaller chunks if the card (published data) of a peer is wrong about the C
         # accelerator.
         self._nbytes = plan.relay.chunk * plan.itemsize
         self._holds = False
@@ -136,7 +139,7 @@ class ShmRing(Operation):
         self._messages: dict[int, Message] = {}
         self._framed: dict[int, memoryview] = {}
         self._received: dict[int, int] = {}
-        # Number of unsent bytes in messages to the right. An empty message counts as one byte.
+        # Number of unsent bytes in messages to the right neighbour. An empty message counts as one byte.
         self._unsent = 0
         registered_memory = comm.registered_memory
         place = (
@@ -161,7 +164,7 @@ class ShmRing(Operation):
         self.look()
 
     def adopt(self, put: int, taken: int, copied: int, holds: bool) -> None:
-        """Continue an operation that the accelerator has begun; called instead of `enter`.
+        """Continue an operation that the C accelerator has begun; called instead of `enter`.
 
         Args:
             put: number of chunks that were sent to the right.
@@ -298,7 +301,7 @@ class ShmRing(Operation):
             if not self._unsent:
                 self.look()
 
-    # -- receiving from the left
+    # -- receiving from the left neighbour
 
     def _take_next(self) -> bool:
         step, chunk, _ = self._takes[self._taken]
@@ -329,8 +332,8 @@ class ShmRing(Operation):
         own = self._piece(sources[step], chunk)
         kernel = self._plan.kernel
         assert kernel is not None
-        # For a single element, NumPy's in-place code path may return another one of two NaN inputs than its usual path.
-        # So write a single element to a temporary array.
+        # If both inputs are NaN, NumPy's in-place code path for a single element returns the other NaN. So write a
+        # single element to a temporary array.
         out = place if len(place) > 1 else np.empty_like(place)
         try:
             kernel.combine(incoming, own, out)

@@ -35,7 +35,10 @@ __all__ = ["SlotProgram"]
 
 
 class SlotProgram(Operation):
-    """The operation of one rank in a small collective in shared memory. Arguments as for `ProgramExecutor`."""
+    """The operation of one rank in a small collective in shared memory.
+
+    The arguments are those of `ProgramExecutor`.
+    """
 
     __slots__ = ("_arrays", "_framed", "_has_folded", "_inputs", "_missing", "_plan", "_round", "_seen", "_unsent")
 
@@ -73,7 +76,7 @@ class SlotProgram(Operation):
             self.comm.polling.readers[self] = None
 
     def adopt(self, missing: int, has_posted: bool) -> None:
-        """Continue an operation that the accelerator has begun; called instead of `enter`.
+        """Continue an operation that the C accelerator has begun; called instead of `enter`.
 
         Args:
             missing: the rank that the operation last waited for.
@@ -90,12 +93,12 @@ class SlotProgram(Operation):
             self._unsent = {rank for each in self._round.first for rank in each.readers}
             self.comm.call_soon(self._post_late)
         else:
-            # Look in the next loop iteration, even without a notification: the accelerator may already have consumed
+            # Look in the next loop iteration, even without a notification: the C accelerator may already have consumed
             # the notification of available data.
             self.comm.call_soon(self.look)
 
     def _post_late(self) -> None:
-        """Post the contributions of a call that the accelerator has begun without posting them."""
+        """Post the contributions of a call that the C accelerator has begun without posting them."""
         if not self.done:
             self._unsent = ()
             self._post(self._round.first)

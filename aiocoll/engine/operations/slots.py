@@ -30,7 +30,7 @@ EMPTY: Final = np.empty(0, _BYTES)
 
 
 class Slots:
-    """Access of this rank to the slots of its group's ranks on this host.
+    """Access of this rank to the shared-memory slots of its group's ranks on this host.
 
     Ranks are numbered as in the group. A peer has no slots until its link is open, nor if the link shares no memory.
 
@@ -102,7 +102,7 @@ class Slots:
         return missed
 
     def native_lanes(self, rank: int) -> core.PeerLanes | None:
-        """Return the accelerator's view of the lanes between `rank` and this rank; None if their link has no lanes."""
+        """Return the lanes between `rank` and this rank, as the C accelerator uses them; None if there are none."""
         channel = self._channels[rank]
         link = channel.shared
         return link.native if link is not None and link is channel.link else None

@@ -72,7 +72,7 @@ class VerifiedOperation(Post):
         self._settle()
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """Handle the end of the verified collective, or a verdict against it."""
+        """Handle the end of the verified collective, or the verdict that the calls differ."""
         self._outcome = result, error
         self._settle()
 
