@@ -397,7 +397,7 @@ class Communicator:
         self.revoke(crashed_error(self.name, self.rank, error))
 
     def attempt(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call `callback` on behalf of this group. If it raises an exception, revoke the group on all ranks."""
+        """Call `callback` on behalf of this group. If `callback` raises an exception, revoke the group."""
         try:
             callback(*args)
         except Exception as error:

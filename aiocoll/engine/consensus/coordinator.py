@@ -79,7 +79,7 @@ class Coordinator:
             agreement.vote()
 
     def _reply(self, voter: int) -> None:
-        """Send the proposal or a vote request to `voter`, if it waits for a decision.
+        """Send the proposal or a vote request to `voter`, if this voter waits for a decision.
 
         A voter that does not wait would answer a request with another vote, and so on without end.
         """
@@ -116,7 +116,7 @@ class Coordinator:
         self.consider()
 
     def consider(self) -> None:
-        """Take the next step of the ballot, if it is due: propose a successor group, decide, or give up."""
+        """Take the next step of the ballot, if one is due: propose a successor group, decide, or give up."""
         agreement = self._agreement
         if not self._votes or agreement.outcome is not None or agreement.promised != self._ballot:
             return

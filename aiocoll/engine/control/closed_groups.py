@@ -67,7 +67,7 @@ class Goodbyes:
 
 
 class _Record(Goodbyes):
-    """A closed group and the members that may still send frames (`frames`) or control messages (`notes`) about it."""
+    """A closed group, and its members that may still send frames (`frames`) or control messages (`notes`)."""
 
     __slots__ = ()
 

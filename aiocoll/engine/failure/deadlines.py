@@ -44,7 +44,7 @@ class Deadlines:
         self.armed = array("b", [False])
         self._timer: asyncio.TimerHandle | None = None
         #: The time of the next tick. It is stored here, because uvloop's timers of less than a millisecond cannot
-        #: report it.
+        #: report their time.
         self._due = 0.0
         # Operations with a timeout other than the default: they may expire before older operations.
         self._own_timeouts: dict[Operation, Communicator] = {}

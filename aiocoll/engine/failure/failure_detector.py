@@ -173,7 +173,7 @@ class FailureDetector:
         return None if watchdog is None else watchdog.blocked()
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
-        """Open a link to `rank`, unless `rank` is opening one. Retry while its process lives."""
+        """Open a link to `rank`, unless `rank` is opening one. Retry while the process of `rank` lives."""
         while True:
             try:
                 return await self._context.connect(rank, kind)
