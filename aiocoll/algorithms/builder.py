@@ -1,4 +1,4 @@
-"""Builder of programs: it numbers messages, leaves out empty ones, and returns dependencies.
+"""Builder of `Program` objects: numbers the messages, omits empty messages, and returns the indices of added actions.
 
 Every method returns the indices of the actions that it has added, as a tuple. The tuple is empty for an empty region,
 so results can be concatenated and passed as `after` or `follow` without a special case for empty chunks. Both ends of a
@@ -89,12 +89,12 @@ class Builder:
         return self._add(Action(ActionKind.COPY, region, -1, 0, (source,), True, False, after, follow))
 
     def signal(self, peer: int, after: Deps = ()) -> Deps:
-        """Add an action that sends `peer` a message without elements."""
+        """Add an action that sends an empty message to `peer`."""
         step = _next(self._sent, peer)
         return self._add(Action(ActionKind.SEND, _EMPTY, peer, step, (), True, False, after))
 
     def await_signal(self, peer: int) -> Deps:
-        """Add an action that waits for a message without elements from `peer`."""
+        """Add an action that waits for an empty message from `peer`."""
         return self._add(Action(ActionKind.RECV, _EMPTY, peer, _next(self._received, peer)))
 
     def program(self, algorithm: str) -> Program:
@@ -107,7 +107,7 @@ class Builder:
 
 
 def single_rank_reduction(region: Region, source: Region, buffers: int = 1) -> Program:
-    """Return the program of a reduction with only one rank: its input, with the op's final step applied."""
+    """Return the program of a reduction in a group of one rank: only the op's final step is applied to the input."""
     build = Builder(buffers)
     build.fold(region, (source,))
     return build.program("local")

@@ -16,7 +16,7 @@ from aiocoll.algorithms.spec import spec_of
 
 __all__ = ["cost", "predict"]
 
-#: For each kind of collective, the program that sends the same messages as "relay", the ring of chunk queues.
+#: For each kind of collective, the algorithm that sends the same messages as the algorithm "relay".
 _RELAYED: Mapping[str, str] = MappingProxyType(
     {
         "allreduce": "ring",
@@ -76,11 +76,12 @@ def predict(algorithm: str, kind: str, nbytes: int, world_size: int, machine: Ma
     _, _, beta, gamma = machine
     seconds = seconds_of(load, machine)
     if algorithm == "exchange":
-        # The reduction overwrites data that is being sent, so it waits for the send to end, except for eager data.
+        # The reduction overwrites the tensor being sent, so it waits for the end of the send. The first `PIECE` bytes
+        # cost no wait, because they are sent eagerly.
         seconds += max(nbytes - PIECE, 0) * beta
     if algorithm == "chain":
-        # Each inner rank forwards the first piece before the last rank receives it. From then on, all ranks work in
-        # parallel.
+        # The first piece passes all inner ranks, one after the other, before the last rank receives it. From then on,
+        # all ranks work in parallel.
         piece, inner = min(nbytes, PIECE), max(load.steps - 1, 0)
         seconds += inner * piece * (beta + (gamma if load.worked else 0.0))
     return seconds

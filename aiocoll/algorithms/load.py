@@ -1,4 +1,4 @@
-"""Loads of algorithms as formulas of bytes and ranks, and the time of a load on a machine.
+"""Load formulas of the algorithms: steps, messages and bytes per rank; and the duration of a load on a machine.
 
 `algorithms.select` names the formula of each schedule. A test compares the formulas with the programs.
 """
@@ -79,17 +79,17 @@ def streaming_seconds_of(load: Load, machine: Machine) -> float:
 
 
 def one_step(world_size: int) -> int:
-    """Return the number of steps of a one-step algorithm."""
+    """Return 1: in a one-step algorithm, no message depends on another message."""
     return 1
 
 
 def ring_steps(world_size: int) -> int:
-    """Return the number of steps of one round of a ring."""
+    """Return the number of steps in which data travels once around a ring."""
     return world_size - 1
 
 
 def log2(world_size: int) -> int:
-    """Return the number of steps of an algorithm that doubles its reach in each step: log2, rounded up."""
+    """Return log2 of `world_size`, rounded up: the number of steps if the distance to the peer doubles in each step."""
     return (world_size - 1).bit_length()
 
 
@@ -98,13 +98,13 @@ def _share(nbytes: int, world_size: int) -> int:
 
 
 def all_to_all_fold(nbytes: int, world_size: int) -> Load:
-    """Return the load of "oneround": each rank sends its tensor to all ranks and reduces all tensors."""
+    """Return the load of the algorithm "oneround": each rank sends its tensor to all ranks and reduces all tensors."""
     others = world_size - 1
     return Load(1, others, others, nbytes * others, nbytes * others, nbytes * others)
 
 
 def scan_fold(nbytes: int, world_size: int) -> Load:
-    """Return the load of scan's "fold": rank r receives r tensors and sends its tensor p-1-r times.
+    """Return the load of the scan algorithm "fold": rank r receives r tensors and sends its tensor to p-1-r ranks.
 
     The last rank folds all tensors.
     """
@@ -112,60 +112,60 @@ def scan_fold(nbytes: int, world_size: int) -> Load:
 
 
 def exscan_fold(nbytes: int, world_size: int) -> Load:
-    """Return the load of exscan's "fold": the same as for scan, but rank 1 only copies."""
+    """Return the load of the exscan algorithm "fold": the same as for scan, but no rank reduces its own tensor."""
     return scan_fold(nbytes, world_size)._replace(worked=nbytes * max(world_size - 2, 1))
 
 
 def bruck(nbytes: int, world_size: int) -> Load:
-    """Return the load of "bruck": each round sends twice as many tensors; then each rank reduces all of them."""
+    """Return the load of the algorithm "bruck": rounds send 1, 2, 4, ... tensors; then each rank reduces all."""
     steps, moved = log2(world_size), nbytes * (world_size - 1)
     return Load(steps, steps, steps, moved, moved, moved + nbytes)
 
 
 def circulant_allreduce(nbytes: int, world_size: int) -> Load:
-    """Return the load of "circulant": a reduce-scatter and an allgather, each in the fewest possible steps."""
+    """Return the load of the algorithm "circulant": a reduce-scatter and an allgather in the fewest possible steps."""
     share, steps = _share(nbytes, world_size), 2 * log2(world_size)
     messages = steps + world_size.bit_length() - 2  # a run of blocks that wraps around the end takes two messages
     return Load(steps, messages, messages, 2 * share, 2 * share, share)
 
 
 def ring_allreduce(nbytes: int, world_size: int) -> Load:
-    """Return the load of "ring": each chunk travels around the ring twice, first to be reduced, then to be copied."""
+    """Return the load of the algorithm "ring": each chunk circulates twice: to be reduced, then to be copied."""
     share, steps = _share(nbytes, world_size), 2 * (world_size - 1)
     return Load(steps, steps, steps, 2 * share, 2 * share, share)
 
 
 def pairwise_allreduce(nbytes: int, world_size: int) -> Load:
-    """Return the load of "pairwise": as many bytes as in a ring, but sent directly to their receivers."""
+    """Return the load of the algorithm "pairwise": as many bytes as in a ring, but sent directly to their receivers."""
     return ring_allreduce(nbytes, world_size)._replace(steps=2)
 
 
 def oneshot(nbytes: int, world_size: int) -> Load:
-    """Return the load of "oneshot": each rank copies its tensor for all ranks, and reduces all tensors."""
+    """Return the load of the algorithm "oneshot": each rank copies its tensor for all ranks and reduces all."""
     others = world_size - 1
     return Load(1, others, others, 0, 0, nbytes * (2 * others + 1))
 
 
 def central(nbytes: int, world_size: int) -> Load:
-    """Return the load of "central": one rank reads the tensors of all others, and copies the result to each."""
+    """Return the load of the algorithm "central": rank 0 reads all tensors, and copies the result to each rank."""
     others = world_size - 1
     return Load(2, others, others, 0, 0, nbytes * (2 * others + 1))
 
 
 def fan_in(nbytes: int, world_size: int) -> Load:
-    """Return the load of reduce's "linear": all ranks send their tensors to the root."""
+    """Return the load of the reduce algorithm "linear": all ranks send their tensors to the root."""
     others = world_size - 1
     return Load(1, 0, others, nbytes, nbytes * others, nbytes * others)
 
 
 def binomial(nbytes: int, world_size: int) -> Load:
-    """Return the load of a binomial tree towards the root, which receives the most messages."""
+    """Return the load of a reduction along a binomial tree, in which the root receives the most messages."""
     branches = log2(world_size)
     return Load(world_size.bit_length() - 1, 0, branches, nbytes, nbytes * branches, nbytes * branches)
 
 
 def pairwise_reduce(nbytes: int, world_size: int) -> Load:
-    """Return the load of reduce's "pairwise": each rank reduces one chunk and sends it to the root."""
+    """Return the load of the reduce algorithm "pairwise": each rank reduces one chunk and sends it to the root."""
     share = _share(nbytes, world_size)
     return Load(2, world_size - 1, 2 * (world_size - 1), nbytes, 2 * share, share)
 
@@ -207,7 +207,7 @@ def knomial(nbytes: int, world_size: int) -> Load:
 
 
 def linear_broadcast(nbytes: int, world_size: int) -> Load:
-    """Return the load of broadcast's "linear": the root sends its tensor to all ranks."""
+    """Return the load of the broadcast algorithm "linear": the root sends its tensor to all ranks."""
     return Load(1, world_size - 1, 0, nbytes * (world_size - 1), nbytes, 0)
 
 
@@ -222,11 +222,11 @@ def scatter(nbytes: int, world_size: int) -> Load:
 
 
 def dissemination(nbytes: int, world_size: int) -> Load:
-    """Return the load of "dissemination": messages without data, to ranks at twice the distance in each step."""
+    """Return the load of the barrier algorithm "dissemination": the distance to the peer doubles in each step."""
     steps = log2(world_size)
     return Load(steps, steps, steps, 0, 0, 0)
 
 
 def report(nbytes: int, world_size: int) -> Load:
-    """Return the load of a barrier's "linear": each rank reports to rank 0, which replies."""
+    """Return the load of the barrier algorithm "linear": each rank reports to rank 0, which replies."""
     return Load(2, world_size - 1, world_size - 1, 0, 0, 0)

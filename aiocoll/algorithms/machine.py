@@ -1,4 +1,4 @@
-"""Machine model: four numbers per medium, from which `select` and `cost` compute limits and predictions.
+"""Machine model: four costs per medium, from which `select` and `cost` compute size limits and predicted durations.
 
 The numbers are those of LogGP. A message of any length takes `alpha` from one rank to the next. Each further message
 that a rank has in flight at the same time costs its processor `overhead`. Each byte costs `beta` on a link, and `gamma`
@@ -51,7 +51,7 @@ class Machine(NamedTuple):
 
 
 class SingleCopy(NamedTuple):
-    """Message sizes in bytes from which processes of one host read each other's memory in place.
+    """Minimum message sizes in bytes for reading a message directly in the memory of another process on the host.
 
     At or above a limit, the receiver reads the message in the sender's memory. The kernel does that page by page, at
     half the speed at which a core copies from memory that both processes map. But for mapped memory, the sender has to
@@ -69,14 +69,14 @@ class SingleCopy(NamedTuple):
     reduced: float = math.inf
 
     def limit(self, kind: str, size: int, *, reduces: bool) -> float:
-        """Return the size limit for the messages of a collective among `size` ranks."""
+        """Return the minimum message size in bytes for reading in place, in a collective among `size` ranks."""
         if reduces:
             return self.reduced
         return self.moved if size == 2 and kind in ("gather", "broadcast") else self.spread
 
 
 class Tuning(NamedTuple):
-    """The machine's costs for `choose`, the same on all ranks of a group.
+    """The machine's costs, by which `choose` selects an algorithm; the same on all ranks of a group.
 
     The defaults are measurements of two cores of 2024 under Python, rounded so that n_half is 64 KiB over sockets. That
     is twenty times more than under MPI, so the limits are ten to thirty times those in the MPI literature.
@@ -98,7 +98,7 @@ class Tuning(NamedTuple):
 
     @property
     def machine(self) -> Machine:
-        """The costs of the group's medium, scaled by `crowd`."""
+        """The costs of the group's medium, scaled by `crowd`, the number of ranks per core."""
         alone: Machine = getattr(self, self.medium)
         alpha, overhead, beta, gamma = alone
         return Machine(alpha, overhead * self.crowd, beta * self.crowd, gamma * self.crowd)

@@ -50,7 +50,7 @@ class Region:
 
 
 class Action(NamedTuple):
-    """An action of a program: a node in the graph of its dependencies.
+    """An action of a program, such as a send or a copy, with the actions on which it depends.
 
     Attributes:
         verb: kind of the action.

@@ -1,4 +1,4 @@
-"""PREMUL_SUM for any program: this rank's inputs are scaled before all other actions.
+"""PREMUL_SUM in any program: additional actions scale this rank's inputs before all other actions.
 
 Cost: no steps, no bytes, and one pass over the input.
 """

@@ -1,4 +1,4 @@
-"""Selection of algorithms: a table of rules, read from the top, and the functions that build the programs.
+"""Algorithm selection: a table of rules, of which the first suitable one is used, and functions that build programs.
 
 The rules use only values that are equal on all ranks: the collective, the bytes of the whole vector, the number of
 ranks, properties of the reduce op, and the machine's numbers, which rank 0 has sent to all ranks. So all ranks choose
@@ -29,7 +29,7 @@ __all__ = ["ALGORITHMS", "IN_SLOTS", "RULES", "Algorithm", "Lanes", "Rule", "bui
 
 
 class Rule(NamedTuple):
-    """A rule of the selection table. Its algorithm is used if no limit is exceeded.
+    """A rule of the selection table: an algorithm, and the limits up to which it is used.
 
     Attributes:
         algorithm: name, which together with the kind is a key of `ALGORITHMS`.
@@ -57,7 +57,7 @@ class Rule(NamedTuple):
     max_fan: float = inf
 
     def admits(self, nbytes: int, world_size: int, machine: Machine) -> bool:
-        """Return whether a call exceeds no limit of this rule."""
+        """Return whether a call is within all limits of this rule."""
         n_half = machine.n_half
         return (
             self.min_world <= world_size <= self.max_world
@@ -71,82 +71,93 @@ class Rule(NamedTuple):
 
 
 _SCANS = (
-    # One step. Above the limit, sending p-1 tensors to the last rank takes longer than the p-1 wake-ups of a chain.
+    # "fold" takes one step. Above the limit, sending p-1 tensors to the last rank takes longer than the p-1 wake-ups of
+    # a chain.
     Rule("fold", max_volume=8),
-    # The fewest bytes, and all steps overlap.
+    # A chain sends the fewest bytes, and all its steps overlap.
     Rule("chain"),
-    # For ops that need rank order, because a chain would round at each rank.
+    # For ops that must reduce in rank order, because a chain would round the partial result at each rank.
     Rule("fold"),
 )
 
 RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "allreduce": (
-            # Two ranks exchange their tensors in one step. Above the limit, reductions wait until the send has ended.
+            # Two ranks exchange their tensors in one step. Above the limit, the reduction has to wait for the end of
+            # the send.
             Rule("exchange", max_world=2, min_world=2, max_stages=0.42),
             Rule("oneround", max_world=2, max_nbytes=4),
-            # Each of two ranks reduces one half, while data flows in both directions.
+            # With "ring", each of two ranks reduces one half of the tensor, while data flows in both directions.
             Rule("ring", max_world=2),
-            # One step. Above the limits, the messages or bytes of a rank take longer than the steps that are saved.
+            # "oneround" takes one step. Above the limits, the messages or bytes of a rank take longer than the saved
+            # steps.
             Rule("oneround", max_volume=4, max_fan=0.6),
-            # Half the steps of "circulant". Above the limit, the bytes of the allgather take longer than the steps that
-            # are saved.
+            # "bruck" takes half the steps of "circulant". Above the limit, the bytes of its allgather take longer than
+            # the saved steps.
             Rule("bruck", max_volume=4),
-            # For ops whose results depend on the position of an element: one rank reduces each chunk, in two steps.
+            # For ops whose result depends on an element's position in the array: "pairwise" reduces each chunk on one
+            # rank only, in two steps.
             Rule("pairwise", max_volume=4, max_fan=0.25),
-            # The fewest bytes in few steps. Above the limit, the overlap of steps hides the additional steps of a ring.
+            # "circulant" sends the fewest bytes in few steps. Above the limit, a ring is faster: it has more steps, but
+            # they overlap.
             Rule("circulant", max_chunk=15),
             Rule("ring"),
-            # For ops that need rank order. Above the limit, "pairwise" is faster despite 4(p-2) more messages.
+            # For ops that must reduce in rank order. Above the limit, "pairwise" is faster despite 4(p-2) more
+            # messages.
             Rule("bruck", max_gaps=2),
-            # For ops that need rank order, at any size, with the fewest bytes.
+            # For ops that must reduce in rank order, at any size: "pairwise" sends the fewest bytes.
             Rule("pairwise"),
         ),
         "reduce": (
-            # All tensors go to the root in one step. Above the limits, that takes longer than the steps of a tree.
+            # "linear" sends all tensors to the root in one step. Above the limits, this takes longer than the steps of
+            # a tree.
             Rule("linear", max_volume=2.5, max_fan=0.75),
-            # log2(p) sends of whole tensors. Above the limit, the start of a chain takes less time.
+            # "binomial" takes log2(p) sends of whole tensors. Above the limit, a chain takes less time until all its
+            # ranks are busy.
             Rule("binomial", max_stages=0.3),
-            # The fewest bytes, and all steps overlap.
+            # A chain sends the fewest bytes, and all its steps overlap.
             Rule("chain"),
-            # For ops that need rank order. The root alone reduces small tensors; all ranks reduce larger ones.
+            # For ops that must reduce in rank order. The root alone reduces small tensors ("linear"); all ranks reduce
+            # larger ones ("pairwise").
             Rule("linear", max_gaps=3),
             Rule("pairwise"),
         ),
         "reduce_scatter": (
-            # One step, with few messages per rank.
+            # "pairwise" takes one step, with few messages per rank.
             Rule("pairwise", max_fan=0.5, max_nbytes=4),
-            # Few steps. Above the limit, a ring is faster, because it needs no copy of the input.
+            # "circulant" takes few steps. Above the limit, a ring is faster, because it needs no copy of the input.
             Rule("circulant", max_chunk=2),
             Rule("ring"),
-            # For ops that need rank order, at any size.
+            # For ops that must reduce in rank order, at any size.
             Rule("pairwise"),
         ),
         "allgather": (
-            # One step, with few messages per rank. On every medium, it was the fastest for up to four ranks.
+            # "direct" takes one step, with few messages per rank. On every medium, it was the fastest for up to four
+            # ranks.
             Rule("direct", max_world=4, max_stages=1),
             Rule("direct", max_fan=0.75, max_stages=1),
-            # Few steps. Above the limit, "direct" is faster: its additional messages take less time than the bytes, and
-            # it copies less.
+            # "circulant" takes few steps. Above the limit, "direct" is faster: its additional messages cost little
+            # compared with the bytes, and it copies less.
             Rule("circulant", max_chunk=0.35),
             Rule("direct", max_stages=1),
-            # As fast as "direct" for long vectors, and no link must carry the data of all other ranks at once.
+            # A ring is as fast as "direct" for long vectors, and no link must carry the data of all other ranks at
+            # once.
             Rule("ring"),
         ),
         "broadcast": (
-            # With two ranks, no rank forwards data.
+            # With two ranks, the root has one receiver, so forwarding by other ranks cannot help.
             Rule("linear", max_world=2),
-            # One step. Above the limits, the root's sends take longer than a second step.
+            # "linear" takes one step. Above the limits, the root's sends take longer than a second step.
             Rule("linear", max_fan=0.5, max_volume=4),
-            # Two or three levels instead of p-1 wake-ups. Above the limit, the root's repeated sends take longer than
-            # that saves.
+            # "knomial" takes two or three levels, a chain p-1 wake-ups. Above the limit, the root's repeated sends take
+            # longer than the saved wake-ups.
             Rule("knomial", max_stages=0.2),
             Rule("chain"),
         ),
-        # Only one choice: forwarding by other ranks cannot reduce the bytes at the root.
+        # "linear" is the only choice: forwarding by other ranks cannot reduce the bytes at the root.
         "gather": (Rule("linear"),),
         "scatter": (Rule("linear"),),
-        # Only one choice: block lengths differ between ranks, so no limit can depend on them.
+        # "pairwise" is the only choice: block lengths differ between ranks, so no limit can depend on them.
         "alltoall": (Rule("pairwise"),),
         "barrier": (Rule("dissemination"),),
         "monitored_barrier": (Rule("linear"),),
@@ -162,7 +173,7 @@ _ON_EVERY_RANK = frozenset({"exchange", "oneround", "bruck"})
 
 
 class Algorithm(NamedTuple):
-    """The functions of an algorithm for one kind of collective.
+    """An algorithm for one kind of collective: the function that creates its programs, and the formula of its load.
 
     Attributes:
         schedule: creates the program of one rank.
@@ -174,7 +185,7 @@ class Algorithm(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """The lanes for a program's posts: the common lane, which several ranks may read, or a lane per reader.
+    """The shared-memory lanes to which a program posts: the common lane, read by several ranks, or one lane per reader.
 
     Attributes:
         first: True if posts at the start use the common lane.
@@ -222,7 +233,8 @@ ALGORITHMS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     }
 )
 
-#: One-step algorithms for slots in shared memory, which ranks read in place. `choose` never returns them.
+#: Algorithms for small messages in shared-memory slots, which ranks read in place. `choose` never returns these
+#: algorithms.
 IN_SLOTS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     {
         ("allreduce", "oneshot"): Algorithm(direct.allreduce, load.oneshot),
@@ -243,7 +255,7 @@ _POSTED_TO_ALL = frozenset({"allreduce", "barrier", "allgather", "broadcast", "s
 
 
 def lanes(kind: str, algorithm: str, world_size: int) -> Lanes:
-    """Return the lanes for the posts of an algorithm, which are the same on all ranks."""
+    """Return the shared-memory lanes to which an algorithm posts; the same on all ranks."""
     if world_size == 2 or kind not in _POSTED_TO_ALL:
         return Lanes(first=False, last=False)
     return Lanes(first=algorithm != "central", last=True)
@@ -281,7 +293,7 @@ def choose(
     if kind not in RULES:
         raise ValueError(f"kind={kind!r} has no algorithms; use one of {', '.join(RULES)}")
     machine = tuning.machine
-    # A network connects the hosts, whatever medium connects the ranks of each host.
+    # Use the costs of TCP: a network connects the hosts, even if the ranks of each host use another medium.
     if name := two_level.choose(kind, nbytes, hosts, ordered=ordered, portable=portable, machine=tuning.tcp):
         return name
     for rule in RULES[kind]:

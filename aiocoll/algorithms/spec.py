@@ -1,4 +1,4 @@
-"""Table of collectives, with one entry each: the only place that defines their properties.
+"""Table of all collectives: one entry per collective defines its inputs, outputs, ranks and other properties.
 
 A row defines each rank's input and output, and the ranks that have them. From that follow the buffers, in the order in
 which programs, plans and calls number them (p ranks):
@@ -25,12 +25,13 @@ __all__ = ["PROGRAMS", "SPECS", "Counts", "Method", "Native", "Part", "Participa
 #: Numbers of elements, one for each buffer or each rank.
 Counts: TypeAlias = tuple[int, ...]
 
-#: How a device library, such as NCCL, carries out a collective: by its own call of this name, or by sends and receives.
+#: Name of the device library's call, such as an NCCL call, for a collective; "send_recv" if the library only has sends
+#: and receives for it.
 Native: TypeAlias = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send_recv"]
 
 
 class Part(Enum):
-    """The kinds of input and output that a rank can have."""
+    """The kinds of data that a rank passes to a collective, or receives from it."""
 
     TENSOR = "the whole tensor"
     BLOCK = "one block"
@@ -38,7 +39,7 @@ class Part(Enum):
 
 
 class Participants(Enum):
-    """The ranks that have an input, or an output."""
+    """A set of ranks: those with an input of a collective, or those with an output."""
 
     ALL = "all"
     ROOT = "the root"
@@ -46,7 +47,7 @@ class Participants(Enum):
     NOT_FIRST = "all but rank 0"
 
     def include(self, rank: int, root: int | None) -> bool:
-        """Return whether `rank` is one of these ranks."""
+        """Return whether `rank` belongs to this set of ranks."""
         if self is Participants.NOT_FIRST:
             return rank != 0
         return self is Participants.ALL or (rank == root) is (self is Participants.ROOT)
@@ -103,18 +104,18 @@ class Spec(NamedTuple):
         return _numbers(self.input, size) if self.senders.include(rank, root) else ()
 
     def outputs(self, rank: int, size: int, root: int | None) -> tuple[int, ...]:
-        """Return the numbers of the buffers that `rank` of `size` writes. Buffers that are also inputs are in place."""
+        """Return the numbers of the buffers that `rank` of `size` ranks writes. An in-place buffer is also an input."""
         if not self.receivers.include(rank, root):
             return ()
         numbers = _numbers(self.output, size)
         return tuple(number + size for number in numbers) if self._both else numbers
 
     def peer(self, buffer: int, size: int, root: int | None) -> int:
-        """Return the other rank that knows a block's number of elements, if counts are private."""
+        """Return the peer that sends or receives the block in `buffer`, and so knows its number of elements."""
         return root or 0 if buffer == size and not self._both else buffer % size
 
     def lengths(self, sizes: Sequence[Counts], rank: int, root: int | None) -> tuple[Counts, Counts]:
-        """Return the numbers of elements sent to and received from each rank; () and () if counts are not private.
+        """Return the numbers of elements sent to and received from each rank; () and () if all counts are public.
 
         Args:
             sizes: the sizes that `build` accepts. A rank other than the root only knows its own count.
@@ -150,7 +151,7 @@ class Spec(NamedTuple):
         return (*known, known[rank]) if rank == root else (*(None,) * len(known), known[root or 0])
 
     def sizes(self, counts: Sequence[int | None], rank: int) -> tuple[Any, ...]:
-        """Return the argument `sizes` of `build` for these numbers of elements per buffer: the inverse of `counts`."""
+        """Return the `sizes` argument of `build` for these numbers of elements per buffer. The inverse of `counts`."""
         if not self.in_blocks:
             return tuple(counts)
         if self._both:
@@ -182,7 +183,7 @@ def _numbers(part: Part | None, size: int) -> tuple[int, ...]:
     return tuple(range(first, stop))
 
 
-#: The collectives that run as programs.
+#: The collectives that ranks carry out with a `Program` of sends, receives and reductions.
 PROGRAMS: tuple[Spec, ...] = (
     Spec("allreduce", Part.TENSOR, Part.TENSOR, reduces=True, native="all_reduce"),
     Spec("reduce", Part.TENSOR, Part.TENSOR, receivers=Participants.ROOT, reduces=True, native="reduce"),

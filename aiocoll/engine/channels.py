@@ -1,4 +1,4 @@
-"""Channels of one rank to its peers, and their data links: opened on first use, replaced when a lost rank returns.
+"""Channels of one rank to its peers. A data link is opened on first use, and replaced when a lost rank returns.
 
 A small group gets its channels, one per rank, when it is made. A large group gets each channel on first use.
 """
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Channels"]
 
-#: Maximum size of a group whose channels are made together with the group, in a plain list, which each call reads
-#: fastest. In a larger group, channels are made on first use: a channel takes a kilobyte, and a rank in a group of a
-#: thousand exchanges data with few others.
+#: Maximum number of ranks in a group whose channels are all made together with the group. Calls read channels fastest
+#: from a plain list. In a larger group, a channel is made on first use: it takes a kilobyte, and a rank in a group of a
+#: thousand exchanges data with few other ranks.
 FEW = 64
 
 
@@ -69,7 +69,7 @@ class Channels:
         self.receive = receiver.receive
 
     def to(self, rank: int) -> Channel:
-        """Return the channel to `rank`; make it if there is none."""
+        """Return the channel to `rank`; make the channel if there is none."""
         channel = self._channels.get(rank)
         if channel is None:
             channel = self._channels[rank] = Channel(self._context, rank, self._groups.made, self)
@@ -107,7 +107,7 @@ class Channels:
     # -- opening
 
     def dial(self, channel: Channel) -> None:
-        """Start to open the data link of `channel`, unless that is in progress."""
+        """Start to open the data link of `channel`, unless the link is being opened already."""
         if not channel.dialling:
             channel.dialling = True
             self._context.spawn(self._dial(channel), f"aiocoll dial {channel.peer}")
@@ -124,10 +124,10 @@ class Channels:
             self._context.quiet.run(self.attach, link)
 
     def attach(self, link: Link) -> None:
-        """Use a link that this rank or a peer has opened."""
+        """Start to use `link`, a data link that this rank or the peer has opened."""
         channel = self.to(link.peer)
         if (broken := channel.link) is not None:
-            # The peer opened a new link, so it has lost the old one. This rank has not noticed that yet.
+            # The peer opened a new link because it lost the old one. This rank has not noticed the loss yet.
             broken.close()
             channel.lost(broken, None)
             channel = self._replace_channel(link.peer)
@@ -155,12 +155,12 @@ class Channels:
             shared.unmap()
 
     def on_departure(self, rank: int, group: int) -> None:
-        """Record that `rank` has left a group, and will not read posts of this rank for that group any more."""
+        """Record that `rank` has left a group, and so reads no more shared-memory posts of this rank for that group."""
         if (channel := self._channels.get(rank)) is not None and channel.shared is not None:
             channel.shared.on_departure(group)
 
     def release(self, rank: int, group: int) -> None:
-        """Forget a group that this rank and `rank` have left: `rank` posts no more data for it in shared memory."""
+        """Free the data that `rank` has posted in shared memory for a group, which `rank` has left."""
         if (channel := self._channels.get(rank)) is not None:
             channel.purge(group, has_left=True)
 
@@ -172,7 +172,7 @@ class Channels:
         return found
 
     def renew(self, rank: int) -> None:
-        """Replace the channel to a lost rank that has returned. Its pending messages belong to failed groups."""
+        """Replace the channel to a lost rank that has returned. Messages in the old channel belong to failed groups."""
         channel = self._channels.get(rank)
         if channel is not None and channel.link is None and not channel.dialling:
             self._replace_channel(rank)
@@ -214,5 +214,6 @@ class _LazyChannels(list[Channel]):
         return found
 
     def __iter__(self) -> Iterator[Channel]:
-        # Include channels that only peers have used: they may hold buffered frames of this group.
+        # Yield all existing channels, also those that only peers have used: they may hold buffered frames of this
+        # group.
         return self._channels.made(self._ranks)

@@ -1,4 +1,4 @@
-"""Communicator: one rank's part in one group, with operations in flight, early frames, and the cause of failure."""
+"""Communicator: the state of one rank in one group: operations in flight, early frames, and the cause of a failure."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ _DATA: Final = int(FrameKind.DATA)
 
 
 class _RankPositions(dict[int, int]):
-    """Map from a rank in the job to its rank in the group. Only messages about ranks of the group are allowed."""
+    """A map from ranks in the job to ranks in the group. Looking up a rank outside the group raises `StrangerError`."""
 
     def __missing__(self, rank: int) -> int:
-        raise StrangerError(f"received a message about rank {rank} in a group of ranks {sorted(self)}")
+        raise StrangerError(f"received a message about rank {rank}, which is not in the group of ranks {sorted(self)}")
 
 
 class Communicator:
-    """The part of one rank in one group, on which `ProcessGroup` is built.
+    """The engine's state for one rank in one group. `ProcessGroup` is built on it.
 
     Args:
         endpoint: the parts that all groups of this rank share.
@@ -92,15 +92,16 @@ class Communicator:
         self.name = name = spec.name
         self.ranks = tuple(ranks)
         self.timeout = spec.timeout
-        #: The timeout of operations that expire in call order, so that `Deadlines` needs no entry for each of them; nan
-        #: if every operation needs an entry.
+        #: The timeout of operations that expire in the order of their calls, so that `Deadlines` needs no entry for
+        #: each of them. It is nan if every operation needs an entry.
         self.default_timeout = nan
         self.warn_after = spec.options.warn_after
         self.tuning = tuning
         self.rank = self.ranks.index(endpoint.rank)
         #: Extra fields of log records: the group and the rank.
         self.log_extra = {"group": name, "rank": self.rank}
-        #: The host number of each rank. All ranks compute the same numbers, because all have the same cards.
+        #: The host number of each rank. All ranks compute the same numbers, because all ranks have the same cards (the
+        #: data that each rank has published).
         self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
         #: Whether arithmetic produces the same NaN bit patterns on all ranks.
         self.makes_same_nans = len({endpoint.cards[rank].get("nans", 0) for rank in self.ranks}) == 1
@@ -108,7 +109,7 @@ class Communicator:
         self.channels = endpoint.channels.for_ranks(self.ranks)
         self.slots = Slots(self.channels, identity, chunk_nbytes)
         natives = sum(endpoint.cards[rank].get("native", False) for rank in self.ranks)
-        # Chunk queues to or from a rank without the accelerator have fewer and larger chunks.
+        # Chunk queues to or from a rank without the C accelerator have fewer and larger chunks.
         self.chunk_nbytes = chunk_nbytes if natives > 1 else chunk_nbytes * CHUNKS // LARGE_CHUNKS
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self._operations: dict[int, Operation] = {}
@@ -116,19 +117,19 @@ class Communicator:
         self.in_flight = InFlight(self._pending, self._operations)
         self.journal = Journal(self.channels, self.in_flight.snapshot, endpoint.runtime.stamp(), spec.options.stats)
         self.cause: GroupError | None = None
-        #: An array instead of attributes, because the accelerator reads and writes it, too.
+        #: An array instead of attributes, because the C accelerator also reads and writes these values.
         self.gate = array("q", [0, False, False])
         self.hooks = Hooks(name, self.rank, partial(log_reasons, self))
-        #: The reasons, already logged, why collectives run in Python although the accelerator is in use.
+        #: Reasons that were already logged: why collectives run in Python although the group uses the C accelerator.
         self.python_reasons: set[str] = set()
-        #: The collectives that the revocation made fail, by sequence number, or by key and count. All other collectives
-        #: that this rank entered had completed before. Taken from completions, because one collective may run as
-        #: several operations.
+        #: The collectives that failed because the group was revoked, by sequence number, or by key and count. All other
+        #: collectives that this rank entered had completed before. The set is made from completions, because one
+        #: collective may run as several operations.
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
         #: The collectives that failed without revoking the group, because the calls of the ranks differed; identified
         #: as in `unfinished`.
         self.refused: set[int | tuple[str, int]] = set()
-        #: This rank's calls that split this group.
+        #: This rank's calls of `split_group` and `split` on this group.
         self.splits = Splits()
         self.on_revoked: list[Callable[[], None]] = []
         #: Callbacks, called with each rank that leaves the group.
@@ -140,7 +141,7 @@ class Communicator:
         self.devices = DeviceInbox(self.ranks, self.position, endpoint.attempt)
         self.set_timeout(spec.timeout)
         self.matching = Matching(self)
-        #: Sends control messages about operations.
+        #: The sender of control messages about operations to other ranks of the group.
         self.sender = Sender(identity, self.ranks, self.channels, endpoint.control, endpoint.direct)
         self.mismatches = MismatchReports(self, self.sender)
         self.stalls = StallInspector(
@@ -156,7 +157,7 @@ class Communicator:
         self._counts: dict[str, int] = {}
 
     def is_on_all_cards(self, ability: str) -> bool:
-        """Return whether all ranks of the group have an ability, according to their cards.
+        """Return whether all ranks of the group have an ability, according to the cards (published data) of the ranks.
 
         Args:
             ability: "reads" (the ranks read each other's memory) or "native" (they run the native accelerator).
@@ -166,7 +167,7 @@ class Communicator:
     def set_timeout(self, timeout: float) -> None:
         """Set the default timeout of later operations, in seconds."""
         self.timeout = timeout
-        # Operations in flight have longer timeouts, so later operations may expire before them.
+        # Operations in flight may have longer timeouts, so later operations may expire before them.
         self.default_timeout = nan if len(self.in_flight) or timeout < REPORT_AFTER else timeout
         log_reasons(self)
 
@@ -178,7 +179,7 @@ class Communicator:
         return self.gate[ENTERED]
 
     def keyed_id(self, key: str) -> tuple[int, int]:
-        """Count a call with `key`; return the id of its operation and the count."""
+        """Count a new call with `key`; return the id of its operation, and the number of calls with `key` so far."""
         count = self._counts.get(key, 0) + 1
         identity = KEYED | hash62(f"{key}\0{count}")
         self._counts[key] = count
@@ -190,7 +191,7 @@ class Communicator:
         return {key: counts[key] for key in list(counts)[-limit:]}
 
     def enter(self, operation: Operation) -> None:
-        """Put an operation in flight. From now on, arriving frames are compared with its id and fingerprint."""
+        """Put an operation in flight: from now on, frames with the operation's id are checked and delivered to it."""
         operation.entered = self.stamp()
         self._pending[operation] = None
         identity = operation.id
@@ -202,7 +203,8 @@ class Communicator:
         if self.stalls.asked_early:
             self.stalls.entered(operation)
         if self.left:
-            # Run later: the data that the departed ranks sent before may be enough for this operation.
+            # Check in the next loop iteration, because data that the departed ranks sent earlier may still complete
+            # this operation.
             self.call_soon(self._fail_if_left, operation)
         if self.hooks.active and operation.parent is None:
             self._call_hooks(self.hooks.start, operation, None, None)
@@ -237,7 +239,7 @@ class Communicator:
         error: BaseException | None,
         seconds: float | None,
     ) -> None:
-        """Call the hooks for an operation. While they run, they may not make calls on this group."""
+        """Call the hooks for an operation. While hooks run, the program must not make calls on this group."""
         self.gate[BARRED] = True
         try:
             call(operation, lambda: operation_info(operation, error, seconds))
@@ -264,7 +266,7 @@ class Communicator:
         return operation, operation.route(self.position[peer], step, offset, total, length)
 
     def deliver(self, channel: Channel, header: Header, payload: memoryview | None, is_early: bool = False) -> bool:
-        """Deliver a frame to this group; return False if the frame is buffered and uses window space of its sender."""
+        """Deliver a frame to this group; return False if it is buffered and counts towards its sender's window."""
         kind, _, step, _, op, fingerprint, _, length, total = header
         peer = self.position[channel.peer]
         operation = self._operations.get(op) or self.in_flight.find(op)
@@ -291,8 +293,8 @@ class Communicator:
         if op & P2P:
             return self.matching.deliver(channel, peer, header, payload)
         if op <= self.entered or self.in_flight.has_ended(op):
-            # An operation ends only when it has received all its messages. A further frame means that the peer's call
-            # differs.
+            # An operation ends only when it has received all its messages. A further frame means that the peer has made
+            # a different call.
             if header[0] != FrameKind.GRANT and (record := self.record(op)) is not None:
                 self.mismatches.disagree(peer, op, record.describe(self.rank))
             return True
@@ -301,7 +303,7 @@ class Communicator:
         return False
 
     def _drop_early(self) -> None:
-        """Drop the early frames, which no operation will use, and return their window space to the senders."""
+        """Drop the early frames, which no operation will use; they no longer count towards their senders' windows."""
         for frames in self.early.values():
             for channel, header, _ in frames:
                 channel.release(header)
@@ -324,7 +326,7 @@ class Communicator:
             raise revoked_error(self.name, self.rank, self.cause)
 
     def revoke(self, cause: GroupError, notify: bool = True) -> None:
-        """Fail all pending operations, reject new calls, and notify all ranks. Calls after the first are ignored."""
+        """Fail all pending operations, reject new calls and notify all ranks. Do nothing if the group is revoked."""
         if self.cause is not None:
             return
         self.cause = cause
@@ -387,22 +389,22 @@ class Communicator:
             self.revoke(error)
 
     def revoke_after_error(self, operation: Operation, error: BaseException, what: str = "") -> None:
-        """Revoke the group after a computation of `operation` on this rank has raised `error`."""
+        """Revoke the group, because a computation of `operation` on this rank has raised `error`."""
         self.revoke(raised_error(self.name, self.rank, operation.completion, error, what))
 
     def revoke_after_crash(self, error: Exception) -> None:
-        """Revoke the group after library code has raised an unexpected error."""
+        """Revoke the group, because library code has raised the unexpected exception `error`."""
         self.revoke(crashed_error(self.name, self.rank, error))
 
     def attempt(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call `callback` on behalf of this group. If it raises an exception, revoke the group on all ranks."""
+        """Call `callback` on behalf of this group. If `callback` raises an exception, revoke the group."""
         try:
             callback(*args)
         except Exception as error:
             self.revoke_after_crash(error)
 
     def divert(self, operation: Operation) -> None:
-        """Stop receiving into the memory of `operation`, which belongs to the caller again."""
+        """Stop receiving into the memory of `operation`, because the caller may use this memory again."""
         for channel in self.channels:
             channel.drop(operation)
 
@@ -422,13 +424,13 @@ class Communicator:
         return self.runtime.call_later(delay, self.attempt, callback, *args, context=self.context.quiet.copy())
 
     def linked(self) -> None:
-        """Handle a data link that has been opened to any rank."""
+        """Update cached media and native lanes after a data link to any rank has been opened."""
         self.journal.linked()
         if self.in_flight.native is not None:
             self.in_flight.native.relink()
 
     def close(self) -> None:
-        """Leave the group. From now on, the communicator receives nothing."""
+        """Close the communicator, because this rank leaves the group. Afterwards, it receives nothing."""
         if self.in_flight.native is not None:
             self.polling.readers.pop(self.in_flight.native, None)
             self.polling.lookers.pop(self.in_flight.native, None)

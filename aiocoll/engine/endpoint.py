@@ -1,4 +1,4 @@
-"""Endpoint: one rank's part in one job, with links, control plane, clock and timers for all groups on its loop."""
+"""Endpoint: the links, control plane, clock and timers of one rank in one job, shared by all its groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["Endpoint"]
 
 
 class Endpoint:
-    """The parts of one rank that all its groups in one job share.
+    """The connections, timers and failure detection of one rank in one job, shared by all its groups.
 
     Args:
         runtime: clock, timers and loop.
@@ -68,7 +68,7 @@ class Endpoint:
         detector = self.failure_detector = FailureDetector(context, control, roster)
         self.direct = PeerLinks(context, control, roster, detector.confirm_death)
         self.polling = Polling(context, self.groups, spin, crowded)
-        #: Copied from `polling`, because every await reads it.
+        #: Copied from `polling`, because every await reads this value.
         self.spin = self.polling.spin
         self.turn_is_due = self.polling.turn_is_due
         self.channels = self._make_channels(registry, roster, detector)
@@ -77,7 +77,7 @@ class Endpoint:
         self.watch = Deadlines(runtime, self.groups, detector.check_awaited)
         parts = Parts(context, roster, self.direct, control.send_to_others, detector.check_process, self.groups)
         self.agreements = self._make_agreements(parts)
-        #: The memory of this rank that peers read in place.
+        #: The memory of this rank that peers read in place (without a copy by this rank).
         self.registered_memory = transport.registered_memory
         self.scratch = Scratch()
         self._closing = False
@@ -103,7 +103,7 @@ class Endpoint:
 
     @cached_property
     def loop_end(self) -> LoopEnd:
-        """The part that closes open groups at the end of the loop. Its owner calls `forget` when all are closed."""
+        """The object that closes open groups at the end of the loop. Its owner calls `forget` after the last close."""
         return LoopEnd()
 
     def set_cards(self, cards: Mapping[int, Card]) -> None:
@@ -126,7 +126,7 @@ class Endpoint:
             raise
 
     def _start_failure_detector(self) -> None:
-        """Start the failure detector. If that fails, send the reason to all ranks, which may have joined already."""
+        """Start the failure detector. On failure, send the reason to all ranks, which may have joined already."""
         try:
             self.failure_detector.start()
         except AiocollError as error:
@@ -174,14 +174,15 @@ class Endpoint:
         # Peers with a data link must wait for the goodbye on that link, which arrives after all data.
         linked = {channel.peer for channel in group.channels if channel.send_after_data(message)}
         if cause is None:
-            # Send it later: if this was the last group, this rank ends now, and only the notice of its end is sent.
-            # That saves messages when a thousand ranks end together.
+            # Send the goodbye in the next loop iteration. If this was the last group, this rank ends now, and only the
+            # notice of its end is sent. That saves messages when a thousand ranks end together.
             self.runtime.call_soon(self._send_goodbye, message, group.ranks, linked)
         else:
             self._send_goodbye(message, group.ranks, linked)
         roster = self.roster
         gone = {rank for rank in roster.gone if rank not in roster.suspected_ranks}
-        # Call this before the group is removed: removal may drop its agreements, and a task may be waiting for one.
+        # Withdraw before the group is removed: removal may drop its agreements, and a task may be waiting for one of
+        # them.
         self.agreements.withdraw(group.id, group.ranks)
         self.registry.remove(group, (rank for rank in group.ranks if rank != self.rank and rank not in gone))
         group.close()
@@ -197,7 +198,7 @@ class Endpoint:
     # -- links
 
     def accept(self, link: Link) -> None:
-        """Use a link that a peer has opened, unless this rank has rejected that peer."""
+        """Start to use a link that a peer has opened, or close the link if this rank has rejected the peer."""
         if self.roster.dead.get(link.peer, ("", ""))[0] == PROTOCOL:
             link.close()
         elif link.kind is ConnKind.CONTROL:

@@ -1,4 +1,4 @@
-"""The properties with which a group is made."""
+"""Group specification: the name, timeout, options and device backends with which a group is made."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ __all__ = ["Groups"]
 
 
 class Groups:
-    """The groups of one endpoint.
+    """The groups of one endpoint: open groups, closed groups, and groups that this rank has not made yet.
 
     Args:
         context: the endpoint's context.
@@ -60,7 +60,7 @@ class Groups:
         self._forget, self._release = forget, release
 
     def add(self, group: Communicator) -> UnmadeGroup:
-        """Add a group; return the frames and messages that its other ranks have sent before.
+        """Add a group; return the frames and messages that its other ranks have already sent.
 
         Raises:
             GroupError: another group has the same id. All ranks of the group raise this error.
@@ -84,7 +84,7 @@ class Groups:
         self.closed.close(group.id, self._goodbyes.pop(group.id), members)
 
     def _refuse(self, group: Communicator, other: Communicator | None, name: str) -> GroupError:
-        """Revoke a group on all its ranks, because the id equals that of a closed group or of the group `other`."""
+        """Revoke a group on all its ranks, because its id equals that of a closed group or of the group `other`."""
         error = GroupError(
             f"group {group.name!r} cannot be made: its id {group.id:#x} is that of group {name!r}, which is open, or "
             "which only some of its ranks have closed; make another group, which gets a different id",
@@ -124,7 +124,10 @@ class Groups:
         return self._context.closed or self.early.keep_frame(source, header, payload)
 
     def on_goodbye(self, rank: int, message: ControlMessage, direct: bool) -> None:
-        """Handle the goodbye of a rank that has left a group; `direct` if it arrived on the data link."""
+        """Handle the goodbye of a rank that has left a group.
+
+        `direct` is True if the message arrived on the data link.
+        """
         identity, name = message["g"], message.get("name")
         if message["cause"] is not None:
             self.on_revocation(rank, message, direct)
@@ -162,7 +165,10 @@ class Groups:
         return None
 
     def on_revocation(self, rank: int, message: ControlMessage, direct: bool = False) -> None:
-        """Handle the revocation of a group by another rank; `direct` if it arrived on the data link."""
+        """Handle the revocation of a group by another rank.
+
+        `direct` is True if the message arrived on the data link.
+        """
         self._context.transport.catch_up()
         identity, name = message["g"], message.get("name")
         if (group := self._find_group(identity, rank, name)) is not None:
@@ -171,7 +177,10 @@ class Groups:
             self.early.keep_cause(identity, rank, name, message["cause"], direct)
 
     def handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Pass a control message about a device or an operation to its group; `direct` if it came on the data link."""
+        """Pass a control message about a device or an operation to its group.
+
+        `direct` is True if the message arrived on the data link.
+        """
         identity = message["g"]
         group = self._find_group(identity, peer)
         if group is not None and message["t"] == DEVICE:

@@ -15,7 +15,7 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """The operations in flight of one group, with native calls, which the accelerator hands over on request.
+    """The operations in flight of one group, with native calls, which the C accelerator hands over on request.
 
     Args:
         pending: the operations, in call order. The communicator adds and removes them.
@@ -45,7 +45,7 @@ class InFlight:
         return self._pending
 
     def snapshot(self) -> list[Operation]:
-        """Return all operations in call order, from any thread, and leave native calls to the accelerator.
+        """Return all operations in call order, from any thread, and leave native calls to the C accelerator.
 
         Native calls are represented by copies, which are never carried out.
         """
@@ -72,7 +72,7 @@ class InFlight:
         return operation
 
     def adopt(self, operation: Operation) -> None:
-        """Insert a collective that the accelerator has started, in call order."""
+        """Insert a collective that the C accelerator has started, in call order."""
         later = []
         for each in reversed(self._pending):
             if each.entered <= operation.entered:
@@ -105,7 +105,7 @@ class InFlight:
         return self._ended.get(op, op)
 
     def close(self) -> None:
-        """Take over all native calls and release the accelerator."""
+        """Take over all native calls and release the C accelerator."""
         if self.native is not None:
             self.native.hand_over()
             self.native.close()

@@ -22,7 +22,7 @@ class Looker(Protocol):
         """The communicator of the operation."""
 
     def look(self) -> bool:
-        """Process all data that has arrived; return whether there was any."""
+        """Process all data that has arrived; return whether any data had arrived."""
 
 
 class Progressive(Progress, Protocol):
@@ -42,4 +42,4 @@ class Progressive(Progress, Protocol):
 
     @property
     def failed(self) -> Callable[[DeferredCompletion], None]:
-        """Return the block's callback for each call that fails."""
+        """Return the callback that reports a failed call to the block."""

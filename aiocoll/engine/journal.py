@@ -77,8 +77,8 @@ __all__ = [
 #: lie between two collectives.
 HISTORY: Final = 1024
 MESSAGES: Final = 256
-#: Memory in bytes of full rings on a 64-bit machine: record, objects, signature and a shape of four dimensions. Equal
-#: calls share a signature and take less.
+#: Memory in bytes of both ring buffers when full, on a 64-bit machine, if each record has its own objects, signature
+#: and four-dimensional shape. Equal calls share a signature and take less.
 NBYTES: Final = (HISTORY + MESSAGES) * 512
 
 RECORD: Final = Struct("=Qqdddqii")
@@ -100,10 +100,10 @@ SHIFT: Final = 24
 ROW: Final = BUCKET + BUCKETS
 #: Added to each duration, because `frexp` returns the exponent 0 for a duration of exactly 0.
 SMALLEST_DURATION: Final = 2.0**-SHIFT
-#: Index of the bucket for the exponent 0.
+#: Column index of the histogram bucket for the `frexp` exponent 0.
 ONE: Final = BUCKET + SHIFT
 
-#: Column indices in a row of waits.
+#: Column indices in a row of the table of waits.
 TIMES: Final = 0
 WAITED: Final = 1
 MARK: Final = 2
@@ -116,7 +116,7 @@ COUNT: Final = 0
 GENERATION: Final = 1
 SIZE: Final = 2
 
-#: Maximum number of signatures with a cached row: more than a program uses at a time.
+#: Maximum number of call signatures in the row cache: more than a program uses at a time.
 KNOWN: Final = 256
 
 
@@ -337,7 +337,7 @@ class Journal:
         # Cache of the journal row and byte count of a call. The key of a collective is the `id` of its signature. The
         # key of a message also contains the peer. The cache holds the signature, so that its `id` is not reused.
         self._calls: dict[int | tuple[int, int], tuple[int, float, Signature]] = {}
-        # The media of collectives; None if a link has been opened since they were looked up.
+        # Cached media of collectives; None if a link has been opened since the last lookup.
         self._carrier: str | None = None
 
     # -- writing
@@ -394,7 +394,7 @@ class Journal:
                 waits[row + WAITED] += seconds
 
     def wait_row(self, peer: int, now: float) -> int:
-        """Return the table row of the waits for `peer`, after saving the counts at the start of the second of `now`."""
+        """Return the table row of the waits for `peer`. Once per second, first save the counts of all rows."""
         try:
             row = self._wait_rows[peer]
         except KeyError:
@@ -406,14 +406,14 @@ class Journal:
         return row
 
     def _mark(self, rows: Iterable[int], now: float) -> None:
-        """Save the counts at the start of a second in these wait rows, to compute the waits of the last minute."""
+        """Save the counts of `rows` at the start of a second, to compute the waits of the last minute later."""
         waits, second = self.waits.doubles, now // 1
         for row in rows:
             place = row + MARK + int(second) % MINUTE * 3
             waits[place], waits[place + 1], waits[place + 2] = second, waits[row], waits[row + WAITED]
 
     def linked(self) -> None:
-        """Handle an opened link: from now on, operations may use another medium. A closed link has no effect."""
+        """Clear cached media after a link was opened, because operations may use another medium from now on."""
         self._calls.clear()
         self._carrier = None
 
@@ -432,7 +432,10 @@ class Journal:
         return found
 
     def row_of_plan(self, plan: Plan, shape: tuple[int, ...]) -> tuple[int, float]:
-        """Return the counter row and number of bytes of a plan's call in shared memory; `shape` is its main array's."""
+        """Return the counter row and the number of bytes of a plan's call in shared memory.
+
+        `shape` is the shape of the call's main array.
+        """
         row = self._row_of(plan.signature.op, plan.algorithm, self._common_carrier())
         return row, float(_nbytes(plan.signature, shape))
 
@@ -456,7 +459,7 @@ class Journal:
         return self._common_carrier()
 
     def _common_carrier(self) -> str:
-        """Return the media of all channels, looked up once after each opening of a link."""
+        """Return the media of all channels. The result is cached until the next link is opened."""
         if self._carrier is None:
             self._carrier = carriers_of(self._channels)
         return self._carrier
@@ -465,7 +468,7 @@ class Journal:
 
     def snapshot(self) -> list[Record]:
         """Return the records of pending operations and of the last ended ones, ordered by entry time."""
-        # Read pending operations first: an operation leaves them only after its record has been written.
+        # Read the pending operations before the records: an operation stays pending until its record has been written.
         pending = [each for each in self._pending() if each.parent is None]
         found: list[Record] = []
         for ring, is_message in ((self.collectives, False), (self.messages, True)):
@@ -533,7 +536,8 @@ def _waited(row: Sequence[float], now: float) -> WaitCounters:
     """Return the `WaitCounters` from a row of the wait table. The last minute starts at a whole second."""
     times, seconds = row[TIMES], row[WAITED]
     marks = zip(row[MARK::3], row[MARK + 1 :: 3], row[MARK + 2 :: 3], strict=True)
-    # The default value of a mark is second 0 with no waits, which is correct for a mark that was never set.
+    # A mark holds the counts at the start of a second. A mark that was never set holds zeros: no waits at second 0,
+    # which is correct.
     _, before, spent = min((mark for mark in marks if mark[0] > now // 1 - MINUTE), default=(now, times, seconds))
     return WaitCounters(int(times), seconds, int(times - before), seconds - spent)
 

@@ -1,4 +1,4 @@
-"""Native calls of a group: conditions for using the accelerator, and the takeover of its calls by Python.
+"""Native calls of a group: conditions for using the C accelerator, and the takeover of its calls by Python.
 
 The accelerator carries out small collectives in shared memory if they need nothing special. It uses the schedules, ids
 and memory of `SlotProgram`, so ranks with and without it work together. A native call that later needs something
@@ -32,7 +32,7 @@ _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Callable[[], Any]) -> core.Calls | None:
-    """Return the accelerator's object for a group. If the group cannot use the accelerator, log why and return None.
+    """Return the C accelerator's object for a group. If the group cannot use the accelerator, log why and return None.
 
     Args:
         comm: this rank's part in the group.
@@ -82,16 +82,16 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Ca
 
 
 class _NativeCallbacks:
-    """Python functions of one group that the accelerator calls."""
+    """Python functions of one group that the C accelerator calls."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        # Whether calls wait for free slots, and since when.
+        # Whether native calls wait for free slots, and the time at which the wait started.
         self._is_waiting = False
         self._since = 0.0
 
     def make_steps(self, plan: Plan) -> core.Steps | Literal[False]:
-        """Compile a plan for the accelerator; return False if the accelerator cannot carry the plan out."""
+        """Compile a plan for the C accelerator; return False if the accelerator cannot carry the plan out."""
         plan.steps = False
         step = plan.round
         kernel = plan.kernel
@@ -108,7 +108,7 @@ class _NativeCallbacks:
         return self._make(plan, max(arrays, default=-1) + 1, tuple(step), ufunc)
 
     def _make_relay(self, plan: Plan, relay: Relay) -> core.Steps | Literal[False]:
-        """Compile a plan for large arrays for the accelerator; return False if it cannot carry the plan out."""
+        """Compile a plan for large arrays for the C accelerator; return False if it cannot carry the plan out."""
         kernel, ends = plan.kernel, {region.count % relay.chunk for region in relay.sources}
         # For a single element, NumPy uses another code path and produces different NaNs.
         if relay.sources and (kernel is None or kernel.ufunc is None or not kernel.is_builtin or 1 in ends):

@@ -1,4 +1,4 @@
-"""Log messages with the reasons why collectives run in Python instead of the accelerator (`docs/native.md`)."""
+"""Log messages with the reasons why collectives run in Python instead of the C accelerator (`docs/native.md`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["log_obstacle", "log_reasons", "obstacle"]
 
 
 def obstacle(comm: Communicator, debug: str) -> str:
-    """Return the reason why a group cannot use the accelerator; an empty string if it can.
+    """Return the reason why a group cannot use the C accelerator; an empty string if it can.
 
     Args:
         comm: this rank's part in the group.
@@ -34,12 +34,12 @@ def obstacle(comm: Communicator, debug: str) -> str:
 
 
 def log_obstacle(comm: Communicator, reason: str) -> None:
-    """Log the reason why a group cannot use the accelerator."""
+    """Log the reason why a group cannot use the C accelerator."""
     _log(logging.DEBUG, comm, reason)
 
 
 def log_reasons(comm: Communicator) -> None:
-    """Log why collectives run in Python although the group uses the accelerator; each reason once."""
+    """Log why collectives run in Python although the group uses the C accelerator; each reason once."""
     if comm.in_flight.native is None:
         return
     for reason in _reasons(comm):

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Polling"]
 
-#: Seconds since the last loop iteration after which an await yields to the loop even if its result is ready (contract).
+#: Seconds since the last loop iteration after which an await yields to the loop even if its result is ready, so that
+#: other tasks run.
 TURN: Final = 500e-6
 #: Seconds of polling after which an await checks whether a peer runs on the same core. Most awaits complete earlier.
 DOUBT: Final = 5e-6
-#: Number of operations that look between two clock readings. Each takes half a microsecond, or a small reduction.
+#: Number of operations that read shared memory between two clock readings. Each takes half a microsecond, or the time
+#: of a small reduction.
 READERS_PER_CLOCK: Final = 8
 
 
@@ -63,7 +65,8 @@ class Polling:
         self.outboxes: tuple[PeerOutbox, ...] = ()
         self.readers: dict[Looker, None] = {}
         self.stray_posts = StrayPosts(context.runtime, groups)
-        # Operations that have not looked since the last post, in reverse order; and whether there are newer posts.
+        # The operations that have not read shared memory since the last post, in reverse order; and whether newer posts
+        # have arrived.
         self._scan: list[Looker] = []
         self._has_news = False
         self._runtime = context.runtime
@@ -85,7 +88,7 @@ class Polling:
         return self._spin > 0.0
 
     def spin(self, completion: Completion) -> None:
-        """Poll the links for at most `spin` seconds; without result, at most once per loop iteration."""
+        """Poll the links for at most `spin` seconds. Without result, poll only once per loop iteration."""
         if not self.spun and self._spin and (self.links or self.lookers):
             self._quiet.run(self._poll, completion, 0)
 
@@ -111,7 +114,8 @@ class Polling:
         idle, limit, doubt = now + spin, now + BUDGET, now + DOUBT
         while now < idle and now < limit:
             if yield_gil is not None:
-                # Yield before looking: the caller has just looked, and the rank that it waits for may need this core.
+                # Yield the core before the first poll: the caller has just polled, and the awaited rank may need this
+                # core.
                 yield_gil()
                 given, now = now, ticks()
                 idle += now - given
@@ -156,7 +160,7 @@ class Polling:
         return True
 
     def look(self) -> bool:
-        """Let operations read shared memory for about `BUDGET` seconds; return whether progress was or may be made."""
+        """Let operations read shared memory for about `BUDGET` seconds; return whether progress was made, or may be."""
         moved = self._run_lookers() if self.lookers else False
         # Check every outbox: an outbox that is skipped would report the same posts again.
         for outbox in self.outboxes:
@@ -181,7 +185,8 @@ class Polling:
             except Exception as error:
                 operation.comm.revoke_after_crash(error)
             if ticks() > deadline:
-                # Move the operation that has just looked to the end, so that another one looks first next time.
+                # Move the operation that was just polled to the end, so that the next poll starts with another
+                # operation.
                 if operation in self.lookers:
                     del self.lookers[operation]
                     self.lookers[operation] = None
@@ -189,7 +194,7 @@ class Polling:
         return moved
 
     def rescan(self) -> None:
-        """Let all operations in `readers` look again, and forget ended ones, whose views would keep memory mapped."""
+        """Let all operations in `readers` look again. Drop references to ended ones, which would keep memory mapped."""
         self._scan, self._has_news = [], True
 
     def _run_readers(self) -> bool:

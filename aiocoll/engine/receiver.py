@@ -17,13 +17,13 @@ from aiocoll.transport.base import Link
 
 __all__ = ["Receiver"]
 
-#: Kinds of messages that are processed even from a rank declared dead: an agreement answers it with its decision. A
-#: relayed message counts as sent by its original sender.
+#: Kinds of messages that are processed even if the sender was declared dead. "shrink": the agreement replies with its
+#: decision. "relay" and "relayed": the original sender is checked instead of the relaying rank.
 PROCESSED_FROM_DEAD = frozenset({"shrink", "relay", "relayed"})
 
 
 class Receiver(NamedTuple):
-    """The receiver of control messages of one endpoint; its attributes are the other parts."""
+    """The receiver of control messages of one endpoint; its attributes are the parts that handle the messages."""
 
     facts: JobFacts
     control: ControlPlane
@@ -44,7 +44,7 @@ class Receiver(NamedTuple):
         self._dispatch(peer, message, path == DATA)
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
-        """Reject `peer` if `error` was caused by an unacceptable message; return whether it was."""
+        """Reject `peer` if `error` was caused by an unacceptable message; return whether `peer` was rejected."""
         if not is_data_error(error):
             return False
         self.refusals.refuse(peer, error, link)
@@ -66,7 +66,10 @@ class Receiver(NamedTuple):
             ) from error
 
     def _handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Handle a checked message; `direct` if it arrived on the data link, after all data."""
+        """Handle a checked message.
+
+        `direct` is True if the message arrived on the data link, after all data.
+        """
         kind = message["t"]
         if (detail := self._own_death(message)) is not None:
             self.roster.on_own_death(detail, peer)
@@ -111,7 +114,7 @@ class Receiver(NamedTuple):
             self.groups.handle(peer, message, direct)
 
     def _own_death(self, message: ControlMessage) -> str | None:
-        """Return the reason for which the sender declared this rank dead; None if the message does not imply that."""
+        """Return the reason for which the sender declared this rank dead; None if the sender did not declare this."""
         kind, me = message["t"], self.facts.rank
         if kind == "died":
             return message["detail"] if message["rank"] == me and message["how"] == "killed" else None
@@ -122,7 +125,7 @@ class Receiver(NamedTuple):
         return None
 
     def _finished(self, rank: int, moved: list[int]) -> None:
-        """Record that a rank has ended in order, and had continued in successors of the groups `moved`."""
+        """Record that a rank has ended, after it had continued in the successors of the groups `moved`."""
         self.roster.record_end(rank)
         self.agreements.record_moved(rank, moved)
 

@@ -60,12 +60,12 @@ class Splits:
         return self._count
 
     def append(self, split: Split | None) -> None:
-        """Record a call of this rank; None if the list of ranks is not known yet."""
+        """Record a split call of this rank; None if the list of ranks is not known yet."""
         self._kept.append(split)
         self._count += 1
 
     def is_kept(self, number: int) -> bool:
-        """Return whether call `number` has been made and is still recorded."""
+        """Return whether split call `number` has been made and is still recorded."""
         return self._count - len(self._kept) <= number < self._count
 
     def __getitem__(self, number: int) -> Split | None:
@@ -76,7 +76,7 @@ class Splits:
             self._kept[number - self._count] = split
 
     def known(self) -> int:
-        """Return the number of calls whose lists of ranks are known."""
+        """Return the number of split calls whose lists of ranks are known."""
         return self._count - self._kept.count(None)
 
 
@@ -88,7 +88,7 @@ def handle_foreign_message(
     peer: int,
     message: dict[str, Any],
 ) -> str | None:
-    """Handle a message of `peer` about a group that this rank is not in: give a reason, or revoke the group.
+    """Handle a message of `peer` about a group that this rank is not in: return a text for `peer`, or revoke the group.
 
     Args:
         groups: this rank's groups, by id.
@@ -129,7 +129,7 @@ def handle_foreign_message(
 def _refuse(
     early: UnmadeGroups, control: ControlPlane, peer: int, me: int, history: Sequence[Split], error: GroupError
 ) -> None:
-    """Revoke the groups of a peer's splits in which this rank, `me`, will never be."""
+    """Revoke the groups that `peer` has split off, and to which this rank, `me`, will never belong."""
     for split in history:
         identity = split.identity()
         early.refuse_group(identity, peer, None, split.ranks, me)
@@ -137,7 +137,7 @@ def _refuse(
 
 
 def _mismatch(parent: Communicator, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:
-    """Return an error with both calls, the lower rank's first, so that all ranks raise the same text."""
+    """Return an error with both split calls, the lower rank's first, so that all ranks raise the same text."""
     calls = sorted([(parent.position[peer], theirs), (parent.rank, mine)])
     fields = [
         field

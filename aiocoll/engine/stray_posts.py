@@ -39,7 +39,7 @@ class StrayPosts:
     def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator]) -> None:
         self.outboxes: tuple[tuple[int, PeerOutbox], ...] = ()
         self.links: tuple[tuple[int, SharedMemoryLink], ...] = ()
-        # By rank: the number of the next unread chunk at the last check.
+        # For each peer, the number of its next unread chunk at the last check.
         self._heads: dict[int, int] = {}
         self._runtime = runtime
         self._groups = groups
@@ -73,7 +73,8 @@ def _compare(group: Communicator, rank: int, op: int, fingerprint: int) -> None:
     """Report a rank's post if it does not match this rank's call for the same operation."""
     operation = group.in_flight.find(op)
     if operation is None:
-        # An operation ends only when it has read all its posts. A further post means that the peer's call differs.
+        # An operation ends only when it has read all its posts. A further post means that the peer has made a different
+        # call.
         record = group.record(op)
         mine = None if record is None else record.describe(group.rank)
     else:

@@ -92,7 +92,7 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
     "grants for operations not called": (
         lambda link, pg, number: send_frame(link, GRANT, 0, 0, comm_of(pg).id, 9 + number, 0, 0),
         FEW,
-        f"sent more than {FEW} grants for operations not entered here",
+        f"sent more than {FEW} grants for operations that are not entered yet",
     ),
     "a message beyond its window": (
         lambda link, pg, number: send_frame(link, DATA, EAGER, 0, UNMADE, 1, 0, number, payload=bytes(SEGMENT)),

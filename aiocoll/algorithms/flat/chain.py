@@ -1,4 +1,4 @@
-"""Chain algorithms: the ranks form a line, in which each rank forwards data while it arrives.
+"""Chain algorithms: each rank receives from the previous rank, and forwards data to the next rank while it arrives.
 
 Each rank receives and sends the tensor once, which is the minimum. All links work at the same time, and a filled chain
 is as fast as one link, so it suits large tensors. (A reduce-scatter with a gather to the root would move twice the
@@ -9,7 +9,7 @@ Cost in (steps, most bytes sent by one rank), n = bytes of the tensor:
     broadcast  "chain"  (p-1, n)
     reduce     "chain"  (p-1, n)    scratch n at inner ranks; the op must be commutative
 
-Ranks are numbered from the root, v = (rank - root) mod p. A broadcast runs up the line, a reduction down to v = 0.
+Ranks are numbered from the root, v = (rank - root) mod p. A broadcast runs up the chain, a reduction down to v = 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["broadcast", "reduce"]
 
 
 def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Return the program that forwards the root's tensor (buffer 0) from rank to rank along the line."""
+    """Return the program that forwards the root's tensor (buffer 0) from rank to rank along the chain."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     node = (rank - root) % world_size
@@ -34,7 +34,7 @@ def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
 
 
 def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Return the program that reduces the tensors (buffer 0) along the line. Only the root's is overwritten."""
+    """Return the program that reduces the tensors (buffer 0) along the chain. Only the root's tensor is overwritten."""
     tensor = Region(0, 0, count)
     if world_size == 1:
         return single_rank_reduction(tensor, tensor)

@@ -34,14 +34,14 @@ __all__ = ["allgather", "allreduce", "barrier", "bruck", "reduce_scatter"]
 
 
 class _Blocks(NamedTuple):
-    """The list R of one rank: R[i] is block (`first` + i) mod p of a buffer divided at `bounds`."""
+    """The blocks of one rank as a list R: R[i] is block (`first` + i) mod p of a buffer divided at `bounds`."""
 
     buffer: int
     bounds: Sequence[int]
     first: int = 0
 
     def runs(self, low: int, high: int) -> list[Region]:
-        """Return the blocks R[low:high] as one region of the buffer, or two if R wraps around the buffer's end."""
+        """Return the one or two regions of the buffer that hold the blocks `low` to `high` - 1 of this list."""
         size = len(self.bounds) - 1
         low, high = low + self.first, high + self.first
         if low < size < high:
@@ -55,7 +55,7 @@ class _Blocks(NamedTuple):
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Return the program of a reduce-scatter and an allgather of the tensor (buffer 0), without scratch."""
+    """Return the program of a reduce-scatter and an allgather of the tensor (buffer 0), without scratch buffers."""
     if world_size == 1:
         return single_rank_reduction(Region(0, 0, count), Region(0, 0, count))
     build = Builder(1)
@@ -82,7 +82,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
 
 
 def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Return the program that gathers inputs (buffer p) in scratch and copies them to outputs (0 to p-1)."""
+    """Return the program that gathers inputs (buffer p) in a scratch buffer and copies them to outputs (0 to p-1)."""
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     build.copy(Region(rank, 0, counts[rank]), mine)
@@ -98,7 +98,7 @@ def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
 
 
 def bruck(rank: int, world_size: int, count: int) -> Program:
-    """Return the program that gathers all tensors (buffer 0) in scratch and reduces them in rank order."""
+    """Return the program that gathers all tensors (buffer 0) in a scratch buffer and reduces them in rank order."""
     tensor = Region(0, 0, count)
     if world_size == 1:
         return single_rank_reduction(tensor, tensor)
@@ -114,7 +114,7 @@ def bruck(rank: int, world_size: int, count: int) -> Program:
 
 
 def barrier(rank: int, world_size: int) -> Program:
-    """Return the program of a barrier: in round k, wait for rank-2^k, whose signal stands for all signals it got."""
+    """Return the program of a dissemination barrier: in round k, signal rank+2^k and wait for rank-2^k."""
     build = Builder(0)
     received: Deps = ()
     distance = 1
@@ -126,13 +126,13 @@ def barrier(rank: int, world_size: int) -> Program:
 
 
 def _rotated(build: Builder, rank: int, counts: Sequence[int]) -> _Blocks:
-    """Add a scratch buffer for all blocks in the order of R."""
+    """Add a scratch buffer for the blocks of all ranks, in the order rank, rank+1, ... (mod p)."""
     bounds = list(accumulate([*counts[rank:], *counts[:rank]], initial=0))
     return _Blocks(build.scratch(bounds[-1]), bounds)
 
 
 def _halvings(world_size: int) -> list[tuple[int, int]]:
-    """Return the number of blocks after and before each round of the reduction, in order."""
+    """Return, for each round of the reduction, the number of blocks after and before the round."""
     pairs = []
     while world_size > 1:
         half = (world_size + 1) // 2
@@ -142,7 +142,10 @@ def _halvings(world_size: int) -> list[tuple[int, int]]:
 
 
 def _reduce_rounds(build: Builder, rank: int, blocks: _Blocks, loaded: Sequence[Deps], target: Region) -> Deps:
-    """Reduce R[0] into `target`; return the last action. Actions `loaded[i]` must complete before R[i] is used."""
+    """Add the rounds that reduce this rank's own block into `target`; return the actions of the last round.
+
+    Actions `loaded[i]` must complete before R[i] is used.
+    """
     world_size = len(loaded)
     combined: Deps = ()
     for half, whole in _halvings(world_size):
@@ -160,7 +163,9 @@ def _reduce_rounds(build: Builder, rank: int, blocks: _Blocks, loaded: Sequence[
 
 
 def _gather_rounds(build: Builder, rank: int, blocks: _Blocks, first: Deps) -> list[tuple[int, int, Deps]]:
-    """Gather all of R, of which `first` writes R[0]. Return the blocks and the actions of each round.
+    """Add the rounds that gather all blocks; return the range of blocks and the receiving actions of each round.
+
+    The actions `first` write this rank's own block R[0].
 
     In an allreduce this overwrites partial results that the reduction has sent. That is safe: the complete results
     contain them and come from the rank that received them, so they arrive after the partial results were read.

@@ -27,7 +27,7 @@ __all__ = ["allreduce", "alltoall", "reduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Return the program that reduces this rank's chunk of all tensors (buffer 0) and sends it to all ranks."""
+    """Return the program that reduces this rank's chunk of all tensors (buffer 0) and sends the result to all ranks."""
     build = Builder(1)
     parts = chunks(count, world_size)
     mine = parts[rank]
@@ -35,15 +35,15 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
     for distance in range(1, world_size):
         build.send((rank + distance) % world_size, mine, follow=folded)
     for distance in range(1, world_size):
-        # This overwrites the chunk that was sent to the same peer above. It is safe: the result can only arrive after
-        # the peer has reduced that chunk.
+        # The result overwrites the chunk that was sent to the same peer above. This is safe: the peer sends the result
+        # only after it has reduced that chunk.
         peer = (rank - distance) % world_size
         build.recv(peer, parts[peer])
     return build.program("pairwise")
 
 
 def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Return the program that reduces this rank's chunk of all tensors (buffer 0) and sends it to the root."""
+    """Return the program that reduces this rank's chunk of all tensors (buffer 0) and sends the result to the root."""
     build = Builder(1)
     parts = chunks(count, world_size)
     if rank != root:
@@ -54,8 +54,8 @@ def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
         return build.program("pairwise")
     _fold_chunk(build, rank, parts, parts[root])
     for distance in range(1, world_size):
-        # This overwrites the chunk that was sent to the same peer. It is safe: the result can only arrive after the
-        # peer has reduced that chunk.
+        # The result overwrites the chunk that was sent to the same peer. This is safe: the peer sends the result only
+        # after it has reduced that chunk.
         peer = (root - distance) % world_size
         build.recv(peer, parts[peer])
     return build.program("pairwise")
@@ -83,7 +83,7 @@ def alltoall(rank: int, world_size: int, in_counts: Sequence[int], out_counts: S
 
 
 def _fold_chunk(build: Builder, rank: int, parts: Sequence[Region], target: Region) -> Deps:
-    """Send each peer its chunk, and reduce this rank's chunk from all ranks, in rank order, into `target`."""
+    """Add actions that send each peer its chunk, and reduce this rank's chunk of all ranks in order into `target`."""
     world_size = len(parts)
     size = parts[rank].count
     scratch = build.scratch((world_size - 1) * size) if world_size > 1 else 0

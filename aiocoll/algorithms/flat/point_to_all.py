@@ -86,11 +86,11 @@ def central(rank: int, world_size: int, count: int) -> Program:
 
 
 def exchange(rank: int, world_size: int, count: int) -> Program:
-    """Return the program in which two ranks exchange tensors (buffer 0) and reduce both, the lower rank's first."""
+    """Return the program in which two ranks exchange their tensors (buffer 0) and reduce both in rank order."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     if world_size != 2:
-        raise ValueError(f"exchange is for two ranks, not {world_size}")
+        raise ValueError(f"world_size={world_size}: the algorithm 'exchange' needs two ranks")
     sent = build.send(1 - rank, tensor)
     build.combine(1 - rank, tensor, tensor, incoming_first=rank == 1, final=True, after=sent)
     return build.program("exchange")
@@ -140,7 +140,7 @@ def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
 
 
 def barrier(rank: int, world_size: int) -> Program:
-    """Return the program of a barrier in which rank 0 replies after all reports. It knows the missing ranks."""
+    """Return the program of a barrier in which all ranks report to rank 0, and rank 0 replies after the last report."""
     build = Builder(0)
     if rank:
         build.signal(0)
@@ -167,7 +167,8 @@ def gather(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Prog
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     if rank != root:
-        # Send a signal for an empty block, because the root may not know the counts and waits for every rank.
+        # For an empty block, send a signal: the root may not know the block lengths, so it waits for a message from
+        # every rank.
         if not build.send(root, mine):
             build.signal(root)
         return build.program("linear")

@@ -29,7 +29,7 @@ __all__ = ["allgather", "allreduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Return the program of a reduce-scatter and an allgather of the tensor (buffer 0), without scratch."""
+    """Return the program of a reduce-scatter and an allgather of the tensor (buffer 0), without scratch buffers."""
     if world_size == 1:
         return single_rank_reduction(Region(0, 0, count), Region(0, 0, count))
     build = Builder(1)
@@ -42,8 +42,8 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
         ready = build.combine(left, part, part, final=hop == world_size - 1)
     for hop in range(world_size - 1):
         build.send(right, parts[(rank - hop) % world_size], follow=ready)
-        # This overwrites a partial result that was sent above. It is safe: the complete result contains the partial
-        # result, so it arrives after the partial result was read.
+        # The received chunk overwrites a partial result that this rank sent above. This is safe: the complete result
+        # contains the partial result, so it arrives after the partial result was read.
         ready = build.recv(left, parts[(rank - hop - 1) % world_size])
     return build.program("ring")
 

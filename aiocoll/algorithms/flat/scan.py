@@ -27,7 +27,7 @@ def scan_fold(rank: int, world_size: int, count: int) -> Program:
 
 
 def exscan_fold(rank: int, world_size: int, count: int) -> Program:
-    """Return the program that reduces the tensors (buffer 0) of ranks 0 to `rank` - 1; rank 0's is unchanged."""
+    """Return the program that reduces the tensors (buffer 0) of ranks 0 to `rank` - 1. Rank 0 keeps its tensor."""
     return _fold(rank, world_size, count, inclusive=False)
 
 
@@ -49,7 +49,7 @@ def _fold(rank: int, world_size: int, count: int, *, inclusive: bool) -> Program
 
 
 def scan_chain(rank: int, world_size: int, count: int) -> Program:
-    """Return the program that reduces arriving data with the tensor (buffer 0) and forwards the result."""
+    """Return the program that reduces data from rank-1 with the tensor (buffer 0) and sends the result to rank+1."""
     tensor = Region(0, 0, count)
     if world_size == 1:
         return single_rank_reduction(tensor, tensor)
@@ -61,7 +61,7 @@ def scan_chain(rank: int, world_size: int, count: int) -> Program:
 
 
 def exscan_chain(rank: int, world_size: int, count: int) -> Program:
-    """Return the program that stores arriving data, and forwards it reduced with the tensor (buffer 0)."""
+    """Return the program that stores data from rank-1 and sends it, reduced with the tensor (buffer 0), to rank+1."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     last = world_size - 1

@@ -25,7 +25,7 @@ RADIX = 4
 
 
 def children(node: int, world_size: int, radix: int) -> Iterator[int]:
-    """Yield the children of `node` in the tree, those with the largest subtrees first."""
+    """Yield the children of `node` in the tree. Children with larger subtrees come first."""
     digits = 0
     while node % radix ** (digits + 1) == 0 and radix**digits < world_size:
         digits += 1

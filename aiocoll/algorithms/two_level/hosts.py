@@ -52,7 +52,7 @@ class Hosts:
         return [team[lane * len(team) // self.lanes] for team in self.teams]
 
     def counterparts(self, rank: int) -> list[int]:
-        """Return the gates of `rank`'s lane: one rank per host, and `rank` itself on its own host."""
+        """Return the ranks that carry the lane of `rank`: one rank per host, and `rank` itself on its own host."""
         place, size = self.place[rank], len(self.teams[self.host[rank]])
         return [team[place * len(team) // size] for team in self.teams]
 
@@ -76,7 +76,7 @@ def embed(
     follow: Deps = (),
     final: bool = True,
 ) -> Deps:
-    """Add a program for a part of the group to the program for the whole group.
+    """Add the program of a smaller group, such as the ranks of one host, to the program of the whole group.
 
     Args:
         build: builder of the larger program.

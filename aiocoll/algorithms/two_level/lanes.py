@@ -1,4 +1,4 @@
-"""Lanes: every rank carries a share of the data between hosts, so all ranks of a host send at once.
+"""Two-level algorithm "lanes": every rank carries a share of the data between hosts, so all ranks send at once.
 
 A vector is cut into one piece per lane. In an allreduce, the ranks of a host first reduce each piece at the gate of its
 lane. Then the gates of a lane reduce over the hosts, and each gate sends the result to its team. A block to be spread
@@ -40,7 +40,7 @@ __all__ = ["allgather", "allreduce", "broadcast", "spread"]
 
 
 def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
-    """Return the program that reduces each piece of the tensor (buffer 0) at its gate, then between hosts."""
+    """Return the program that reduces each piece of the tensor (buffer 0) at one rank per host, then between hosts."""
     build = Builder(1)
     host = hosts.host[rank]
     others = [peer for peer in hosts.teams[host] if peer != rank]
@@ -66,7 +66,7 @@ def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
 
 
 def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
-    """Return the program that sends each piece of the root's tensor (buffer 0) along its own lane."""
+    """Return the program that sends each piece of the root's tensor (buffer 0) along its own lane of ranks."""
     build = Builder(1)
     for lane, piece in enumerate(chunks(count, hosts.lanes)):
         spread(build, hosts, rank, root, hosts.gates(lane), piece)
@@ -74,7 +74,7 @@ def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
 
 
 def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
-    """Return the program that sends each input (buffer p) along its rank's lane to the outputs (0 to p-1)."""
+    """Return the program that sends the input (buffer p) of each rank along its own lane to all outputs (0 to p-1)."""
     world_size = len(counts)
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
@@ -88,7 +88,7 @@ def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
 def spread(
     build: Builder, hosts: Hosts, rank: int, root: int, gates: Sequence[int], region: Region, ready: Deps = ()
 ) -> None:
-    """Send `region` of `root` along `gates`, one per host, and from each gate around its team.
+    """Add actions that send `region` from `root` to one rank per host (`gates`), and on to all ranks of the host.
 
     Args:
         build: builder of the program of `rank`.

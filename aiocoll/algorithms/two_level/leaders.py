@@ -1,4 +1,4 @@
-"""Leaders: one rank of each host exchanges small messages with other hosts.
+"""Two-level algorithm "leaders": one rank of each host exchanges small messages with other hosts.
 
 Inside a host, data goes up to the leader, and results come down from it, along the trees of `tree`. The leaders run the
 algorithm with the fewest steps among themselves. There are as many steps as without levels, but few between hosts
@@ -39,7 +39,7 @@ DIRECT_HOSTS = 4
 
 
 def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
-    """Return the program that reduces tensors (buffer 0) at each leader, then between leaders, then copies back."""
+    """Return the program that reduces tensors (buffer 0) at leaders, then between leaders, and spreads the result."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     host, place = hosts.host[rank], hosts.place[rank]
@@ -89,7 +89,7 @@ def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
 
 
 def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
-    """Return the program that collects inputs (buffer p) by host in scratch, and distributes them to all ranks."""
+    """Return the program that gathers each host's inputs (buffer p) in a scratch buffer and sends them to all ranks."""
     world_size, number = len(counts), len(hosts.teams)
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])

@@ -1,4 +1,4 @@
-"""Lines: chains through all ranks, host after host, one per lane or target rank; for large reductions.
+"""Two-level algorithm "lines" for large reductions: each part is reduced along a chain of all ranks, host after host.
 
 Each rank reduces arriving data with its own, and forwards the result while data arrives, as in "chain" and "ring", so
 all steps stream. But a line enters and leaves each host only once, each line through other ranks of the host. So no
@@ -33,7 +33,7 @@ __all__ = ["allreduce", "reduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
-    """Return the program that reduces each rank's part of the tensor (buffer 0) along a line, then spreads it."""
+    """Return the program that reduces part j of the tensor (buffer 0) along a line to rank j and spreads the result."""
     build = Builder(1)
     parts = list(enumerate(chunks(count, len(hosts.host))))
     done: list[Deps] = []
@@ -48,7 +48,7 @@ def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
 
 
 def reduce(rank: int, hosts: Hosts, root: int, count: int) -> Program:
-    """Return the program that reduces each piece of the tensors (buffer 0) along its own line to the root."""
+    """Return the program that reduces each piece of the tensors (buffer 0) along its own line of ranks to the root."""
     build = Builder(1)
     scratch = 0 if rank == root else build.scratch(count)
     for lane, piece in enumerate(chunks(count, hosts.lanes)):
@@ -58,7 +58,7 @@ def reduce(rank: int, hosts: Hosts, root: int, count: int) -> Program:
 
 
 def reduce_scatter(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
-    """Return the program that reduces the inputs for each rank (buffers 0 to p-1) along a line to its output."""
+    """Return the program that reduces input j of all ranks (buffer j) along a line of ranks that ends at rank j."""
     world_size = len(counts)
     build = Builder(world_size + 1)
     for target, count in enumerate(counts):
@@ -71,7 +71,7 @@ def reduce_scatter(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
 
 
 def _line(hosts: Hosts, target: int, gates: Sequence[int]) -> list[int]:
-    """Return all ranks host after host, each team starting with its gate.
+    """Return all ranks in the order of a line: host after host, and on each host the gate first.
 
     The team of `target` is last, with `target` at its end.
     """
@@ -81,7 +81,10 @@ def _line(hosts: Hosts, target: int, gates: Sequence[int]) -> list[int]:
 
 
 def _reduce(build: Builder, line: Sequence[int], rank: int, partial: Region, own: Region) -> Deps:
-    """Reduce data from `line` with `own` into `partial`, and forward it. At the line's end, return the last action."""
+    """Add actions that reduce data from the previous rank of `line` with `own`, and send the result to the next rank.
+
+    Return the reducing action; () on the first rank of the line.
+    """
     place, last = line.index(rank), line[-1] == rank
     ready: Deps = ()
     if place == 0:

@@ -40,7 +40,7 @@ __all__ = [
 
 
 class TwoLevelRule(NamedTuple):
-    """A rule of the selection table. Its algorithm is used if no limit is exceeded.
+    """A rule for two-level algorithms: an algorithm, and the limits up to which it is used.
 
     Attributes:
         algorithm: name, which together with the kind is a key of `ALGORITHMS`; None for an algorithm without levels.
@@ -59,7 +59,7 @@ class TwoLevelRule(NamedTuple):
     max_volume: float = inf
 
     def admits(self, nbytes: int, world_size: int, hosts: int, lanes: int, n_half: float) -> bool:
-        """Return whether a call exceeds no limit of this rule."""
+        """Return whether a call is within all limits of this rule."""
         return (
             hosts <= self.max_hosts
             and nbytes <= self.max_nbytes * n_half
@@ -74,24 +74,26 @@ RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
         "allreduce": (
             # Two leaders exchange their tensors in one step, like the two ranks of "exchange".
             TwoLevelRule("leaders", max_hosts=2, max_nbytes=4),
-            # Like "bruck", until sending a leader's bytes takes as long as starting a message.
+            # Leaders gather and reduce all tensors, as in "bruck". Above the limit, sending the bytes of a leader takes
+            # longer than starting a message.
             TwoLevelRule("leaders", max_volume=1),
-            # Few steps. But a gate receives the pieces of its team one after the other, and pieces that wait are
-            # copied. Above the limit, the overlap of steps hides the additional steps of "lines".
+            # "lanes" takes few steps. But one rank per host receives the pieces of its lane one after the other, and
+            # waiting pieces are copied. Above the limit, "lines" is faster: it has more steps, but they overlap.
             TwoLevelRule("lanes", max_piece=8),
             TwoLevelRule("lines"),
         ),
         "reduce": (
-            # Few steps, of which few are between hosts.
+            # "leaders" takes few steps, and only a few of them are between hosts.
             TwoLevelRule("leaders", max_nbytes=4),
-            # As in "binomial", log2(p) sends of whole tensors instead of p-1 wake-ups.
+            # "leaders" takes log2(p) sends of whole tensors, as in "binomial"; "lines" takes p-1 wake-ups.
             TwoLevelRule("leaders", max_chunk=0.25),
             TwoLevelRule("lines"),
         ),
-        # None: a flat algorithm. Below the limit, the number of steps matters more than the bytes.
+        # None selects a flat algorithm. Below the limit, the number of steps matters more than the number of bytes.
         "reduce_scatter": (TwoLevelRule(None, max_chunk=1), TwoLevelRule("lines")),
         "broadcast": (
-            # Like "knomial", until the root's repeated sends take longer. "lanes" takes fewer steps than a chain.
+            # "leaders" sends along a tree, as in "knomial". Above the limit, the root's repeated sends take longer than
+            # "lanes", which takes fewer steps than a chain.
             TwoLevelRule("leaders", max_nbytes=8),
             TwoLevelRule("lanes"),
         ),
@@ -128,7 +130,7 @@ ALGORITHMS: Mapping[tuple[str, str], Callable[..., Program]] = MappingProxyType(
 
 
 def has_two_levels(hosts: Sequence[int]) -> bool:
-    """Return whether the ranks are on several hosts, of which at least one has several ranks."""
+    """Return whether the ranks are on several hosts, and at least one host has several ranks."""
     return 1 < len(set(hosts)) < len(hosts)
 
 
@@ -161,7 +163,7 @@ def choose(
 def build(
     kind: str, algorithm: str, rank: int, hosts: Sequence[int], *sizes: int | Sequence[int], root: int = 0
 ) -> Program:
-    """Return one rank's program. Arguments as for `select.build`, with the host number of each rank."""
+    """Return one rank's program of a two-level collective. The arguments are those of `select.build`."""
     generate = ALGORITHMS[kind, algorithm]
     if spec_of(kind).rooted:
         return generate(rank, Hosts(hosts), root, *sizes)
@@ -222,7 +224,8 @@ def predict(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int], machin
     steps, sent = cost(algorithm, kind, nbytes, hosts)
     load = Load(steps, 0, 0, sent, sent, nbytes if spec_of(kind).reduces else 0)
     if kind == "reduce":
-        # Data that passes through an inner rank: whole tensors for "leaders", otherwise piece by piece.
+        # Bytes that an inner rank receives before it forwards data: the whole tensor in "leaders", one piece in other
+        # algorithms.
         passed = nbytes if algorithm == "leaders" else min(nbytes, PIECE)
         return seconds_of(load, machine) + max(steps - 1, 0) * passed * machine.beta
     return streaming_seconds_of(load, machine) if algorithm == "lines" else seconds_of(load, machine)

@@ -1,4 +1,4 @@
-"""The voters of one endpoint: one for each group that agrees on a successor."""
+"""The voters of one endpoint: one `Voter` per group whose ranks agree on a successor group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Agreements"]
 
 
 class Agreements:
-    """The voters of one endpoint, by group.
+    """A table of the voters of one endpoint, by group.
 
     Each voter decides which group succeeds one group. Group ids may collide, so the key of a voter also has the number
     of growths and the ranks. A voter may outlive its group: it is kept until all ranks have left the group, since only
@@ -35,7 +35,7 @@ class Agreements:
         self.voters: dict[tuple[int, int, tuple[int, ...]], Voter] = {}
 
     def voter(self, identity: int, number: int, ranks: Sequence[int]) -> Voter:
-        """Return this rank's voter for a group.
+        """Return this rank's voter for a group; make the voter if there is none.
 
         Args:
             identity: the group's id.
@@ -50,7 +50,7 @@ class Agreements:
         return found
 
     def withdraw(self, identity: int, ranks: Sequence[int]) -> None:
-        """Withdraw this rank from the votes of a group that it leaves."""
+        """Let pending `shrink` and `grow` calls of a group fail, because this rank leaves the group."""
         for (group, _, members), voter in self.voters.items():
             if group == identity and members == tuple(ranks):
                 voter.withdraw()
@@ -67,7 +67,7 @@ class Agreements:
             self.voter(identity, number, ranks).handle(peer, message)
 
     def record_moved(self, rank: int, moved: Iterable[int]) -> None:
-        """Record that `rank` has ended, and had continued in successors of the groups `moved`."""
+        """Record that `rank` has ended, after it had continued in the successors of the groups `moved`."""
         for identity in moved:
             if (group := self.parts.groups.get(identity)) is not None:
                 self.voter(identity, group.growths, group.ranks).moved.add(rank)

@@ -1,4 +1,4 @@
-"""Completed operations of a revoked group: the report of each rank, and the combination of the reports."""
+"""Completed operations of a revoked group: the report of each rank, and the combination of all reports."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["Completed", "Report", "combine", "report"]
 
 Report = dict[str, Any]
 
-#: Maximum number of unfinished operations in one report. Twice as many numbers, plus the keys, fit into a control
-#: frame.
+#: Maximum number of unfinished operations in one report. A control frame has room for twice as many numbers, plus the
+#: keys.
 LISTED = 10_000
 #: Maximum size of all keys in one report, in bytes. A control frame has at most 256 KiB.
 KEY_NBYTES = 32 * 1024
@@ -41,7 +41,7 @@ class Completed:
 
     @property
     def through(self) -> int:
-        """Return the last number before the first gap: all ordered operations up to this number have completed."""
+        """Return the highest sequence number up to which all ordered operations have completed."""
         return min(self.missing, default=self.upto + 1) - 1
 
     def __contains__(self, operation: object) -> bool:
@@ -61,7 +61,7 @@ class Completed:
 
 
 def report(group: Communicator) -> Report:
-    """Return this rank's report: the operations of a revoked group that have completed here."""
+    """Return this rank's report: the operations of a revoked group that have completed on this rank."""
     upto = group.entered
     unfinished = group.unfinished
     entered = [
@@ -84,7 +84,7 @@ def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
         frozenset(op for one in each for op in one.missing if op <= least),
         frozenset.intersection(*(one.keyed for one in each)),
     )
-    # If an operation completed on no rank, then it is also missing on the rank that entered the most operations.
+    # An operation that completed on no rank is missing on all ranks, also on the rank that entered the most operations.
     nowhere = frozenset(op for op in furthest.missing if not any(op in one for one in each))
     return everywhere, Completed(furthest.upto, nowhere, frozenset.union(*(one.keyed for one in each)))
 
@@ -97,7 +97,7 @@ def _encode(upto: int, missing: Iterable[int], keyed: Sequence[tuple[str, int]])
 
 
 def _fit_into_report(keyed: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return as many of the first entries of `keyed` as fit into a report."""
+    """Return the longest prefix of `keyed` that fits into a report."""
     room = KEY_NBYTES
     for number, (key, _) in enumerate(keyed):
         room -= len(key.encode()) + 8

@@ -1,4 +1,4 @@
-"""Coordinator of an agreement: it collects the votes, proposes a successor, and decides. See `consensus.voter`."""
+"""Coordinator of an agreement: it collects votes, proposes a successor group, and decides. See `consensus.voter`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["Coordinator"]
 
-#: Seconds to wait for votes, and then for acceptances. The documentation allows 6 s until a stopped rank is detected.
+#: Seconds to wait for votes, and then again for acceptances. The documented limit until a stopped rank is detected is 6
+#: s.
 BOUND = 6.0
-#: Seconds to try to reach a lost rank again: longer than any round trip, even with a lost SYN packet, and than the
-#: reply of a rank whose loop is not blocked.
+#: Seconds for which a lost rank is tried again: longer than any round trip, even with a lost SYN packet, and longer
+#: than a rank needs to reply if its loop is not blocked.
 RETRY = 2.5
-#: The outcome of an agreement, still without members. `grown` is the name of the grown group, if there is one.
+#: Template for the outcome of an agreement, without members. `grown` is the name of the grown group, if there is one.
 EMPTY: Outcome = {"members": [], "excluded": [], "everywhere": None, "somewhere": None, "grown": ""}
 
 
 class Coordinator:
-    """The coordinator on one rank. It runs only one ballot: the highest-numbered one that a voter has chosen.
+    """The coordinator on one rank. It runs one ballot at a time: the ballot with the highest number that a voter chose.
 
     Args:
         agreement: this rank's own voter.
@@ -66,7 +67,7 @@ class Coordinator:
             self._reply(peer)
 
     def _begin_ballot(self, first: int) -> None:
-        """After the first vote of a ballot, request the votes of the other ranks, or repeat an earlier proposal."""
+        """Start a ballot after its first vote: request the votes of the other ranks, or repeat an earlier proposal."""
         agreement = self._agreement
         me = agreement.rank
         self._start_timers()
@@ -78,7 +79,10 @@ class Coordinator:
             agreement.vote()
 
     def _reply(self, voter: int) -> None:
-        """Send the current state to a voter that waits for a decision. A voter that does not wait would vote again."""
+        """Send the proposal or a vote request to `voter`, if this voter waits for a decision.
+
+        A voter that does not wait would answer a request with another vote, and so on without end.
+        """
         if self._proposal is not None:
             self._send_proposal([voter])
         elif voter in self._voters_with("exclude") | self._voters_with("grown"):
@@ -112,7 +116,7 @@ class Coordinator:
         self.consider()
 
     def consider(self) -> None:
-        """Propose a successor, decide, or give up, if enough votes or acceptances have arrived or the time is up."""
+        """Take the next step of the ballot, if one is due: propose a successor group, decide, or give up."""
         agreement = self._agreement
         if not self._votes or agreement.outcome is not None or agreement.promised != self._ballot:
             return
@@ -133,14 +137,14 @@ class Coordinator:
                 self._consider_shrinking(promised)
 
     def _may_decide(self, ranks: Collection[int]) -> bool:
-        """Return whether `ranks` are a quorum. While a death is doubted, that requires a majority of the job."""
+        """Return whether `ranks` are a quorum. While a death is doubted, a quorum is a majority of the job."""
         agreement = self._agreement
         if agreement.doubted_ranks:
             return is_majority(ranks, range(agreement.parts.context.world_size))
         return can_decide(ranks, agreement.ranks, agreement.away)
 
     def _consider_growth(self) -> None:
-        """Propose the grown group once all ranks have made it, or report that the group cannot grow."""
+        """Propose the grown group if all ranks have made it, or send an error if the group cannot grow."""
         agreement = self._agreement
         grown = self._voters_with("grown")
         if not grown:
@@ -157,7 +161,7 @@ class Coordinator:
             self._refuse(grown, GroupError(f"the group did not grow: {reason}"))
 
     def _consider_shrinking(self, promised: bool) -> None:
-        """Propose the ranks that continue, or wait for more votes, or give up if these ranks are no quorum."""
+        """Propose a group of the ranks that continue, or wait for more votes, or give up if there is no quorum."""
         agreement = self._agreement
         candidates, wanted, hopeless = self._candidates(), self._expected(), self._unreachable()
         members = connected(candidates, {rank: self._candidacy(rank)["lost"] for rank in candidates})
@@ -179,7 +183,7 @@ class Coordinator:
         return {rank for rank, vote in votes if vote["candidacy"] is not None and what in vote["candidacy"]}
 
     def _accepted(self) -> Outcome | None:
-        """Return the outcome of the highest ballot in which a voter accepted one: it may already be decided."""
+        """Return the outcome that a voter accepted in the highest ballot, or None. It may already be the decision."""
         accepted = [vote["accepted"] for vote in self._votes.values() if vote["accepted"] is not None]
         found: Outcome | None = max(accepted, key=lambda one: one[0], default=(-1, None))[1]
         return found
@@ -213,7 +217,7 @@ class Coordinator:
         self._send_proposal(self._agreement.ranks)
 
     def on_acceptance(self, peer: int, message: ControlMessage) -> None:
-        """Handle the message by which `peer` accepts the proposal."""
+        """Handle the acceptance of the proposal by `peer`."""
         if message["ballot"] == self._ballot:
             self._acks.add(peer)
             self.consider()
@@ -242,7 +246,7 @@ class Coordinator:
         self.stop()
 
     def _refuse(self, voters: Iterable[int], error: GroupError) -> None:
-        """Send `error` to `voters`, whose calls raise it. Their promises stay valid, and they may call again."""
+        """Send `error` to `voters`, whose calls raise the error. Their promises stay valid, and they may call again."""
         voters = list(voters)
         for rank in voters:
             self._votes[rank] = {**self._votes[rank], "candidacy": None}

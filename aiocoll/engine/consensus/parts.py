@@ -1,4 +1,4 @@
-"""The parts of an endpoint that voters use."""
+"""The endpoint's roster, links and groups, as voters use them."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def can_decide(ranks: Collection[int], group: Collection[int], away: Collection[
 
 
 def connected(candidates: Iterable[int], lost: Mapping[int, Collection[int]]) -> list[int]:
-    """Drop candidates until all others can reach each other; return the others in ascending order.
+    """Drop candidates until all remaining candidates can reach each other; return these in ascending order.
 
     The rank with the most broken connections is dropped first. Of several such ranks, the highest is dropped.
 

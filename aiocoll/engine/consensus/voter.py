@@ -1,4 +1,4 @@
-"""Agreement of a group's ranks on its successor: a single decision that survives the death of any of them.
+"""Agreement of a group's ranks on the successor group: a single decision, which survives the death of any rank.
 
 A failed group shrinks to some of its ranks. A growing group continues in a larger group, in which its ranks have met
 the newcomers: either all its ranks continue there, or none. Both are decided the same way, so one part of a group
@@ -44,7 +44,7 @@ PROMPT = 2.0
 
 
 class Voter:
-    """The part of one rank in the agreement on one group's successor.
+    """The participant of one rank in the agreement on the successor of one group.
 
     The endpoint owns the voter, since the voter may outlive the group. Ranks in this module are numbered as in the job.
 
@@ -104,7 +104,7 @@ class Voter:
 
     @property
     def doubted_ranks(self) -> set[int]:
-        """Return the ranks whose death is doubted: they count as away unless they prove that they live."""
+        """Return the ranks whose death is doubted: they count as dead unless they prove that they are alive."""
         return self.parts.ranks.doubted_ranks.intersection(self.ranks) - self.assumed
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
@@ -171,7 +171,7 @@ class Voter:
             self._stop_reminder()
 
     def identity(self, members: Sequence[int]) -> int:
-        """Return the id of the successor group: a hash of the decision, so that other decisions give other ids."""
+        """Return the id of the successor group: a hash of the decision, so different decisions give different ids."""
         return group_id(f"{self.group}\0{self.number}\0{list(members)}")
 
     def handle(self, peer: int, message: ControlMessage) -> None:
@@ -210,7 +210,7 @@ class Voter:
             self._send_vote()
 
     def run_step(self, step: Callable[[], None]) -> None:
-        """Run a timer's callback. If it raises an exception, stop waiting for a decision and revoke a usable group."""
+        """Run a timer's callback. If the callback raises an exception, fail the waiting call and revoke the group."""
         try:
             step()
         except Exception as error:
@@ -236,7 +236,7 @@ class Voter:
             self.parts.send_to_others(message, outcome["members"])
 
     def promise(self, ballot: int) -> bool:
-        """Promise to vote in a ballot that this rank coordinates; return False after a promise to a higher one."""
+        """Promise this rank's vote to its own ballot `ballot`; return False after a promise to a higher ballot."""
         if ballot > self.promised:
             self.promised = ballot
         return ballot == self.promised
@@ -262,7 +262,7 @@ class Voter:
         return GroupError(text, ranks=[me])
 
     def _choose_ballot(self) -> None:
-        """Promise to vote in a ballot whose coordinator may answer."""
+        """Keep the promised ballot if its coordinator may answer; otherwise promise a ballot of another rank."""
         size = self.parts.context.world_size
         if self.promised < 0 or not self._may_answer(self.promised % size):
             # A rank is always found, because this rank can answer its own vote.
@@ -370,7 +370,7 @@ class Voter:
     # -- sending
 
     def send_to_all(self, message: ControlMessage) -> None:
-        """Send `message` to all ranks of the group, even lost ones: the message shows them that they are excluded."""
+        """Send `message` to all ranks of the group. Lost ranks learn from the message that they are excluded."""
         for rank in self.ranks:
             self.send(rank, message)
 

@@ -1,4 +1,4 @@
-"""Errors as plain data in messages: the cause of a group's failure, and the errors that its works raise."""
+"""Errors as plain data in messages: the cause of a group's failure, and the errors that pending calls raise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def revocation(identity: int, name: str, cause: GroupError) -> dict[str, Any]:
 
 
 def failure_by(cause: GroupError) -> GroupError:
-    """Return the error that one pending work raises after a failure with `cause`: the same text and origin.
+    """Return the error that one pending call raises after its group failed with `cause`: the same text and origin.
 
     On the rank where a user's function raised, the origin is that exception, with its traceback.
     """

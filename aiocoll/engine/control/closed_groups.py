@@ -25,8 +25,8 @@ from collections.abc import Callable, Collection, Iterable
 
 __all__ = ["RECENT", "RECORDS", "ClosedGroups", "Goodbyes"]
 
-#: Maximum number of records of closed groups, of about 500 bytes each. Usually there are a few. An unreachable peer
-#: sends no goodbye, so each group with it that closes meanwhile leaves a record.
+#: Maximum number of records of closed groups, of about 500 bytes each. Usually there are a few. A record stays until
+#: all members have sent a goodbye, which an unreachable peer never sends.
 RECORDS = 65_536
 #: Number of group ids remembered after their records were dropped, for late messages. The hub relays a message within
 #: milliseconds, or within a second if its loop is blocked. No rank closes this many groups in that time.
@@ -55,19 +55,19 @@ class Goodbyes:
         self.notes: set[int] = set()
 
     def mark(self, rank: int, frames: bool, notes: bool) -> None:
-        """Record a member's goodbye: from now on, it sends no frames, no control messages, or neither."""
+        """Record a member's goodbye: no more frames (`frames`) or control messages (`notes`) of this member follow."""
         if frames:
             self.frames.add(rank)
         if notes:
             self.notes.add(rank)
 
     def matches(self, rank: int, name: str | None) -> bool:
-        """Return whether a message of `rank` with this group's id and this name is about this group."""
+        """Return whether a message of `rank` with this group's id and the group name `name` is about this group."""
         return rank in self.ranks and (name is None or self.name is None or name == self.name)
 
 
 class _Record(Goodbyes):
-    """A closed group and the members that may still send frames (`frames`) or control messages (`notes`) about it."""
+    """A closed group, and its members that may still send frames (`frames`) or control messages (`notes`)."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ class _Record(Goodbyes):
 
 
 class ClosedGroups:
-    """The closed groups of one endpoint.
+    """The groups that one endpoint has closed, recorded while messages about them may still arrive.
 
     Args:
         dropped: callback for a dropped record; its arguments are the group's id and members.
@@ -107,11 +107,11 @@ class ClosedGroups:
             self._drop_complete(oldest)
 
     def is_known(self, identity: int) -> bool:
-        """Return whether this rank has left a group with this id, and still has its record."""
+        """Return whether this rank has left a group with this id, and still remembers the id."""
         return identity in self._records or identity in self._recent
 
     def name(self, identity: int) -> str | None:
-        """Return the name of the closed group with this id; None if no messages about it may still arrive."""
+        """Return the name of the closed group with this id; None if no more messages about this group can arrive."""
         return next((record.name or "?" for record in self._records.get(identity, ())), None)
 
     def reuse(self, identity: int) -> None:
@@ -119,11 +119,14 @@ class ClosedGroups:
         self._recent.pop(identity, None)
 
     def sends_frames(self, identity: int, peer: int) -> bool:
-        """Return whether a frame from `peer` belongs to a closed group."""
+        """Return whether `peer` may still send frames about a closed group with this id."""
         return any(peer in record.frames for record in self._records.get(identity, ()))
 
     def sends_notes(self, identity: int, peer: int, direct: bool, name: str | None = None) -> bool:
-        """Return whether a message of `peer` is about a closed group; `direct` if it arrived on the data link."""
+        """Return whether a message of `peer` is about a closed group.
+
+        `direct` is True if the message arrived on the data link.
+        """
         for record in self._records.get(identity, ()):
             if peer in (record.frames if direct else record.notes) and record.matches(peer, name):
                 return True

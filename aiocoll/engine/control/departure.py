@@ -45,7 +45,7 @@ class Departure:
         self._notified: int | None = None
 
     def connect(self, receiver: Receiver) -> None:
-        """Set the receiver, which lists the data links of this rank."""
+        """Set the receiver of control messages, which also lists the data links of this rank."""
         self._receiver = receiver
 
     async def run(self) -> None:
@@ -82,12 +82,12 @@ class Departure:
             control.send(hub, self._make_end_message())
 
     def finish(self) -> None:
-        """Let `run` return, because every rank that needs the notice has received it."""
+        """Let `run` return: every rank that needs the notice has received it, or the time is up."""
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 
     def on_end(self, peer: int, linked: list[int], moved: list[int]) -> None:
-        """Handle the notice that `peer` has ended. On the hub, schedule its relay to the other ranks."""
+        """Handle the notice that `peer` has ended. On the hub, schedule a relay of the notice to the other ranks."""
         was_hub = peer == self._control.hub
         self._control.remove_rank(peer)
         if not was_hub:

@@ -28,7 +28,7 @@ class DeviceInbox:
         self._handler: Callable[[int, ControlMessage], None] | None = None
 
     def connect(self, receive: Callable[[int, ControlMessage], None]) -> None:
-        """Set the handler of messages, and pass it the buffered messages with their senders (ranks in the group)."""
+        """Set the message handler, and pass all buffered messages to it, with their senders (ranks in the group)."""
         self._handler = receive
         kept, self._kept = self._kept, []
         for peer, message in kept:

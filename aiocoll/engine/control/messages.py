@@ -60,7 +60,7 @@ DEVICE = "device"
 #: The value of `PeerLostError.how` for a rank that sent an invalid message.
 PROTOCOL = "protocol"
 
-#: Maximum depth of nested splits. Every message about an operation of the innermost group lists all splits above it.
+#: Maximum depth of nested group splits. Every message about an operation of the innermost group lists all these splits.
 LEVELS = 256
 #: Maximum number of calls in one coalescing block, far more than any program makes.
 MEMBERS = 1 << 20
@@ -72,7 +72,7 @@ _U16, _U32, _U62, _U63, _U64 = 1 << 16, 1 << 32, 1 << 62, 1 << 63, 1 << 64
 
 
 class JobFacts(NamedTuple):
-    """Facts about the job, with which the content of messages is checked.
+    """Facts about the job against which received messages are checked: this rank, the number of ranks, the groups.
 
     Attributes:
         rank: this rank, numbered as in the job.
@@ -126,7 +126,9 @@ def _members(value: Any, scope: Scope) -> None:
     _MEMBERS(value, scope)
     listed_calls = sum(run["count"] for run in value["runs"])
     if listed_calls != value["listed"] or listed_calls > value["size"]:
-        raise SchemaError(f"runs contain {listed_calls} calls; expected {value['listed']} of {value['size']}")
+        raise SchemaError(
+            f"runs: the counts add up to {listed_calls} calls, but listed={value['listed']} and size={value['size']}"
+        )
 
 
 _COUNT = integer(_U63)
@@ -262,7 +264,7 @@ def _shrink(value: Any, scope: Scope) -> None:
 def _device(value: Any, scope: Scope) -> None:
     inner = next((check for name, check in _DEVICE.items() if name in value), None)
     if inner is None:
-        raise SchemaError("no known field")
+        raise SchemaError("no field that identifies the kind of device message")
     inner(value, scope)
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerLinks"]
 
-#: Seconds to try to reach a lost rank again. After that, messages that wait for it are dropped; their senders send them
-#: again.
+#: Seconds for which a lost rank is tried again. Afterwards, messages that wait for this rank are dropped; their senders
+#: repeat them.
 REACH = 2.0
 
 
@@ -47,7 +47,7 @@ class PeerLinks:
         self._dialling: set[int] = set()
 
     def send(self, rank: int, message: ControlMessage) -> None:
-        """Send `message` to `rank` through the control plane if it has a link to `rank`; otherwise on a direct link."""
+        """Send `message` to `rank` on a link of the control plane, or on a direct link if it has none."""
         context, control = self._context, self._control
         if context.closed or control.hub in (rank, context.rank) or control.linked(rank):
             control.send(rank, message)

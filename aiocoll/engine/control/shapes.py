@@ -46,7 +46,7 @@ LIST = 1 << 16
 
 
 class Scope(NamedTuple):
-    """The number of ranks in the job and in the message's group; None if this rank is not in that group."""
+    """The numbers of ranks in the job and in the message's group (None if this rank is not in that group)."""
 
     world: int
     group: int | None

@@ -30,7 +30,7 @@ __all__ = ["ControlPlane"]
 
 
 class ControlPlane:
-    """The control links of one rank, and the handler of frames that arrive on them.
+    """The control links of one rank, and the handler of the frames that arrive on these links.
 
     Args:
         context: the endpoint's context.
@@ -56,7 +56,7 @@ class ControlPlane:
         self.departure = Departure(context, self)
 
     def connect(self, ranks: Roster, detector: FailureDetector, direct_links: PeerLinks, receiver: Receiver) -> None:
-        """Set the parts of the endpoint that handle changes of links, and messages."""
+        """Set the parts of the endpoint that handle link changes and control messages."""
         self._ranks, self._detector, self._direct_links, self._receiver = ranks, detector, direct_links, receiver
         self.departure.connect(receiver)
 
@@ -120,12 +120,12 @@ class ControlPlane:
             self._formed.set_result(None)
 
     def attach(self, link: Link) -> None:
-        """Use a control link that this rank or a peer has opened."""
+        """Start to use `link`, a control link that this rank or the peer has opened."""
         broken = self._links.get(link.peer)
         self._links[link.peer] = link
         link.sink = self
         if broken is not None:
-            # The peer opened a new link, so it has lost the old one. This rank has not noticed that yet.
+            # The peer opened a new link because it lost the old one. This rank has not noticed the loss yet.
             broken.close()
             self._ranks.on_connection_broken(link.peer)
         if (note := self._ranks.notice(link.peer)) is not None:
@@ -147,7 +147,7 @@ class ControlPlane:
     # -- sending
 
     def send(self, rank: int, message: ControlMessage) -> None:
-        """Send `message` to `rank`: on the link to it, or through the hub if there is none."""
+        """Send `message` to `rank`: on the control link to `rank`, or through the hub if there is no such link."""
         link = self._links.get(rank)
         if link is not None:
             send_message(link, message)
@@ -159,12 +159,12 @@ class ControlPlane:
                 self._backlog.append((rank, message))
 
     def send_to_others(self, message: ControlMessage, ranks: Sequence[int]) -> None:
-        """Send `message` to all of `ranks` except this rank."""
+        """Send `message` to each rank in `ranks` except this rank itself."""
         for rank in ranks:
             if rank != self._context.rank:
                 self.send(rank, message)
 
-    # -- receiving: the sink of control links
+    # -- receiving: the control plane handles the frames of its links
 
     def route(self, link: Link, header: Header) -> memoryview | None:
         """Return None: control frames are small, so the link buffers them."""
@@ -198,11 +198,11 @@ class ControlPlane:
     # -- changes of the hub
 
     def remove_rank(self, rank: int) -> None:
-        """Stop sending to a rank that is lost or has ended. If it was the hub, connect to the next hub."""
+        """Stop sending to `rank`, which is lost or has ended. If `rank` was the hub, connect to the next hub."""
         self.remove_ranks([rank])
 
     def restore_rank(self, rank: int) -> None:
-        """Handle a lost rank that is reachable again. It may become the hub again."""
+        """Handle the return of the lost rank `rank`, which is reachable again. `rank` may become the hub again."""
         hub = self.hub
         self._gone.discard(rank)
         self._hub = 0
@@ -210,7 +210,7 @@ class ControlPlane:
             self.connect_to_hub()
 
     def remove_ranks(self, ranks: Iterable[int]) -> None:
-        """Handle ranks that have ended."""
+        """Handle ranks that have ended. If the hub has ended, connect to the next hub."""
         hub, before = self.hub, len(self._gone)
         self._gone.update(ranks)
         if len(self._gone) > before:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BufferedFrame", "UnmadeGroup", "UnmadeGroups", "keep_message"]
 
-#: Maximum number of groups that one peer may name before this rank has made them. To exceed it, a peer must be
-#: thousands of `split_group` calls ahead, and must have used, left or revoked each of these groups.
+#: Maximum number of groups that one peer may name before this rank has made them. To exceed the limit, a peer must be
+#: thousands of `split_group` calls ahead, and must have used, left or revoked each of the new groups.
 GROUPS = 4096
 #: Maximum number of messages about CUDA devices from one peer for one group. A correct peer sends only one before all
 #: ranks have described their devices.
@@ -32,7 +32,7 @@ DEVICE_MESSAGES = 16
 
 T = TypeVar("T")
 
-#: The sender of a message, and the group name in the message.
+#: Key of the buffers: the sender of a message, and the group name in the message.
 Key = tuple[int, str | None]
 
 
@@ -59,7 +59,7 @@ class UnmadeGroup:
         self.peers: dict[int, set[str]] = {}
 
     def split(self, name: str | None, ranks: Collection[int]) -> UnmadeGroup:
-        """Remove and return all entries of the group with this name and these ranks, not of others with the same id."""
+        """Remove and return the entries of the group with this name and these ranks, among all groups with this id."""
         found, members = UnmadeGroup(), self.peers.keys() & set(ranks)
         found.frames = [kept for kept in self.frames if kept[0].peer in members]
         found.messages = [(peer, message) for peer, message in self.messages if peer in members]
@@ -80,7 +80,7 @@ def _pop_matching(kept: dict[Key, T], name: str | None, members: Collection[int]
 
 
 def _may_match(name: str | None, other: str | None) -> bool:
-    """Return whether two names may belong to the same group. The name None is unknown."""
+    """Return whether two names may belong to the same group. None stands for an unknown name."""
     return name == other or None in (name, other)
 
 
@@ -116,7 +116,7 @@ class UnmadeGroups:
         return found
 
     def keep_frame(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Buffer a frame; return True if the frame is dropped instead because its group is closed."""
+        """Buffer a frame; return True if the frame is dropped instead, because its group is closed."""
         identity = header[3]
         if self._closed.sends_frames(identity, channel.peer):
             return True
@@ -127,12 +127,18 @@ class UnmadeGroups:
         return False
 
     def keep_message(self, identity: int, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Buffer a message about CUDA devices; `direct` if it arrived on the data link."""
+        """Buffer a message about CUDA devices.
+
+        `direct` is True if the message arrived on the data link.
+        """
         if not self._closed.sends_notes(identity, peer, direct):
             keep_message(self.buffer_of(identity, peer).messages, peer, message)
 
     def keep_cause(self, identity: int, peer: int, name: str | None, cause: dict[str, Any], direct: bool) -> None:
-        """Store why a group was revoked, unless a cause is stored; `direct` if the message arrived on the data link."""
+        """Store why a group was revoked, unless a cause is stored already.
+
+        `direct` is True if the message arrived on the data link.
+        """
         if not self._closed.sends_notes(identity, peer, direct, name):
             self.buffer_of(identity, peer, name).causes.setdefault((peer, name), cause)
 
@@ -163,7 +169,7 @@ class UnmadeGroups:
         return goodbyes
 
     def refuse_group(self, identity: int, peer: int, name: str | None, ranks: Collection[int], me: int) -> None:
-        """Drop all buffered and later messages about a group of `peer` that this rank, `me`, will never be in."""
+        """Drop all messages, also later ones, about a group of `peer` to which this rank, `me`, will never belong."""
         if self._closed.is_known(identity):
             return
         self._refused[peer] += 1

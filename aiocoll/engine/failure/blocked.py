@@ -1,4 +1,4 @@
-"""The position of a blocked thread, in terms of the user's own source lines."""
+"""Source lines of the user's program at which a thread is blocked, for warnings and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def place(frame: FrameType | None) -> str:
-    """Return a text with the user's source lines that a thread is executing.
+    """Return a text that names the user's source lines that a thread is executing.
 
     Args:
         frame: the innermost frame, as in `sys._current_frames`.
@@ -28,8 +28,8 @@ def place(frame: FrameType | None) -> str:
         frames.append(frame)
         frame = frame.f_back
     theirs = [each for each in frames[1:] if _is_user_file(each.f_code.co_filename)]
-    # If the program is itself installed as a package, or written in C, its lines look like library lines. Then use all
-    # frames.
+    # If the program itself is installed as a package, or written in C, its lines look like library lines. In that case,
+    # use all frames.
     named = [*frames[:1], *(theirs or frames[1:])][:PLACES]
     places = [f"{each.f_code.co_filename}:{each.f_lineno} in {each.f_code.co_name}" for each in named]
     return ", called from ".join(places) or "an unknown place"
@@ -42,7 +42,8 @@ def line(frame: FrameType | None) -> str:
         if _is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    # If the program is itself installed as a package, or written in C, its lines look like library lines.
+    # If the program itself is installed as a package, or written in C, its lines look like library lines. In that case,
+    # use the innermost frame.
     return "" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["REPORT_AFTER", "Deadlines"]
 
-#: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms). Also the timer's period.
+#: Seconds after which a pending operation is reported to the coordinator (documented: 250 ms). Also the timer's period.
 REPORT_AFTER = 0.25
-#: Maximum number of operations that a tick examines, oldest first. With equal timeouts, the oldest operation expires
-#: first.
+#: Maximum number of operations that one timer tick examines, oldest first. With equal timeouts, the oldest operation
+#: expires first.
 LOOKED_AT = 64
 
 
@@ -44,7 +44,7 @@ class Deadlines:
         self.armed = array("b", [False])
         self._timer: asyncio.TimerHandle | None = None
         #: The time of the next tick. It is stored here, because uvloop's timers of less than a millisecond cannot
-        #: report it.
+        #: report their time.
         self._due = 0.0
         # Operations with a timeout other than the default: they may expire before older operations.
         self._own_timeouts: dict[Operation, Communicator] = {}
@@ -55,7 +55,7 @@ class Deadlines:
         return 2 * REPORT_AFTER
 
     def entered(self, group: Communicator, operation: Operation) -> None:
-        """Watch `operation` of `group`. If its timeout is the default one, this is needed only while no timer runs."""
+        """Watch `operation` of `group`. For the default timeout, this call is needed only while no timer runs."""
         if operation.timeout != group.default_timeout:
             self._own_timeouts[operation] = group
             self._schedule_tick(_report_delay(operation))
@@ -108,14 +108,15 @@ class Deadlines:
         waits = False
         for group in list(self._groups.values()):
             oldest = True
-            # Collectives have their own limit, because any number of older receives may be pending.
+            # Collectives have a limit of their own, because any number of older receives may be pending.
             pending = dict.fromkeys(islice(group.in_flight.pending, LOOKED_AT))
             pending.update(dict.fromkeys(islice(group.in_flight.collectives(), LOOKED_AT)))
             for operation in pending:
                 busy = True
                 waits = waits or now - operation.entered >= REPORT_AFTER
                 group.attempt(self._check, group, operation, now, oldest)
-                # Receives may wait without limit, so they are not reported.
+                # Sends and receives are not reported, because receives may wait without limit. So the next operation
+                # may count as the oldest.
                 oldest = oldest and operation.id & P2P == P2P
         if waits:
             self._needed()
@@ -123,7 +124,7 @@ class Deadlines:
             self._schedule_tick(delay)
 
     def _check(self, group: Communicator, operation: Operation, now: float, oldest: bool) -> None:
-        """Expire, report or warn about one operation. Only the `oldest` reported operation is reported again."""
+        """Fail an expired operation, or report or warn about it. Only the `oldest` operation is reported repeatedly."""
         if operation.done:
             return
         age = now - operation.entered

@@ -1,4 +1,4 @@
-"""Detection of dead ranks: the part that runs in the event loop, and uses the watchdog thread.
+"""Detection of dead ranks: the event-loop side, which uses the watchdog thread.
 
 The hub monitors all ranks, and all ranks monitor the hub. A process of the same host is checked while an operation
 waits for it. A rank whose process is not visible from here exchanges heartbeats. Ranks of one process need neither.
@@ -165,7 +165,7 @@ class FailureDetector:
         return "its process is alive" if silence <= 2 * ROUND else f"its heartbeat has been silent for {silence:.1f} s"
 
     def blocked(self) -> tuple[float, str] | None:
-        """Return how long this rank's loop has been blocked, in seconds, and in which line; None if it is not blocked.
+        """Return for how many seconds, and in which line, this rank's loop has been blocked; None if it is not.
 
         Any thread may call this.
         """
@@ -181,7 +181,7 @@ class FailureDetector:
         return None if watchdog is None else watchdog.longest_block()
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
-        """Open a link to `rank`, unless `rank` is opening one. Retry while its process lives."""
+        """Open a link to `rank`, unless `rank` is opening one. Retry while the process of `rank` lives."""
         while True:
             try:
                 return await self._context.connect(rank, kind)
@@ -204,12 +204,15 @@ class FailureDetector:
             self._roster.record_loss(rank, detail, how="unreachable")
 
     def confirm_death(self, rank: int) -> None:
-        """If the process of a lost rank is gone, notify all ranks."""
+        """Notify all ranks if the process of a lost rank is gone."""
         if rank in self._roster.suspected_ranks and self._is_visible(rank):
             self._check_until(rank, self._context.runtime.time() + GRACE, cut=False)
 
     def check_process(self, rank: int) -> None:
-        """If the process of `rank` is gone, notify all ranks. A link that is still being opened cannot show that."""
+        """Notify all ranks if the process of `rank` is gone.
+
+        A link that is still being opened cannot detect the end of the process.
+        """
         if not self._stopped and self._state(rank) == GONE:
             self._on_lost(rank, "killed", 0.0)
 
@@ -221,7 +224,10 @@ class FailureDetector:
         return state(self._processes.get(rank), self._pidfds.get(rank))
 
     def _check_until(self, rank: int, until: float, cut: bool) -> None:
-        """Check repeatedly until the time `until` whether a process is gone; `cut` if a connection to it broke."""
+        """Check repeatedly until the time `until` whether a process is gone.
+
+        `cut` is True if a connection to the process has broken.
+        """
         if self._stopped:
             return
         runtime = self._context.runtime
@@ -236,8 +242,8 @@ class FailureDetector:
 
     def _on_lost(self, rank: int, how: str, seconds: float) -> None:
         if how == "killed":
-            # A goodbye may be in flight, so wait. A closed connection would also show the end, unless a child process
-            # holds it open.
+            # Wait, because a goodbye may be in flight. A closed connection would also show the end, unless a child
+            # process holds the connection open.
             self._context.runtime.call_later(LAST_WORDS, self._report_gone, rank)
         elif how == "stopped":
             self._roster.record_loss(rank, f"its process has been stopped for {seconds:.1f} s", how=how)

@@ -1,4 +1,4 @@
-"""Errors of a group that lost a rank or in which code raised an exception. Ranks are numbered as in the group."""
+"""Errors of a failed group: lost ranks, timeouts, exceptions. Ranks are numbered as in the group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lost_error(group: str, peer: int, detail: str, how: str) -> GroupError:
 
 
 def broken_connection_error(group: str, rank: int, peer: int) -> PeerLostError:
-    """Return the error for a broken connection between two living ranks. Both ranks raise the same text."""
+    """Return the error for a broken connection between two living ranks. On both ranks, the error has the same text."""
     one, other = sorted((rank, peer))
     text = f"the connection between ranks {one} and {other} of group {group!r} broke, although both ranks are alive"
     return PeerLostError(text, group=group, ranks=[one, other], how="unreachable")

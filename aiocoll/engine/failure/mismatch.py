@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MismatchReports"]
 
-#: Seconds that the lowest rank has to revoke a group after a mismatch report. Then the reporting rank revokes it: the
-#: lowest rank's loop may be blocked, and the contract allows one second in total.
+#: Seconds that the lowest rank has to revoke a group after a mismatch report. Afterwards, the reporting rank revokes
+#: the group itself: the lowest rank's loop may be blocked, and the documentation allows one second in total.
 INSIST_AFTER = 0.5
 
 Description = dict[str, Any]
@@ -78,5 +78,5 @@ class MismatchReports:
 
 
 def _placeholder(rank: int, op: int) -> Description:
-    """Return a placeholder for the call of `rank`, which is too old to have a record."""
+    """Return a placeholder for a call of `rank` that is too old to be recorded any more."""
     return {"rank": rank, "op": "AN OPERATION NO LONGER RECORDED", "seq": op, "key": None}

@@ -94,7 +94,7 @@ class Refusals:
 
 
 class DiscardingSink:
-    """A sink for a link that is closing. It discards all frames that arrive."""
+    """A handler for the frames of a link that is closing. It discards all frames."""
 
     def __init__(self, lost: Callable[[Link, Exception | None], None]) -> None:
         self.lost = lost

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DOUBT", "Roster"]
 
-#: Seconds in which a rank declared dead may prove that it is alive. By contract, a death may stay undetected so long. A
-#: message between running processes takes a small fraction of that.
+#: Seconds in which a rank declared dead may prove that it is alive. The documentation allows this time for detecting a
+#: death. A message between running processes takes a small fraction of it.
 DOUBT = 1.0
 
 
@@ -111,7 +111,7 @@ class Roster:
         return {"t": "died", "rank": rank, "detail": self.dead[rank][1], "how": "killed"}
 
     def record_loss(self, rank: int, detail: str, notify: bool = True, how: str = "killed") -> None:
-        """Record a lost rank. Its groups fail here and, if this rank is the first to notice, on all other ranks.
+        """Record a lost rank. The groups of the lost rank fail on this rank and, if `notify`, on all other ranks.
 
         Args:
             rank: the lost rank.
@@ -191,22 +191,22 @@ class Roster:
         self.changed()
 
     def _has_majority(self) -> bool:
-        """Return whether the ranks that are left are a majority of the job."""
+        """Return whether the ranks that have neither ended nor been lost are a majority of the job."""
         job = range(self._context.world_size)
         return self._is_majority([rank for rank in job if rank not in self.gone], job)
 
     def _review_disregarded(self) -> None:
-        """Accept disregarded notices of this rank's death if the ranks that are left are no longer a majority."""
+        """Accept disregarded notices of this rank's death if the remaining ranks are no majority of the job."""
         for sender, detail in list(self._disregarded.items()):
             self.on_own_death(detail, sender)
 
     def on_rank_out(self, rank: int, detail: str) -> None:
-        """Handle the notice of a rank that knows it was declared dead, and takes part in nothing more."""
+        """Handle the notice by which a rank confirms that it was declared dead and no longer takes part in the job."""
         self._record(rank, detail, "killed", notify=False, witnessed=False)
         self._end_doubt(rank)
 
     def on_connection_broken(self, rank: int) -> None:
-        """Handle a broken connection to a living process: all groups with both ranks fail, with the same cause."""
+        """Handle a broken connection to a living process: all groups that contain both ranks fail with one cause."""
         if self._context.closed or rank in self.gone:
             return
         self._context.transport.catch_up()

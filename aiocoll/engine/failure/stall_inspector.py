@@ -1,4 +1,4 @@
-"""Stall inspection: messages that find the ranks which have not entered an operation, or called a different one.
+"""Stall detection: messages that find the ranks which have not entered an operation, or have made another call.
 
 An operation pending for 250 ms is reported to the group's coordinator, its lowest rank, and then once a second. The
 coordinator compares the reports and queries the ranks that sent none. It answers with the ranks that have not entered,
@@ -31,10 +31,11 @@ __all__ = ["StallInspector"]
 
 #: Maximum number of operations for which reports and answers are kept. The oldest are dropped first.
 KEPT = 256
-#: Seconds between two stall reports of the oldest pending operation. The known state of other ranks is never older.
+#: Seconds between two stall reports of the oldest pending operation. So the known state of other ranks is at most this
+#: old.
 REPORT_AGAIN = 1.0
-#: Minimum seconds between two rounds of queries about an operation. The next report of the same rank starts a new
-#: round.
+#: Minimum seconds between two rounds of queries about an operation. A little less than `REPORT_AGAIN`, so that the next
+#: report of the same rank starts a new round.
 ROUND = 0.9 * REPORT_AGAIN
 #: Maximum seconds to wait for a coordinator's answer before the next rank becomes coordinator. For short timeouts, a
 #: quarter of the timeout.
@@ -73,17 +74,17 @@ class StallInspector:
         self._sender = sender
         self._now = runtime.time
         self._state = failure_detector.state
-        # State of this rank as a waiting rank. Dicts with operations as keys: the last finding, and the coordinator
-        # that has not answered, with the time of the report. By rank: slow ranks; those of them that were logged; and
-        # the time of the last answer to this rank or to a coordinator.
+        # State of this rank as a waiting rank. By operation: the coordinator's last answer (`_findings`), and the
+        # coordinator that has not answered yet, with the time of the report (`_asked`). By rank: the slow ranks, the
+        # slow ranks that were logged, and the time of the last answer to this rank or to a coordinator.
         self._findings: dict[int, Finding] = {}
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
         self._slow_logged: set[int] = set()
         self._repeats = RepeatLimiter()
         self._answered: dict[int, float] = {}
-        # State of this rank as a coordinator: stall reports, by operation. In both roles: the time of the first
-        # unanswered request to each rank.
+        # State of this rank as a coordinator: the stall report of each operation. The times in `_silent` serve a
+        # waiting rank, too: for each rank, the time of the first unanswered request.
         self._reports: dict[int, StallReport] = {}
         self._silent: dict[int, float] = {}
         #: Ranks that queried an operation before this rank entered it, by operation.
@@ -92,7 +93,7 @@ class StallInspector:
     # -- as a waiting rank
 
     def report(self, operation: Operation) -> float:
-        """Report a long pending operation to the coordinator; return the time at which the next report is due."""
+        """Report a long-pending operation to the coordinator; return the time at which the next report is due."""
         if operation.id & P2P:
             return inf
         now = self._now()
@@ -108,7 +109,7 @@ class StallInspector:
         return now + (min(MAX_WAIT, operation.timeout / 4) if operation.id in self._asked else REPORT_AGAIN)
 
     def entered(self, operation: Operation) -> None:
-        """Report that this rank has entered an operation to the ranks that queried the operation before."""
+        """Notify the ranks that queried `operation` before this rank had entered the operation."""
         for peer in self.asked_early.pop(operation.id, ()):
             self._send(peer, {"t": "report", "op": operation.id, "mine": operation.describe(), "asked": True})
 
@@ -121,7 +122,7 @@ class StallInspector:
         return self._findings.get(op)
 
     def missing(self, operation: Operation) -> tuple[list[int], str]:
-        """Return the ranks that have not entered an operation, as far as this rank knows, and a text about them."""
+        """Return the ranks that, as far as is known, have not entered an operation, and a text about these ranks."""
         finding = self._findings.get(operation.id)
         if finding is not None:
             return finding.ranks(self._now()), finding.describe(self._now())
@@ -153,7 +154,7 @@ class StallInspector:
         )
 
     def _coordinator(self, silent: int | None) -> int:
-        """Return the coordinator: the lowest rank that may answer, without those that did not answer earlier."""
+        """Return the coordinator: the lowest rank that may answer, above the rank `silent`, which did not answer."""
         group = self._group
         first = 0 if silent is None else silent + 1
         return next((rank for rank in range(first, group.rank) if rank not in group.left), group.rank)
@@ -178,7 +179,7 @@ class StallInspector:
                     extra=self._group.log_extra,
                 )
         if (operation := self._group.in_flight.find(op)) is not None:
-            # A rank may have answered this rank, but not the coordinator yet.
+            # Use the shorter silence: a rank may have answered this rank, but not the coordinator yet.
             seconds = {rank: min(each.silent, now - self._answered.get(rank, -inf)) for rank, each in silent.items()}
             slow = [rank for rank in silent if seconds[rank] >= SLOW_AFTER and rank not in self._slow]
             self._slow.update(slow)
@@ -271,7 +272,7 @@ class StallInspector:
         return report
 
     def _record_early_query(self, op: int, peer: int) -> None:
-        """Record that `peer`, which may be this rank, awaits a report when this rank enters the operation."""
+        """Record that `peer` (perhaps this rank itself) must be notified when this rank enters the operation."""
         if op not in self.asked_early:
             _bounded(self.asked_early)[op] = set()
         self.asked_early[op].add(peer)
@@ -336,7 +337,7 @@ class StallInspector:
         return {"last": last, "age": self._now() - record.entered}
 
     def _describe_wait(self) -> str:
-        """Describe the newest message that this rank waits for, as a possible reason why it has not entered."""
+        """Describe the newest message that this rank waits for, as a possible reason why it has not made a call."""
         operation = next((each for each in reversed(self._group.in_flight.pending) if each.id & P2P == P2P), None)
         return "" if operation is None else f"waiting in {called(operation.describe())}; "
 

@@ -1,4 +1,4 @@
-"""A coordinator's report on one stalled operation, and the finding that it sends to the waiting ranks."""
+"""Stall report: the state of one stalled operation at its coordinator, and the finding sent to the waiting ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Description = dict[str, Any]
 
 
 class MissingRank(NamedTuple):
-    """The state of one rank that others may wait for. Its times are relative to the arrival of the finding.
+    """The state of one rank that other ranks may wait for. Durations end at the arrival of the finding.
 
     Attributes:
         rank: the rank in the group.
@@ -38,7 +38,7 @@ class MissingRank(NamedTuple):
     state: str
 
     def describe(self, since: float) -> str:
-        """Describe the state of this rank in a text, `since` seconds after the finding arrived."""
+        """Describe the state of this rank in a text, `since` seconds after the arrival of the finding."""
         known = self.last
         if known is not None and self.age is not None:
             known += f", {self.age + since:.1f} s ago"

@@ -38,19 +38,20 @@ __all__ = ["Watchdog"]
 #: Seconds between two rounds of checks: precise enough for deadlines of seconds. The two wake-ups per second of an idle
 #: rank use 0.05 % of a core.
 ROUND = 0.5
-#: Seconds without a heartbeat after which a rank is unreachable (contract: 6 s). A loaded host, or a call that holds
-#: the GIL, delays heartbeats by less.
+#: Seconds without a heartbeat after which a rank is unreachable (documented limit: 6 s). A loaded host, or a call that
+#: holds the GIL, delays heartbeats by less.
 UNREACHABLE_AFTER = 5.0
-#: Seconds after which a stopped process is reported: 1.5 s before the contract's limit of 6 s, to notify all ranks in
+#: Seconds after which a stopped process is reported: 1.5 s before the documented limit of 6 s, to notify all ranks in
 #: time.
 STOPPED_AFTER = 4.5
 #: Seconds after which a warning is logged that the loop has not responded, or that this thread could not run.
 BLOCKED_AFTER = 1.0
-#: Seconds for which processes are checked after each request of the loop. The loop requests it once a second.
+#: Seconds for which processes are checked after a request of the event loop. While operations wait, the loop sends such
+#: a request once a second.
 ATTENTION = 2.5
 #: Maximum bytes per read of a heartbeat connection: more than an hour of unread heartbeats.
 READ_NBYTES = 8192
-#: Maximum seconds to wait for the end of the thread. It ends immediately unless the host hangs.
+#: Maximum seconds to wait for the end of the watchdog thread. The thread ends immediately unless the host hangs.
 JOIN_TIMEOUT = 1.0
 
 #: Error numbers of problems in this process or its host, which do not show that a connection has ended.
@@ -74,7 +75,7 @@ class _Heartbeat:
         self.silence = 0.0
 
     def exchange(self, counted: float, received: memoryview) -> bool:
-        """Send and receive heartbeats, ignoring the content of `received`. Return False if the connection has ended."""
+        """Send a heartbeat, and receive heartbeats into the buffer `received`. Return False if the connection ended."""
         try:
             self.stream.send(b"\0")
         except OSError as error:  # BlockingIOError: the peer has not read its heartbeats for hours
@@ -319,7 +320,7 @@ class Watchdog:
                 )
 
     def _check_itself(self, elapsed: float) -> None:
-        """Log that this thread could not run for a while."""
+        """Log if the watchdog thread itself could not run for a while."""
         before, self._cpu = self._cpu, _cpu_time()
         if elapsed >= ROUND + BLOCKED_AFTER:
             repeated = self._repeats.admit(STOOD_STILL, self._round_at)

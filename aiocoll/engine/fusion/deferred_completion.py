@@ -39,7 +39,7 @@ class DeferredCompletion(Completion):
 
     @property
     def is_unkeyed_collective(self) -> bool:
-        """Return whether this is a single collective without a key."""
+        """Return whether the recorded call is a single collective without a key."""
         return hasattr(self, "plan")
 
     def visible(self) -> Completion:
@@ -62,7 +62,7 @@ class DeferredCompletion(Completion):
 
 
 class MemberCompletion(DeferredCompletion):
-    """The completion of one call in a list of calls. The completion of the list reports failures.
+    """The completion of one call in a list of calls. Failures are reported by the completion of the whole list.
 
     Attributes:
         whole: the completion of the list.
@@ -80,13 +80,13 @@ class MemberCompletion(DeferredCompletion):
         """Do nothing, because the completion of the list reports the failure."""
 
 
-#: A call of a block: its completion or, if the accelerator has recorded the call, its work. Such a work makes a
-#: completion only on request.
+#: A recorded call of a coalescing block: its completion or, if the C accelerator has recorded the call, its `Work`.
+#: Such a `Work` makes a completion only on request.
 Member = Any
 
 
 def completion_of_member(member: Member) -> DeferredCompletion:
-    """Return the completion of a call in a list. If the accelerator carries out the call, Python takes it over."""
+    """Return the completion of a recorded call. Take the call over if the C accelerator carries it out."""
     return member if isinstance(member, DeferredCompletion) else cast(DeferredCompletion, completion_of(member))
 
 

@@ -1,4 +1,4 @@
-"""Memory layout of a flush: the buckets that fuse its calls, and the buffers that are sent for each bucket."""
+"""Memory layout of a flush (the recorded calls of a block): buckets that fuse calls, and the buffers of each bucket."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Recorded calls (members) that one operation carries out together, or equal ones carried out singly (`single`).
+    """Recorded calls (members) that one operation carries out together, or equal calls that run one by one (`single`).
 
     Members on a CUDA device have no plan. All of them take part in one operation, for which no memory is packed.
 

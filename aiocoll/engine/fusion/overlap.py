@@ -1,4 +1,4 @@
-"""Overlap check: the calls of a flush run in no defined order, so none may write memory that another one uses."""
+"""Overlap check: the calls of a coalescing block run in no fixed order, so none may write memory that another uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Span = tuple[int, int, int, bool]
 
 
 def check_no_overlap(layout: Layout, members: Sequence[DeferredCompletion]) -> None:
-    """Raise an error if two recorded calls share memory that at least one of them writes.
+    """Raise an error if two calls of a coalescing block share memory that at least one of them writes.
 
     Raises:
         ValueError: two members share memory. The text names both.
@@ -30,7 +30,7 @@ def check_no_overlap(layout: Layout, members: Sequence[DeferredCompletion]) -> N
 
 
 def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) -> None:
-    """Raise an error if two calls share memory that one of them writes, given their non-empty arrays.
+    """Raise an error if two calls share memory that one of them writes, given the memory spans of their arrays.
 
     Time: n log n.
     """
@@ -49,7 +49,7 @@ def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) ->
 
 
 class _FarthestEnds:
-    """The farthest end address of all memory spans so far, and the farthest one of any other call."""
+    """The farthest end address of all memory spans so far, and the farthest end address in any other call."""
 
     def __init__(self) -> None:
         self._end, self._member = 0, -1

@@ -1,4 +1,4 @@
-"""Executor of a flush: one operation for the whole flush, and one child for each of its buckets or single calls.
+"""Executor of a flush: one operation for the whole flush, and one child operation per bucket or single call.
 
 The flush itself sends no data. It represents the calls of its rank under that sequence number. Its signature is the
 list of members, and frames, requests, timeouts and completion reports refer to it. The ids of the buckets are derived
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Flush", "Packer", "Start", "fail"]
 
-#: Number of calls that the accelerator starts between two checks of the time, in some 20 microseconds. At most twice as
-#: many are in flight. If all ranks exchange data in a call, the call ends only after all peers have started it. By then
-#: the peers have finished the calls that many positions earlier, so each call finds a free slot.
+#: Number of calls that the C accelerator starts between two checks of the time, in some 20 microseconds. At most twice
+#: as many calls are in flight. If all ranks exchange data in a call, the call ends only after all peers have started
+#: it. By then, the peers have finished the calls that used the same slots before, so each call finds a free slot.
 PIECE = SMALL_SLOTS // 4
 
 #: A function that starts the operation of a bucket. Arguments: the bucket's number in its flush, the bucket, its
@@ -48,7 +48,7 @@ Start = Callable[[int, Bucket, list[NDArray[Any] | None], Ended], None]
 
 
 class Packer:
-    """The part of a flush that packs, starts and unpacks its buckets.
+    """The scheduler of a flush: it packs the input of each bucket, starts its operation, and unpacks the output.
 
     Args:
         comm: the communicator.
@@ -95,7 +95,7 @@ class Packer:
         self._put_off = False
 
     def advance(self) -> None:
-        """Continue to pack and unpack buckets, in the time of one callback.
+        """Continue to pack and unpack buckets, for at most the time of one callback.
 
         Work that exceeds this callback's time continues in the next loop iteration, unless `foreign`.
         """
@@ -128,7 +128,7 @@ class Packer:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Fail all pending calls of the flush with `error`."""
+        """Fail all pending calls of the coalescing block with `error`."""
         self.done = True
         self._jobs.clear()
         self._schedule_next()
@@ -151,7 +151,7 @@ class Packer:
             self._jobs.appendleft(starting)
 
     def resume(self) -> None:
-        """Continue the job that paused itself."""
+        """Continue the paused job, which starts more calls."""
         self._jobs.append(self._paused)
         self.advance()
 
@@ -250,7 +250,7 @@ class Packer:
 
 
 class Flush(Operation):
-    """The operation on one rank that carries out a flush.
+    """The operation of one rank that carries out all recorded calls of a coalescing block.
 
     Args:
         layout: layout of the members.
@@ -286,7 +286,7 @@ class Flush(Operation):
         return False
 
     def expire(self) -> None:
-        """Handle the expired timeout. A bucket that only waits for a device reports the cause itself."""
+        """Handle the expired timeout. If a bucket only waits for a device, the bucket's operation reports the cause."""
         waiting = self.children.find_waiting_for_device()
         if waiting is None:
             super().expire()
@@ -300,10 +300,10 @@ class Flush(Operation):
         super().fail(error)
         self.children.fail(error)
 
-    # -- members that are carried out by themselves
+    # -- calls that are carried out without packing
 
     def _start_singles(self) -> Iterator[bool]:
-        """Start the calls that are not fused, in several callbacks. Consecutive ids give them different slots."""
+        """Start the calls that are not fused, in several callbacks. Consecutive ids give the calls different slots."""
         singles, members, native = self._packer.layout.singles, self._packer.members, self._packer.native
         first = KEYED | hash62(f"members of {self.id}") >> 1
         algorithm = next(plan.algorithm for plan in reversed(singles) if plan is not None)
@@ -323,7 +323,7 @@ class Flush(Operation):
         yield False
 
     def start_single(self, position: int, identity: int) -> None:
-        """Start a call that is not fused, and that the accelerator cannot carry out."""
+        """Start a call that is not fused, and that the C accelerator cannot carry out."""
         if self.done:
             return
         plan = self._packer.layout.singles[position]
@@ -342,7 +342,10 @@ class Flush(Operation):
         missing: int,
         has_posted: bool,
     ) -> None:
-        """Continue a call that the accelerator has begun; `missing` and `has_posted` as in `SlotProgram.adopt`."""
+        """Continue a call that the C accelerator has begun.
+
+        `missing` and `has_posted` are arguments of `SlotProgram.adopt`.
+        """
         child = self._single(identity, plan, arrays, member)
         child.entered = entered
         assert isinstance(child, SlotProgram)
@@ -365,7 +368,7 @@ class Flush(Operation):
         return self.children.add(self, identity, make, ended)
 
     def start_more(self) -> None:
-        """Start more calls, because the accelerator has only a few left to carry out."""
+        """Start more calls, because the C accelerator has only a few left to carry out."""
         if not self.done:
             self._packer.resume()
 
@@ -374,7 +377,7 @@ class Flush(Operation):
         self.comm.call_soon(self.start_more)
 
     def on_singles_ended(self, peer: int) -> None:
-        """Record that the accelerator has carried out all its calls. The last one waited for data of `peer`."""
+        """Record that the C accelerator has carried out all its calls. The last call waited for data of `peer`."""
         self.set_waited_for(peer)
         self._packer.finish_one()
         if not self.done:
@@ -392,11 +395,11 @@ class Flush(Operation):
 
 
 def _do_nothing(*_: object) -> None:
-    """Do nothing."""
+    """Ignore all arguments; used in place of a callback that must not be called any more."""
 
 
 def fail(members: Sequence[DeferredCompletion], error: BaseException) -> None:
-    """Fail `completions`, each with its own copy of `error`, because a raised exception accumulates tracebacks."""
+    """Fail `members`, each with its own copy of `error`, because a raised exception accumulates tracebacks."""
     for member in members:
         if not member.done:
             each = error

@@ -52,7 +52,7 @@ class Context:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def run_quietly(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `function` in the context variables `quiet`, from a caller that may or may not run in them already."""
+        """Call `function` with the context variables `quiet`, even if the caller runs with them already."""
         if _is_quiet.get():
             return function(*arguments)
         return self.quiet.run(function, *arguments)

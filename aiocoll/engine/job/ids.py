@@ -13,7 +13,7 @@ GROUP_BITS = 62
 
 
 class StrangerError(ProtocolError):
-    """Raised when a frame's sender is not in the frame's group: it may be in another group with the same id."""
+    """Raised when a frame's sender is not in the frame's group: the frame may be of another group with the same id."""
 
 
 def hash62(text: str) -> int:

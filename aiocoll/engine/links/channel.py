@@ -90,8 +90,8 @@ class Channel:
         self._blocked: dict[Operation, list[Message]] = {}
         #: Blocked messages that are not announced to the peer yet, because its window has no room.
         self._unannounced: deque[Message] = deque()
-        # Numbers of eager bytes: sent, but not reported by the peer as consumed; and received and consumed, but not
-        # reported to the peer.
+        # Byte counts of eager data. `_unasked`: sent, but not yet reported by the peer as consumed. `_consumed`:
+        # received and consumed, but not yet reported to the peer.
         self._unasked = 0
         self._consumed = 0
         self._waiting = Waiting(peer)
@@ -133,7 +133,7 @@ class Channel:
         return False
 
     def enqueue(self, message: Message) -> None:
-        """Queue `message`, of which more data may be sent now, unless it is queued already."""
+        """Queue `message` unless it is queued already, because more of its data may be sent now."""
         if not message.queued:
             message.queued = True
             self._queue.append(message)
@@ -151,7 +151,7 @@ class Channel:
         self._write(_pack(kind, 0, 0, group, op, 0, amount, 0, 0))
 
     def send_after_data(self, message: ControlMessage) -> bool:
-        """Send a control message after all data; return False if there is no link and no data that waits for one."""
+        """Send a control message after all data; return False if there is no link, and no data waits for a link."""
         if self.link is None and not self._held:
             return False
         self.send_control(message)
@@ -221,8 +221,8 @@ class Channel:
         if self.peer not in operation.granted:
             flags = EAGER
             room = LINK_WINDOW - self._unasked
-            # If the peer reads the payload in place, send it in one frame: the peer would have to copy an eager part,
-            # which it cannot use yet.
+            # If the peer reads the payload in place, send it in one frame. The peer cannot use an eager part yet, so it
+            # would have to copy this part.
             allowed = 0 if place is not None and message.total > EAGER_WINDOW else min(EAGER_WINDOW - moved, room)
             if allowed < nbytes or room < LEAST:
                 cut = True
@@ -285,8 +285,8 @@ class Channel:
         message.blocked = True
         operation = message.operation
         self._blocked.setdefault(operation, []).append(message)
-        # If a receiver already has a part of a message longer than the window, it grants the rest when it enters the
-        # operation. Then no announcement is needed.
+        # If a message is longer than the eager window, and the receiver already has a part of it, the receiver grants
+        # the rest when it enters the operation. Then no announcement is needed.
         if message.total <= EAGER_WINDOW or not message.moved:
             self._unannounced.append(message)
             self._announce(link)
@@ -311,7 +311,7 @@ class Channel:
         self._again = False
         self.pump()
 
-    # -- receiving: the channel as the sink of the link
+    # -- receiving: the channel handles the frames of its link
 
     def route(self, link: Link, header: Header) -> memoryview | None:
         """Return the memory for an arriving payload."""
@@ -413,7 +413,7 @@ class Channel:
         self._owner.lost(self.peer, error, link)
 
     def cut(self) -> list[Link]:
-        """Stop using the link; return a list with it, or an empty list if there is no link."""
+        """Stop using the link; return a list with the link, or an empty list if there is no link."""
         link, self.link = self.link, None
         if self.shared is not None and self.shared.native is not None:
             self.shared.native.retire()

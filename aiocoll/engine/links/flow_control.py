@@ -18,17 +18,17 @@ __all__ = ["ALIGN", "ASK_WINDOW", "EARLY_GRANTS", "LEAST", "LINK_WINDOW", "WINDO
 #: Maximum number of bytes sent eagerly to one peer and not consumed by it yet.
 LINK_WINDOW = 4 * 1024 * 1024
 #: Minimum number of bytes for which a frame is counted: a buffered frame takes about 600 bytes even if it is empty. So
-#: at most 32,768 frames are buffered, several for each of 10,000 operations that the receiver has not entered
-#: (contract).
+#: at most 32,768 frames are buffered, which allows several frames for each of 10,000 operations that the receiver has
+#: not entered.
 LEAST = 128
-#: Additional window for READY frames when the data window is full: the same size again.
+#: Additional window for READY frames, which announce messages, when the data window is full: the same size again.
 ASK_WINDOW = LINK_WINDOW
-#: Number of consumed eager bytes after which they are reported to the sender: rarely, but well before it must wait.
+#: Number of consumed eager bytes after which the receiver reports them: rarely, but well before the sender must wait.
 WINDOW_LOT = LINK_WINDOW // 4
-#: Eager segments end at multiples of this largest itemsize, so that no element is divided.
+#: Eager segments end at multiples of this number of bytes, the largest itemsize, so that no element is divided.
 ALIGN = 16
-#: Maximum number of buffered GRANT frames, for operations that this rank has not entered. Each permits a message of
-#: more than `EAGER_WINDOW` bytes, so a correct peer would be 16 GiB ahead.
+#: Maximum number of buffered GRANT frames, for operations that this rank has not entered. Each frame permits a message
+#: of more than `EAGER_WINDOW` bytes, so a correct peer would be 16 GiB ahead.
 EARLY_GRANTS = 1 << 16
 
 _DATA, _GRANT = int(FrameKind.DATA), int(FrameKind.GRANT)
@@ -59,7 +59,7 @@ class Waiting:
         if kind == _GRANT:
             if self._grants >= EARLY_GRANTS:
                 raise ProtocolError(
-                    f"rank {self._peer} sent more than {EARLY_GRANTS} grants for operations not entered here"
+                    f"rank {self._peer} sent more than {EARLY_GRANTS} grants for operations that are not entered yet"
                 )
             self._grants += 1
             return
@@ -71,7 +71,9 @@ class Waiting:
                     f"rank {self._peer} sent more bytes of operation {op:#x} than this rank had granted"
                 )
             if self._nbytes + nbytes + unreported > window:
-                raise ProtocolError(f"rank {self._peer} sent more than the {window} bytes that may wait for this rank")
+                raise ProtocolError(
+                    f"rank {self._peer} sent more than the {window} bytes that may wait in this rank's buffers"
+                )
         self._nbytes += nbytes
 
     def redeliver(self, take: Callable[..., bool], *frame: object) -> bool:

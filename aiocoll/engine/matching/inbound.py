@@ -24,7 +24,7 @@ TAG_LIMIT = 1 << 30
 
 
 class Receive(Operation):
-    """Base class of the receiving end of a message.
+    """Base class of the receive operations of point-to-point messages.
 
     Attributes:
         view: the destination; None as long as no memory is allocated.
@@ -40,7 +40,7 @@ class Receive(Operation):
 
 
 class InboundMessage:
-    """A message that is arriving, whether or not a receive matches it.
+    """An arriving message, with or without a matching receive.
 
     Attributes:
         held: headers of its frames that wait here.

@@ -64,7 +64,7 @@ class Matching:
         return P2P | tag << 32 | self._sent
 
     def post(self, posted: PostedReceive) -> None:
-        """Match the receive `posted` with the oldest message that fits, or queue the receive."""
+        """Match the receive `posted` with the oldest message of the same source and tag, or queue the receive."""
         for arrival in self._waiting.get(posted.tag, ()):
             if posted.peer is None or posted.peer == arrival.peer:
                 self._dequeue(arrival)
@@ -87,7 +87,7 @@ class Matching:
         return None
 
     def watch(self, probe: PostedProbe) -> None:
-        """Report the oldest message that fits to `probe`, now or when one arrives."""
+        """Report to `probe` the oldest message of the same source and tag, now or when such a message arrives."""
         arrival = self.find(probe.peer, probe.tag)
         if arrival is not None:
             probe.on_found(arrival)
@@ -140,7 +140,7 @@ class Matching:
         return False
 
     def _is_delivered(self, arrival: InboundMessage, header: Header) -> bool:
-        """Return whether a receive has got the announcement of a message. If there is no receive, buffer the frame."""
+        """Return whether an announced message has a matching receive. If it has none, buffer the announcement."""
         if arrival.posted is None:
             arrival.hold(header)
         return arrival.posted is not None

@@ -65,7 +65,7 @@ class OutboundMessage(Operation):
         code, view, _ = content
         assert view is not None
         signature = message_signature("SEND", code, view.nbytes)
-        # Show the same shape as the receiver does, which only knows the number of elements.
+        # The receiver only knows the number of elements. Use it as the shape, so that error texts of both ranks agree.
         completion.shape = signature.counts
         super().__init__(sends.group, sends.next_id(tag), signature, code, completion)
         self._sends = sends
@@ -80,7 +80,7 @@ class OutboundMessage(Operation):
         self.comm.channels[self.peer].enqueue(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Handle the sending of `nbytes` more bytes of `message`."""
+        """Record that `nbytes` more bytes of `message` have been sent."""
         self._nbytes += nbytes
         if self._nbytes == message.total and not self.done:
             self._sends.outgoing.pop((self.peer, self.id), None)
@@ -89,7 +89,7 @@ class OutboundMessage(Operation):
             mark_begun(self)
 
     def read_from(self, view: memoryview) -> None:
-        """Set the memory with the bytes to send, of which only the number was known before."""
+        """Set the memory to send from. Until now, only its size was known."""
         self._view = view
 
     def on_grant(self) -> None:
@@ -106,18 +106,18 @@ class OutboundMessage(Operation):
         return {**super().describe(), "tag": (self.id ^ P2P) >> 32, "dst": self.peer}
 
     def needs(self, peer: int) -> bool:
-        """Return whether `peer` is the destination."""
+        """Return whether the send needs `peer`, that is, whether `peer` is the destination."""
         return peer == self.peer
 
 
 def mark_begun(operation: Operation) -> None:
-    """Record that a message has moved some of its bytes, but not all."""
+    """Record the time at which a part of a message, but not all of it, was first transferred."""
     if isnan(operation.started) and not operation.done:
         operation.started = operation.comm.stamp()
 
 
 def is_sparse(code: int) -> bool:
-    """Return whether the message with this signature is a sparse array."""
+    """Return whether a dtype code stands for a sparse array."""
     return code >> 30 == 1
 
 

@@ -122,7 +122,7 @@ class PostedReceive(Receive):
         self.finish()
 
     def finish(self) -> None:
-        """Finish successfully after an object has been decoded."""
+        """Finish successfully. If the message contains an object, decode it first."""
         if self._read is None or self.view is None:
             self.succeed(self.completion.value)
         else:

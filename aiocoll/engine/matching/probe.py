@@ -59,7 +59,7 @@ def envelope_of(arrival: InboundMessage) -> Envelope:
 
 
 class PostedProbe(PostedReceive):
-    """An operation that waits for an unmatched message that fits, and leaves the message to a receive.
+    """An operation that waits for a message with a given source and tag, and leaves the message to a receive.
 
     Args:
         probes: the messages of the group.

@@ -39,7 +39,7 @@ class Loopback:
         self._messages = messages
 
     def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
-        """Permit the sender to send the whole message. A receive sends no other control frame."""
+        """Handle a GRANT frame, the only control frame of a receive: permit the sender to send the whole message."""
         if (outgoing := self._messages.outgoing.get((self.peer, op))) is not None:
             outgoing.on_grant()
 

@@ -149,7 +149,7 @@ class Operation:
 
     @property
     def single_copy_from(self) -> float:
-        """The minimum size in bytes of a message that the peer reads in place in this process's memory."""
+        """The minimum size in bytes from which the peer reads a message directly in this process's memory."""
         sizes = self.comm.tuning.single_copy
         return sizes.reduced if self.reduces else sizes.moved
 
@@ -158,7 +158,7 @@ class Operation:
         self.peer = peer
 
     def set_waited_for(self, peer: int) -> None:
-        """Set `waited_for` to the rank whose data is processed now or completed the operation; -1 for none."""
+        """Set `waited_for` to the rank whose data is being processed or has completed the operation; -1 for none."""
         self.waited_for = peer
 
     def enter(self) -> None:
@@ -195,7 +195,7 @@ class Operation:
         return False
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Handle the sending of `nbytes` more bytes of `message`, whose memory may be overwritten from now on."""
+        """Record that `nbytes` more bytes of `message` have been sent: their memory may be overwritten from now on."""
 
     def promise(self, peer: int) -> None:
         """Send `peer` one grant, because this rank has entered the operation and accepts all its data."""
@@ -208,11 +208,11 @@ class Operation:
         raise NotImplementedError
 
     def awaited_ranks(self) -> list[int]:
-        """Return the ranks whose data has not arrived here."""
+        """Return the ranks whose data for this operation has not arrived."""
         return []
 
     def seek(self) -> None:
-        """Open links to the ranks that the operation waits for, since they may be unable to open one to this rank."""
+        """Open links to the ranks that the operation waits for, because these ranks may be unable to open the links."""
         for peer in self.awaited_ranks() if self.peer is None else [self.peer]:
             if peer != self.comm.rank:
                 self.comm.channels[peer].open()
@@ -229,7 +229,7 @@ class Operation:
         return self.completion.op if name is None else f"{self.completion.op} (sequence {name!r})"
 
     def describe_wait(self) -> str | None:
-        """Return a text that describes how much of a send or receive is done; None for a collective.
+        """Return a text that describes why a send or receive is not complete; None for a collective.
 
         None for a collective, whose state the stall inspector collects from all ranks.
         """
@@ -245,7 +245,7 @@ class Operation:
         return carriers_of(channels if self.peer is None else [channels[self.peer]])
 
     def is_waiting_for_device(self) -> bool:
-        """Return whether the operation waits for nothing but a device of this rank."""
+        """Return whether the operation waits only for a device of this rank."""
         return False
 
     def expire(self) -> None:

@@ -88,7 +88,7 @@ def _differs(found: Sequence[Description], field: str) -> bool:
 
 
 def _pairs(found: Sequence[Description]) -> Iterator[tuple[Description, Description]]:
-    """Return the pairs of calls to compare. A field that all ranks share is compared only with the first rank's."""
+    """Yield the pairs of calls to compare: each call with the first; calls with private fields with all others."""
     for index, one in enumerate(found):
         if index and not private(one):
             continue
@@ -97,7 +97,7 @@ def _pairs(found: Sequence[Description]) -> Iterator[tuple[Description, Descript
 
 
 def _difference(comm: str, found: Sequence[Description], fields: list[str], pair: tuple[int, ...]) -> Difference:
-    """Return an error text with each distinct call. Both calls of a mismatched `pair` count as distinct."""
+    """Return an error text with each distinct call. The two calls of a mismatched `pair` count as distinct calls."""
     kinds: dict[str, list[Description]] = {}
     known = [field for field in fields if field in found[0]]
     for each in found:

@@ -39,7 +39,7 @@ class ChildCompletion(Completion):
 
 
 class Children:
-    """The running child operations of one operation. When that operation fails, it calls `fail`.
+    """The running child operations of one parent operation. When the parent fails, it calls `fail`.
 
     The operation refers to this object. This object does not refer to the operation.
     """
@@ -73,12 +73,15 @@ class Children:
         parent.root.started = child.entered
 
     def record_start(self, parent: Operation, algorithm: str | None, now: float) -> None:
-        """Record that the accelerator has started child operations."""
+        """Record that the C accelerator has started child operations."""
         self.algorithm = algorithm
         parent.root.started = now
 
     def add(self, parent: Operation, identity: int, make: Make, ended: Ended, *, reported: bool = False) -> Operation:
-        """Create a child operation without starting it. Arguments as for `start`; `identity` is the child's id."""
+        """Create a child operation without starting it.
+
+        `identity` is the child's id. The other arguments are those of `start`.
+        """
         #: A list that holds the child until its end. Without this indirection, the child and its completion would form
         #: a reference cycle.
         running: list[Operation] = []
@@ -119,7 +122,7 @@ class Children:
         return sorted({rank for child in self._running for rank in child.awaited_ranks()})
 
     def find_waiting_for_device(self) -> Operation | None:
-        """Return a child operation that waits for nothing but a device of this rank; None if there is none."""
+        """Return a child operation that waits only for a device of this rank; None if there is none."""
         return next((child for child in self._running if child.is_waiting_for_device()), None)
 
     def __bool__(self) -> bool:

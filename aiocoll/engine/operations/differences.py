@@ -13,7 +13,8 @@ __all__ = ["called", "describe_differing_members", "differences", "find_mismatch
 
 #: Op names at the two ends of a point-to-point message. Different names of one pair are no mismatch.
 HALVES = {"SEND", "RECV"}, {"SEND_SPARSE", "RECV_SPARSE"}
-#: Maximum number of calls of a flush in an error text: of those that differ, and of a whole list.
+#: Maximum number of calls that an error text lists: of one coalescing block, and of the calls in which two blocks
+#: differ.
 NAMED = 3
 
 Description = dict[str, Any]
@@ -93,7 +94,7 @@ def called(description: Description) -> str:
 
 
 def _format_members(description: Description) -> str:
-    """Format the first calls of a flush as text."""
+    """Format the first recorded calls of a coalescing block as text."""
     words, shown = [], 0
     for run in runs(description)[:NAMED]:
         count = run["count"]
@@ -104,7 +105,7 @@ def _format_members(description: Description) -> str:
 
 
 def describe_differing_members(one: Description, two: Description) -> str:
-    """Describe in a text the first calls in which two flushes differ."""
+    """Describe in a text the first calls in which the coalescing blocks of two ranks differ."""
     if not (one.get("members") and two.get("members")):
         return ""
     words = []

@@ -1,4 +1,4 @@
-"""Manifest of a flush: the list of recorded calls, which ranks send and compare."""
+"""Manifest of a flush: the list of recorded calls of a coalescing block, which ranks send and compare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Description = dict[str, Any]
 
 
 class Manifest:
-    """The recorded calls of a flush, in order.
+    """The recorded calls of a coalescing block, in order.
 
     Args:
         members: the signature of each member.
@@ -55,14 +55,14 @@ class Manifest:
         return self._data
 
     def nbytes(self) -> int:
-        """Return the total bytes of all calls' elements, as far as this rank knows."""
+        """Return the total size in bytes of the data of all calls, as far as this rank knows."""
         if self._nbytes is None:
             self._nbytes = sum(signature.nbytes(()) or 0 for signature in self._members)
         return self._nbytes
 
 
 def runs(description: Description) -> list[Description]:
-    """Return the runs of equal calls in a flush's description, each with its `count`."""
+    """Return the runs of equal calls in the description of a coalescing block, each with its `count`."""
     found: list[Description] = description["members"]["runs"]
     return found
 
@@ -70,7 +70,7 @@ def runs(description: Description) -> list[Description]:
 def iter_differing_members(
     one: Description, two: Description
 ) -> Iterator[tuple[int, Description | None, Description | None]]:
-    """Yield each position at which two flushes differ, with both calls; None for a flush without a call there."""
+    """Yield each position at which two lists of recorded calls differ, with both calls; None for a missing call."""
     mine, yours = one["members"], two["members"]
     if mine == yours and not private(one):
         return
@@ -126,7 +126,7 @@ def _encode_run(signature: Signature, count: int) -> Description:
 def _iter_stretches(
     left: Sequence[Description], right: Sequence[Description]
 ) -> Iterator[tuple[int, int, Description, Description]]:
-    """Yield start, length and both calls of each range of positions in which both lists repeat one call."""
+    """Yield the ranges of positions in which each list repeats one call: start, length and the two calls."""
     lefts, rights = iter(left), iter(right)
     position = more = also = 0
     first = second = None

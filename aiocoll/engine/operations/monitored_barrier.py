@@ -43,7 +43,7 @@ class MonitoredBarrier(ProgramExecutor):
         self.fail_with_missing_ranks(self)
 
     def fail_with_missing_ranks(self, operation: Operation) -> None:
-        """Fail with the ranks that have not entered `operation`: this barrier, or an operation before it.
+        """Fail, and name the ranks that have not entered `operation`: this barrier, or an operation before it.
 
         Rank 0 has received the reports itself. Other ranks use the list that rank 0 has sent them.
         """

@@ -33,7 +33,7 @@ __all__ = ["ObjectExchange", "Parcels", "Post"]
 
 
 class Post(Operation):
-    """Base class of operations that send and receive parcels. Subclasses process the parcels.
+    """Base class of operations that send and receive parcels (byte strings). Subclasses process the parcels.
 
     Args:
         sources: ranks that send a parcel to this rank.
@@ -186,12 +186,12 @@ class ObjectExchange(Post):
 
     @property
     def _lookers(self) -> dict[Looker, None]:
-        """The registry of operations whose `look` is called when data arrives in the shared memory that they use."""
+        """The table of polled operations, to which this operation belongs while it waits for data in shared memory."""
         polling = self.comm.polling
         return polling.lookers if self._parcels.may_be_chunked else polling.readers
 
     def look(self) -> bool:
-        """Receive new parcels from slots and chunk queues in shared memory; return whether there were any."""
+        """Receive new parcels from slots and chunk queues in shared memory; return whether any had arrived."""
         moved = False
         for peer in tuple(self._missing):
             if self.comm.slots.deliver(self, peer, 0) or (self._parcels.may_be_chunked and self._take_chunks(peer)):
@@ -199,7 +199,7 @@ class ObjectExchange(Post):
         return moved
 
     def _take_chunks(self, peer: int) -> bool:
-        """Receive the chunks that a peer has written to its chunk queue; return whether there were any."""
+        """Receive the chunks that a peer has written to its chunk queue; return whether any had arrived."""
         ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         moved = False

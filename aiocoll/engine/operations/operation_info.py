@@ -1,4 +1,4 @@
-"""The information about an operation that hooks receive."""
+"""Information about an operation, as hooks receive it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _SEND, _RECV, _COMBINE, _COPY, _SCALE = (
     ActionKind.SCALE,
 )
 _EMPTY = memoryview(b"")
-# The progress of a complete action. Its number of bytes cannot serve as the mark, because a message may be empty.
+# Value in `_waits` that marks a complete action. A number of bytes cannot mark it, because a message may be empty.
 _COMPLETE = -1
 
 Array = NDArray[Any]
@@ -87,8 +87,8 @@ class ProgramExecutor(Operation):
         self._waits = list(plan.after)
         self._moved = [0] * len(plan.verbs)
         self._remaining = len(plan.verbs)
-        # Created on first use, because most operations are small and defer nothing. Early segments are stored with
-        # their end position in the message.
+        # These containers are created on first use, because most operations are small and defer nothing. Early segments
+        # are stored with their end position in the message.
         self._messages: dict[int, Message] | None = None
         self._early: dict[int, list[tuple[int, bytes]]] | None = None
         self._local: deque[int] | None = None
@@ -103,7 +103,7 @@ class ProgramExecutor(Operation):
 
     @property
     def single_copy_from(self) -> float:
-        """The minimum size in bytes of a message that the peer reads in place in this process's memory."""
+        """The minimum size in bytes from which the peer reads a message directly in this process's memory."""
         sizes, limit = self.comm.tuning.single_copy, self._plan.single_copy_from
         if limit is not None:
             return limit
@@ -252,8 +252,8 @@ class ProgramExecutor(Operation):
         kernel = plan.kernel
         assert kernel is not None
         own = self._slice(plan.sources[index][0], first, count)
-        # When NumPy adds a single element in place, it uses another code path, which returns the other one of two NaNs.
-        # So write to a temporary array.
+        # If both inputs are NaN, NumPy's in-place code path for a single element returns the other NaN. So write a
+        # single element to a temporary array.
         out = place if count > 1 else np.empty_like(place)
         try:
             if action.incoming_first:
@@ -305,7 +305,7 @@ class ProgramExecutor(Operation):
             channel.enqueue(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Handle the sending of `nbytes` more bytes of `message`."""
+        """Record that `nbytes` more bytes of `message` have been sent."""
         if not self.done:
             self._progress(message.index, nbytes)
             if self._local:

@@ -1,4 +1,4 @@
-"""Relay of large arrays through chunk queues: the regions that one rank sends to the right and gets from the left."""
+"""Relay of large arrays through chunk queues: the regions to send to the right and to receive from the left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BYTES: Final = np.dtype(np.uint8)
 
 
 def messages_between_two(kind: str, sizes: tuple[Any, ...], rank: int, root: int) -> tuple[int, ...]:
-    """Return the number of elements of each message in a collective listed in `BETWEEN_TWO`. Both ranks know it."""
+    """Return the numbers of elements in the messages of a collective in `BETWEEN_TWO`. Both ranks know them."""
     other = 1 - rank
     if kind == "alltoall":
         return sizes[0][other], sizes[1][other]
@@ -102,7 +102,10 @@ class Relay(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, sizes: tuple[Any, ...], rank: int, size: int, root: int, chunk: int) -> Relay:
-        """Return the relay of an allreduce or of a collective in `ROUND` or `BETWEEN_TWO`. Arguments as for `build`."""
+        """Return the relay of an allreduce or of a collective in `ROUND` or `BETWEEN_TWO`.
+
+        The arguments have the same meaning as those of `aiocoll.algorithms.select.build`.
+        """
         if kind == "allreduce":
             return cls._ring(sizes[0], rank, size, chunk)
         if kind == "allgather":
@@ -158,7 +161,7 @@ class Relay(NamedTuple):
         return cls(chunk, puts, takes, (), None, 0 if puts and takes else 1)
 
     def chunks(self, regions: tuple[Region, ...]) -> int:
-        """Return the number of chunks per step for the regions `puts` or `takes`: as many as the longest needs.
+        """Return the number of chunks per step for the regions `puts` or `takes`: as many as the longest region needs.
 
         In a ring, `puts` and `takes` each contain all parts, so all ranks compute the same number.
         """

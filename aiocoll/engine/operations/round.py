@@ -1,4 +1,4 @@
-"""Programs with one communication round, sorted into the phases of `SlotProgram`."""
+"""Programs with one communication round: the actions of a program, sorted into the phases of `SlotProgram`."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Round(NamedTuple):
 
 
 def slots_of(nbytes: int, small: int) -> tuple[int, int]:
-    """Return the slots that a contribution of `nbytes` may take: the first one, and their number."""
+    """Return the range of slots for a contribution of `nbytes` bytes: the first slot, and the number of slots."""
     return (0, SMALL_SLOTS) if nbytes <= small else (SMALL_SLOTS, MIDDLE_SLOTS)
 
 

@@ -43,7 +43,7 @@ class Scratch:
         return np.empty(nbytes, np.uint8).view(dtype)
 
     def give(self, array: NDArray[Any]) -> None:
-        """Return an array that is no longer used to the pool."""
+        """Put an unused array back into the pool."""
         block = array
         while isinstance(block.base, np.ndarray):
             block = block.base

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_PIECES", "ShmRing", "order"]
 
-#: Number of columns by which each step follows the previous step, because the left neighbour needs time to reduce a
+#: Number of chunks by which each step lags behind the previous step, because the left neighbour needs time to reduce a
 #: chunk.
 LAG = 2
 #: Maximum number of chunks in an operation, because the order of the chunks is kept in memory.
@@ -61,7 +61,7 @@ MOST_PIECES = 1 << 16
 
 @functools.lru_cache(maxsize=64)
 def order(steps: int, chunks: int, behind: int = 1) -> tuple[tuple[int, int, int], ...]:
-    """Return the chunks in transfer order: step, chunk, and the position of the chunk that must arrive before, or -1.
+    """Return the chunks in transfer order: step, chunk, and position of the chunk that must arrive first, or -1.
 
     Args:
         steps: number of steps.
@@ -80,7 +80,10 @@ def order(steps: int, chunks: int, behind: int = 1) -> tuple[tuple[int, int, int
 
 
 class ShmRing(Operation):
-    """The operation of one rank in one collective that has a `Relay`; arguments as for `ProgramExecutor`."""
+    """The operation of one rank in one collective that has a `Relay`.
+
+    The arguments are those of `ProgramExecutor`.
+    """
 
     __slots__ = (
         "_arrays",
@@ -123,19 +126,20 @@ class ShmRing(Operation):
         self._right, self._left = (rank + 1) % size, (rank - 1) % size
         self._puts = order(len(plan.relay.puts), plan.relay.chunks(plan.relay.puts), plan.relay.behind)
         self._takes = order(len(plan.relay.takes), plan.relay.chunks(plan.relay.takes))
-        # Bytes per chunk. If a peer's card is wrong about its accelerator, its queue has smaller chunks.
+        # Bytes per chunk. The queue has smaller chunks if the card (published data) of a peer is wrong about the C
+        # accelerator.
         self._nbytes = plan.relay.chunk * plan.itemsize
         self._holds = False
         self._put = 0
         self._taken = 0
-        # Number of elements of the local copy that are done.
+        # Number of elements that the local copy has copied so far.
         self._copied = 0
-        # For data in frames, by step: the growing message to the right neighbour; the memory of the message from the
-        # left neighbour; and the number of bytes of the latter that have arrived.
+        # For steps that use frames instead of the chunk queue, by step: the message to the right neighbour, which grows
+        # by chunks; the memory for the message from the left neighbour; and the number of its bytes that have arrived.
         self._messages: dict[int, Message] = {}
         self._framed: dict[int, memoryview] = {}
         self._received: dict[int, int] = {}
-        # Number of unsent bytes in messages to the right. An empty message counts as one byte.
+        # Number of unsent bytes in messages to the right neighbour. An empty message counts as one byte.
         self._unsent = 0
         registered_memory = comm.registered_memory
         place = (
@@ -145,7 +149,7 @@ class ShmRing(Operation):
         )
         self._segment: Segment | None = None if place is None else place[0]
         self._offset = 0 if place is None else place[1]
-        # Queue number of the last chunk that was sent as an address in this rank's memory instead of a copy.
+        # Queue number of the last chunk for which only the address in this rank's memory was sent, not a copy.
         self._pointed = 0
 
     @property
@@ -160,7 +164,7 @@ class ShmRing(Operation):
         self.look()
 
     def adopt(self, put: int, taken: int, copied: int, holds: bool) -> None:
-        """Continue an operation that the accelerator has begun; called instead of `enter`.
+        """Continue an operation that the C accelerator has begun; called instead of `enter`.
 
         Args:
             put: number of chunks that were sent to the right.
@@ -215,7 +219,7 @@ class ShmRing(Operation):
         return moved
 
     def advance(self) -> None:
-        """Continue in the next loop iteration."""
+        """Continue to send and receive chunks in a later callback."""
         self.look()
 
     def _is_complete(self) -> bool:
@@ -297,7 +301,7 @@ class ShmRing(Operation):
             if not self._unsent:
                 self.look()
 
-    # -- receiving from the left
+    # -- receiving from the left neighbour
 
     def _take_next(self) -> bool:
         step, chunk, _ = self._takes[self._taken]
@@ -328,8 +332,8 @@ class ShmRing(Operation):
         own = self._piece(sources[step], chunk)
         kernel = self._plan.kernel
         assert kernel is not None
-        # NumPy combines single elements in place by a different code path. If both inputs are NaN, this path returns
-        # the other one of them. So write a single element to a temporary array.
+        # If both inputs are NaN, NumPy's in-place code path for a single element returns the other NaN. So write a
+        # single element to a temporary array.
         out = place if len(place) > 1 else np.empty_like(place)
         try:
             kernel.combine(incoming, own, out)
@@ -369,7 +373,7 @@ class ShmRing(Operation):
         return room[start : start + length]
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Store a segment of a message in frames, until the ring needs its chunk."""
+        """Store a segment of a message that arrives in frames, until the ring needs its chunk."""
         if peer != self._left or step >= len(self._relay.takes):
             return False
         room = self._room(step)

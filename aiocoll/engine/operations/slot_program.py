@@ -35,7 +35,10 @@ __all__ = ["SlotProgram"]
 
 
 class SlotProgram(Operation):
-    """The operation of one rank in a small collective in shared memory. Arguments as for `ProgramExecutor`."""
+    """The operation of one rank in a small collective in shared memory.
+
+    The arguments are those of `ProgramExecutor`.
+    """
 
     __slots__ = ("_arrays", "_framed", "_has_folded", "_inputs", "_missing", "_plan", "_round", "_seen", "_unsent")
 
@@ -66,14 +69,14 @@ class SlotProgram(Operation):
         self._framed: dict[int, memoryview | bytes | bytearray] | None = None
 
     def enter(self) -> None:
-        """Post this rank's contributions."""
+        """Post this rank's contributions to slots in shared memory."""
         if self._round.first:
             self._post(self._round.first)
         if not self.done and not self.look():
             self.comm.polling.readers[self] = None
 
     def adopt(self, missing: int, has_posted: bool) -> None:
-        """Continue an operation that the accelerator has begun; called instead of `enter`.
+        """Continue an operation that the C accelerator has begun; called instead of `enter`.
 
         Args:
             missing: the rank that the operation last waited for.
@@ -85,15 +88,17 @@ class SlotProgram(Operation):
             self.comm.endpoint.watch.entered(self.comm, self)
         self.comm.polling.readers[self] = None
         if not has_posted:
-            # Post later: posting now could end the operation while the caller iterates over the operations in flight.
+            # Post in the next loop iteration: posting now could end the operation while the caller iterates over the
+            # operations in flight.
             self._unsent = {rank for each in self._round.first for rank in each.readers}
             self.comm.call_soon(self._post_late)
         else:
-            # Look later, without a notification: the accelerator may already have consumed the one for available data.
+            # Look in the next loop iteration, even without a notification: the C accelerator may already have consumed
+            # the notification of available data.
             self.comm.call_soon(self.look)
 
     def _post_late(self) -> None:
-        """Post the contributions of a call that the accelerator has begun without posting them."""
+        """Post the contributions of a call that the C accelerator has begun without posting them."""
         if not self.done:
             self._unsent = ()
             self._post(self._round.first)
@@ -110,7 +115,7 @@ class SlotProgram(Operation):
             self.comm.channels[peer].enqueue(Message(self, peer, 0, view, view.nbytes))
 
     def look(self) -> bool:
-        """Look for missing contributions; fold when all have been posted. Return whether the operation has ended."""
+        """Look for missing contributions, and reduce all when none is missing. Return whether the operation ended."""
         if self.done:
             return True  # another operation that was run before has failed this one
         step, inputs = self._round, self._inputs
@@ -196,7 +201,7 @@ class SlotProgram(Operation):
         return True
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Handle the sending of `nbytes` more bytes of `message`."""
+        """Record that `nbytes` more bytes of `message` have been sent."""
         if message.moved == message.total and not self.done:
             self._unsent = [peer for peer in self._unsent if peer != message.index]
             self.look()

@@ -30,7 +30,7 @@ EMPTY: Final = np.empty(0, _BYTES)
 
 
 class Slots:
-    """The slots of one group's ranks on this host, as this rank reads and writes them.
+    """Access of this rank to the shared-memory slots of its group's ranks on this host.
 
     Ranks are numbered as in the group. A peer has no slots until its link is open, nor if the link shares no memory.
 
@@ -102,13 +102,13 @@ class Slots:
         return missed
 
     def native_lanes(self, rank: int) -> core.PeerLanes | None:
-        """Return the accelerator's view of the lanes between `rank` and this rank; None if their link has no lanes."""
+        """Return the lanes between `rank` and this rank, as the C accelerator uses them; None if there are none."""
         channel = self._channels[rank]
         link = channel.shared
         return link.native if link is not None and link is channel.link else None
 
     def look(self, take: Take, identity: int, fingerprint: int) -> bool:
-        """Return whether `rank` has posted its contribution to an operation, for a call that matches this rank's."""
+        """Return whether the peer of `take` has posted its contribution to an operation, for a matching call."""
         link = self._channels[take.peer].shared
         if link is None:
             return False
@@ -187,7 +187,7 @@ class Slots:
             reader.free(slot, self._group)
 
     def reclaim(self, take: Take, identity: int) -> None:
-        """Free the slot of a contribution if the slot holds data of a group that has ended."""
+        """Free the slot of a contribution if the slot still holds data of a group that has ended."""
         link = self._channels[take.peer].shared
         if link is not None:
             reader = link.common_reader if take.is_common else link.lane_reader

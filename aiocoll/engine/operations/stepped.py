@@ -61,7 +61,7 @@ def calculate_in_thread(task: Callable[[], T]) -> StepGenerator[T]:
 
 
 class SteppedOperation(ProgramExecutor):
-    """The operation of one rank in a stepped call. It exchanges numbers itself, and runs collectives as children.
+    """The operation of one rank in a stepped call: it exchanges numbers, and runs collectives as child operations.
 
     Args:
         plan: the plan of an allgather of one int64 per rank, with the signature of the call.
@@ -82,11 +82,11 @@ class SteppedOperation(ProgramExecutor):
         self._steps = steps
 
     def enter(self) -> None:
-        """Start the first step. Numbers of other ranks may arrive before or after that."""
+        """Start the first step of the generator. The numbers of other ranks may arrive earlier or later."""
         self._go_on(None)
 
     def awaited_ranks(self) -> list[int]:
-        """Return the ranks whose data has not arrived."""
+        """Return the ranks whose data for the running step has not arrived."""
         return self._children.awaited_ranks() if self._children else super().awaited_ranks()
 
     def expire(self) -> None:

@@ -35,8 +35,8 @@ class VerifiedOperation(Post):
     """
 
     MARK = "detail"
-    #: The fingerprint of all verified operations. It is equal for all calls, so that a differing call is not refused by
-    #: its fingerprint: the payload describes the call.
+    #: The fingerprint of all verified operations. It is the same for all calls, so that frames of a differing call are
+    #: accepted: their payload describes the call, which is then compared.
     FINGERPRINT = Signature("COMPARED", None, (), None, None).fingerprint()
     LIMIT = 16 * 1024 * 1024  # maximum bytes of a description: many times the size in a job of thousands of ranks
 
@@ -72,7 +72,7 @@ class VerifiedOperation(Post):
         self._settle()
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """Handle the end of the verified collective, or a verdict against it."""
+        """Handle the end of the verified collective, or the verdict that the calls differ."""
         self._outcome = result, error
         self._settle()
 
@@ -81,7 +81,7 @@ class VerifiedOperation(Post):
         return None if self._children is None else self._children.algorithm
 
     def awaited_ranks(self) -> list[int]:
-        """Return the ranks whose data has not arrived."""
+        """Return the ranks whose data for this operation has not arrived."""
         return self._children.awaited_ranks() if self._children else super().awaited_ranks()
 
     def expire(self) -> None:
