@@ -31,7 +31,7 @@ COMES_WITHIN = 300.0
 SAYS_SO_AFTER = 2.0
 #: Maximum seconds between two exchanges of the hosts' states.
 TURN = 0.25
-#: Seconds without a report after which a host counts as lost. At the end, host 0 waits as long for others to leave.
+#: Seconds without a report after which a host counts as lost. At the end, host 0 waits as long for the others.
 LOST = 6.0
 #: Prefix of the store keys of launchers. A restart removes all other keys.
 _PREFIX = "aiocoll/launchers"
@@ -73,7 +73,9 @@ class _Decision(NamedTuple):
 
 
 class HostsLink:
-    """The launcher's part in the restarts of a job on several hosts; see `aiocoll.cli.restarts.Restarts`.
+    """The link from a launcher to the launchers of the other hosts, on which they agree on restarts of the job.
+
+    It implements `aiocoll.cli.restarts.Restarts`.
 
     Args:
         hosts: the hosts of the job.
@@ -117,7 +119,7 @@ class HostsLink:
         self._thread.start()
 
     def take(self, rank: int) -> None:
-        """Request a restart from the counter in the store; see `Restarts.take`."""
+        """Request a restart, which is counted in the store for all hosts; see `Restarts.take`."""
         self._change_in_thread(lambda: self._asked.append(rank))
 
     def report(self, state: HostState) -> None:
@@ -129,7 +131,7 @@ class HostsLink:
         self._change_in_thread(change)
 
     def close(self) -> None:
-        """Leave the exchange, and wait until its thread has ended; see `Restarts.close`."""
+        """Leave the exchange of states, and wait until the exchange thread has ended; see `Restarts.close`."""
 
         def leave() -> None:
             self._leaves = True

@@ -32,14 +32,14 @@ Dump = dict[str, Any]
 Entry = dict[str, Any]
 
 _NUMBER, _TEXT = integer(1 << 64), text()
-#: Checks of the dump's fields that this module uses. `_ENTRY` and `_PERHAPS` check the fields of an entry.
+#: Checks of those dump fields that this module uses. `_ENTRY` and `_PERHAPS` check the fields of one dump entry.
 _DUMP: dict[str, Check] = {
     "group": _TEXT, "id": _NUMBER, "rank": _NUMBER, "world_size": _NUMBER, "global_ranks": list_of(_NUMBER),
     "host": _TEXT, "pid": _NUMBER, "state": _TEXT, "entered": _NUMBER, "keys": map_of(_NUMBER),
     "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": none_or(map_of(any_value)),
     "entries": list_of(any_value, 1 << 20),
 }  # fmt: skip
-#: Checks of fields that dumps of aiocoll 0.1 lack.
+#: Checks of optional dump fields: dumps of aiocoll 0.1 lack them.
 _LATER: dict[str, Check] = {"blocked": none_or(list_of(any_value, 2))}
 _ENTRY: dict[str, Check] = {
     **NAMED, "kind": one_of("collective", "message"), "shape": list_of(_NUMBER), "entered": seconds,
@@ -56,7 +56,7 @@ class Unusable(Exception):
 
 @dataclass
 class MergedCall:
-    """A collective, with the entries of all ranks about it.
+    """A collective, with the dump entry of each rank that made the call.
 
     Attributes:
         key: the key of the call; None if it has none.
@@ -77,7 +77,7 @@ class MergedCall:
 
 
 class GroupDumps:
-    """The dumps of one group.
+    """The flight recorder dumps of one group, at most one per rank.
 
     Args:
         dumps: one per rank that has a dump, in the order of ranks.
@@ -156,13 +156,13 @@ def _load(path: str) -> Dump:
     except (ValueError, RecursionError) as error:  # invalid JSON, or not text
         raise Unusable(f"{path}: is not JSON, or incomplete: {error}") from None
     if isinstance(dump, dict) and "traceEvents" in dump:
-        raise Unusable(f"{path}: is a trace for Perfetto; give the dumps it was made of")
+        raise Unusable(f"{path}: is a trace for Perfetto; give the dumps from which it was made")
     if not isinstance(dump, dict) or dump.get("format") != FORMAT:
         raise Unusable(f"{path}: is not a dump of pg.recorder")
     if dump.get("version") != VERSION:
         raise Unusable(
-            f"{path}: has version {dump.get('version')!r} of the format, and this aiocoll reads version {VERSION}: "
-            "use the aiocoll that wrote it"
+            f"{path}: has version {dump.get('version')!r} of the dump format; this aiocoll reads version {VERSION}: "
+            "use the aiocoll version that wrote the dump"
         )
     try:
         return _check_dump(dump)
@@ -179,7 +179,7 @@ def _check_dump(dump: Dump) -> Dump:
     found = _check_fields(dump, _DUMP, _LATER, Scope(0, None))
     size = found["world_size"]
     if not len(found["global_ranks"]) == size > found["rank"]:
-        raise SchemaError("rank: it is not a rank of the group")
+        raise SchemaError("rank: the group has no rank of this number")
     found["entries"] = [_check_fields(entry, _ENTRY, _PERHAPS, Scope(size, size)) for entry in found["entries"]]
     return found
 
@@ -193,7 +193,7 @@ def _check_fields(
         SchemaError: a field is missing or not valid.
     """
     if not isinstance(given, dict):
-        raise SchemaError("entries: an entry is not a map")
+        raise SchemaError("entries: each entry must be a map")
     found = {name: value for name, value in given.items() if name in needed or name in perhaps}
     fields(perhaps, **needed)(found, scope)
     return found

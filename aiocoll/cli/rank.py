@@ -1,4 +1,4 @@
-"""`RankProcess`: the launcher's handle of one rank's process: start, reports, signals and end."""
+"""`RankProcess`, the launcher's handle of one rank's process: start, reports, signals and end."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class RankProcess:
                 os.killpg(self._process.pid, number)
 
     def send_signal(self, number: signal.Signals) -> bool:
-        """Send a signal to the rank without its children, unless it would end the rank; return whether it was sent."""
+        """Send a signal to the rank, not to its children; do nothing and return False if the rank would end by it."""
         if self._process.returncode is not None or not _expects(self._process.pid, number):
             return False
         with suppress(ProcessLookupError):
@@ -186,7 +186,7 @@ class RankProcess:
             log.close()
 
     def _wait(self, reports: int) -> None:
-        """Wait for the exit; write the exit code into the report pipe, because children may delay the pipe's end."""
+        """Wait for the exit; write the exit code into the report pipe, because a child may keep that pipe open."""
         code = self._process.wait()
         with open(reports, "w", encoding="ascii") as pipe:
             pipe.write(f"\n{json.dumps({'time': time.monotonic(), 'code': code, 'ended': True})}\n")

@@ -55,13 +55,13 @@ class RankOutcome:
         """Return the rank's exit status as a shell shows it: 128 plus n for signal n."""
         code = 0 if self.exit is None else self.exit.code
         if self.report is not None and code != -signal.SIGINT:
-            # Another process may have killed the rank after it had sent its report.
+            # Ignore a signal here: another process may have killed the rank after the rank had sent its report.
             return 1 if self.report.code is None else self.report.code
         return 128 - code if code < 0 else code
 
 
 def find_culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome | None:
-    """Return the rank that failed first and by itself, else the rank that failed first; None if no rank failed.
+    """Return the first rank that failed by itself, else the first rank that failed; None if no rank failed.
 
     Args:
         outcomes: of all ranks.

@@ -434,7 +434,7 @@ def test_help_and_a_missing_command_show_the_usage(capsys: pytest.CaptureFixture
     )
 
 
-def test_page_lists_every_command() -> None:
+def test_command_line_page_lists_every_subcommand() -> None:
     commands, codes = (ROOT / "docs" / "command-line.md").read_text().split("## Ending a job")[0].split("## Exit codes")
     assert set(re.findall(r"^\| `aiocoll (\w+)` \|", commands, re.MULTILINE)) == set(COMMANDS)
     assert set(COMMANDS) <= set(re.findall(r"`(\w+)`", codes))

@@ -89,7 +89,7 @@ def watch(running_job: tuple[Job, dict[int, int]], env: Mapping[str, str]) -> It
 
 
 def group_when(watch: Watch, condition: Callable[[GroupView], bool]) -> GroupView:
-    """Return the reported group as soon as `condition` holds for it."""
+    """Wait until `condition` holds for the first group that `watch` shows; return the group."""
     end = time.monotonic() + 30
     while True:
         groups = watch.sample()
@@ -244,7 +244,7 @@ def test_top_requires_a_job_number_if_several_jobs_run(launch: Launch, env: Mapp
     assert all(f"\n  {number}  1 ranks  " in several.stderr for number in (first, second))
     one = top(tmp_path, env, "--once", str(first))
     assert (one.returncode, one.stdout) == (0, "no rank has an open group\n")
-    assert "no job 1 of this user runs here; these do:" in top(tmp_path, env, "--once", "1").stderr
+    assert "no job 1 of this user runs here; these jobs run:" in top(tmp_path, env, "--once", "1").stderr
     assert "use --once for text" in top(tmp_path, env, str(first)).stderr
     both[0].process.kill()  # a killed launcher removes nothing; the next launcher removes its folder
     both[0].process.wait()
@@ -269,7 +269,7 @@ def test_top_distinguishes_launchers_with_equal_pids_in_several_containers(
             ]
             several = top(tmp_path, env, "--once", "1")
             assert several.returncode == 2
-            assert f"jobs in several containers have number 1; pass the folder of one as JOB:\n  {first}  a.py\n" in (
+            assert f"jobs in several containers have number 1; pass the folder of a job as JOB:\n  {first}  a.py\n" in (
                 several.stderr
             )
             assert top(tmp_path, env, "--once", second).stdout == "no rank has an open group\n"

@@ -105,7 +105,7 @@ class Watch:
 
     @property
     def last(self) -> list[GroupView]:
-        """Return the groups as they were when a group was last open."""
+        """Return the last state of the groups from before they were closed."""
         return self._last
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
 
 
 def _print(args: argparse.Namespace, watch: Watch) -> int:
-    """Print the groups once, or once a second until the job has ended; the first rates need two answers."""
+    """Print the groups once, or once a second until the job has ended. Send an extra request first, for the rates."""
     watch.sample()
     while True:
         time.sleep(INTERVAL)
@@ -209,8 +209,10 @@ def _find(job: str | None) -> tuple[str, str]:
         raise _JobNotFoundError(f"several jobs run here; pass the number of one of them as JOB:{_list_jobs(running)}")
     if found:
         lines = "".join(f"\n  {each.folder}  {each.command}" for each in found)
-        raise _JobNotFoundError(f"jobs in several containers have number {job}; pass the folder of one as JOB:{lines}")
-    raise _JobNotFoundError(f"no job {job} of this user runs here; these do:{_list_jobs(running)}")
+        raise _JobNotFoundError(
+            f"jobs in several containers have number {job}; pass the folder of a job as JOB:{lines}"
+        )
+    raise _JobNotFoundError(f"no job {job} of this user runs here; these jobs run:{_list_jobs(running)}")
 
 
 def _list_jobs(running: Sequence[Job]) -> str:

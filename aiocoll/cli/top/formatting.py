@@ -32,7 +32,7 @@ BAD: Final = ("gone", "lost")
 ROWS: Final = 40
 #: Minimum terminal width at which process ids are shown.
 WIDE: Final = 100
-#: Minimum number of rounds for which the bar chart is shown.
+#: Minimum number of request rounds before the bar chart of rates is shown.
 ROUNDS: Final = 3
 _BARS: Final = "▁▂▃▄▅▆▇█"
 

@@ -118,7 +118,7 @@ def open_description(folder: str) -> TextIO | None:
 
 
 def read_end(file: TextIO) -> JobOutcome | None:
-    """Read the outcome of a job from the file that `open_description` has opened; return None before its end."""
+    """Read the outcome of a job from the file that `open_description` has opened; None while the job runs."""
     with suppress(OSError, ValueError, KeyError, IndexError):
         file.seek(0)
         found = json.loads(file.read().splitlines()[1])
@@ -169,7 +169,7 @@ def _has_launcher_ended(about: Mapping[str, Any], file: TextIO) -> bool:
 
 
 def _lock(file: TextIO, operation: int) -> bool:
-    """Lock a file; return whether that succeeded, since another process may hold the lock, or locks may be missing."""
+    """Lock a file; return False if another process holds the lock, or if the file system has no locks."""
     try:
         fcntl.flock(file, operation)
     except OSError:
