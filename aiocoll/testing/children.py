@@ -32,7 +32,7 @@ GRACE = 2.0
 ANSWER = 2.0
 #: Seconds between two checks whether a process that has closed its channel has ended.
 LOOK = 0.002
-#: Code that a child runs. `sys.path` is set before, because the child must import this package from the same place.
+#: Python code that a child runs after setting the parent's `sys.path`, so that both import the same package.
 START = "from aiocoll.testing.child import main; main"
 
 
@@ -49,11 +49,11 @@ class Child:
     def __init__(self, rank: int, world_size: int, environment: dict[str, str], death: Death | None = None) -> None:
         self.rank = rank
         self._death = death
-        #: Time of its failure, on the monotonic clock that all processes of a machine share; 0 if the process died.
+        #: Time of the rank's failure, on the monotonic clock that processes of a machine share; 0 if the process died.
         self.failed = 0.0
-        #: Whether its group can be used again: the last call succeeded and left no operation pending.
+        #: Whether the rank's group can be used again: the last call succeeded and left no operation pending.
         self.clean = False
-        #: The unretrieved failures of its last call, if that call returned.
+        #: The unretrieved failures of the rank's last call, if that call returned.
         self.unretrieved: list[str] = []
         self._name = f"rank {rank} of {world_size}"
         self._answer: asyncio.Future[str] | None = None
@@ -88,7 +88,7 @@ class Child:
 
     def _check_death(self, death: Death, outcome: tuple[Any, ...] | None, code: int) -> Death:
         """Return the expected death if the process has died in this way; otherwise raise an error with its outcome."""
-        # A function that raises SystemExit has an outcome as well.
+        # Accept an outcome if the exit code is not 0: a function that raises SystemExit reports it as its outcome.
         if is_death(code, death) and (outcome is None or code):
             return death
         if outcome is None or outcome[0] == "returned":
@@ -148,7 +148,7 @@ class Child:
         self._writer.write(HEADER.pack(len(data)) + data)
 
     async def _next_outcome(self) -> tuple[Any, ...] | None:
-        """Return the next outcome; None if the child has closed its channel. Deliver reports that come before it."""
+        """Return the next outcome of a call; None if the child has closed its channel. Deliver reports on the way."""
         assert self._reader is not None
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:

@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-    """Add pytest-asyncio's mark to a test with ranks, unless anyio runs it; keep items with a requested world size.
+    """Add pytest-asyncio's mark to a test with ranks, unless anyio runs it; drop items of unrequested world sizes.
 
     pytest-asyncio looks for its mark in the rest of this hook.
     """

@@ -30,7 +30,7 @@ MakeLinks = Callable[[], Awaitable[Sequence[Any]]]
 #: A context manager that makes both ends of a link, each with a `Recorder`, and closes them at its end.
 Linked = Callable[[], AbstractAsyncContextManager[tuple[Any, Any]]]
 
-#: Payload sizes next to every limit between two code paths of links.
+#: Payload sizes at, below and above each size at which links change to another code path.
 _SIZES = sorted(
     {0, 1, 2, 31, 32, 33, 1000, SEGMENT - 1, SEGMENT}
     | {edge + around for edge in (16 * 1024, 64 * 1024, 64 * 1024 - HEADER_SIZE) for around in (-1, 0, 1)}
