@@ -50,9 +50,9 @@ def _run(*command: str) -> None:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT, check=False
         )
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"its installation did not end within {LIMIT} s") from None
+        raise Unavailable(f"the installation did not end within {LIMIT} s") from None
     if done.returncode:
-        # Show only pip's errors; without any, the last line, which of a traceback is the exception.
+        # Show only the first error line of pip. If there is none, show the last line: in a traceback, the exception.
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no message"]
         raise Unavailable(errors[0])

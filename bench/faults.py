@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="default: all")
     args = parser.parse_args()
     if args.n < 3:
-        parser.error("-n: at least 3 ranks, so that there are survivors")
+        parser.error("-n: give at least 3 ranks, so that a group survives")
     print("# Faults: seconds until every survivor has raised\n", machine(), "", sep="\n", flush=True)
     for fault in args.faults:
         found = asyncio.run(measure(fault, args.n, args.runs, args.patience))

@@ -59,7 +59,7 @@ FLOAT32, SUM = 7, 0
 EACH = "in flight, each"
 HEADS = ("bare", "bare, in order", "awaited", "on_stream", EACH, "agreed", "marked", "host, 4 B")
 Way = Callable[[], Awaitable[None]]
-#: Seconds of each iteration, by way.
+#: By way of calling, the seconds of each iteration.
 Times = dict[str, list[float]]
 
 

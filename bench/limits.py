@@ -13,7 +13,7 @@ from systems import AWAITED, MPI_BLOCKING
 from aiocoll.cli.workload import KINDS
 
 KIB, MIB = 1 << 10, 1 << 20
-#: Upper bound of a size range without a bound.
+#: Bytes that no array exceeds: the upper end of a size range without an upper limit.
 INF = 1 << 62
 GLOO = ("gloo blocking",)
 

@@ -129,7 +129,7 @@ def launch(backend: str) -> Launch[Times]:
                 each.kill()
                 each.wait()
     if any(each.returncode for each in ranks):
-        raise RuntimeError(f"{backend}: exit codes {[each.returncode for each in ranks]}")
+        raise RuntimeError(f"{backend}: ranks failed; exit codes {[each.returncode for each in ranks]}")
     return Launch(dict(json.loads(outputs[0])), None, time.monotonic() - start)
 
 

@@ -67,7 +67,7 @@ def make_launch(
 
 
 def make_results(bench: Any, case: Case, *times: Mapping[str, float]) -> Any:
-    """Return benchmark results with one round per mapping, from a system's name to its microseconds."""
+    """Return benchmark results with one round per mapping. Each mapping has microseconds by system name."""
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking", "mpich blocking", "open mpi blocking"])
     results.rounds += [{name: make_launch(bench, case, value) for name, value in each.items()} for each in times]
     return results
@@ -241,7 +241,7 @@ def test_benchmark_launch_is_repeated_while_the_machine_load_is_high(
     assert (best.load, best.repeats) == (load(loads[kept]), launches - 1)
 
 
-def test_launch_of_any_timings_is_repeated(bench: Any) -> None:
+def test_launch_without_benchmark_cases_is_also_repeated_while_the_load_is_high(bench: Any) -> None:
     launches = iter(
         [bench.launch.Launch({"step": [2e-3]}, None, 1.0), bench.launch.Launch({"step": [1e-3]}, None, 1.0)]
     )
