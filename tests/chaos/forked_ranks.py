@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 60
 
 Report = Callable[[dict[str, Any]], None]
-#: The reports of the ranks until now.
+#: The reports that the ranks have sent so far.
 Reports = list[dict[str, Any]]
 
 

@@ -23,7 +23,7 @@ SEED = "PAUSES_SEED"
 #: The relative frequencies of the counts in `COUNTS`.
 WEIGHTS = (8, 8, 8, 8, 8, 8, 4, 4, 2, 1)
 
-#: The number of pauses of this process until now.
+#: The number of pauses that this process has made so far.
 pauses = 0
 
 
@@ -89,6 +89,6 @@ async def soak(pg: ProcessGroup, operations: int) -> Any:
     return done, sorted(carriers), pauses > operations // 10
 
 
-# This runs in a rank's process before it has any link.
+# Insert the pauses on import, which happens in a rank's process before the rank has any link.
 if SEED in os.environ:
     transport.fences = lambda: pausing(random.Random(f"{os.environ[SEED]} {os.environ['RANK']}"))

@@ -75,7 +75,7 @@ def check(array: Array, expected: float) -> None:
 
 
 def blocks_of(pg: ProcessGroup, array: Array) -> Sequence[Array]:
-    """Return one array per rank from the parts of a call."""
+    """Split an array into one block per rank."""
     return np.split(array, pg.size())
 
 

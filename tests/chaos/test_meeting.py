@@ -29,7 +29,7 @@ async def meet(store: Store, rank: int, world_size: int, timeout: float) -> str:
 
 
 async def test_rank_lost_during_the_rendezvous_delays_no_other_rank() -> None:
-    """Lose rank 1 while rank 2 has no link yet; rank 0 must not wait for its 300 seconds."""
+    """Lose rank 1 while rank 2 has no link yet; rank 0 must not wait until its timeout of 300 s."""
     store = HashStore()
     plain = Detour(store, None)
     stalled = Detour(store, Fault("stall", ConnKind.CONTROL, True, 0, again=True))
