@@ -72,7 +72,7 @@ def _wanted() -> str | None:
     wanted = os.environ.get("AIOCOLL_NATIVE")
     if wanted not in (None, "0", "1"):
         raise ValueError(
-            f"AIOCOLL_NATIVE={wanted!r}: must be 1 (build the accelerator in C, or fail) or 0 (build without)"
+            f"AIOCOLL_NATIVE={wanted!r}: must be 1 (build the accelerator in C, or fail) or 0 (do not build it)"
         )
     return wanted
 

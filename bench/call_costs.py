@@ -116,7 +116,7 @@ def launch(way: str, rounds: int) -> dict[str, float]:
             del os.environ["AIOCOLL_NATIVE"]
     implementation, found = ranks[0]
     if implementation != ("pure Python" if way == PURE else IMPLEMENTATION):
-        raise RuntimeError(f"{way}: measured the wrong implementation, {implementation}")
+        raise RuntimeError(f"{way}: ran with the wrong implementation: {implementation}")
     return found
 
 

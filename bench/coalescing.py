@@ -30,7 +30,7 @@ LIMIT = 60
 KEY = "00" * 16
 
 Way = Callable[[], Awaitable[None]]
-#: By way of calling, the seconds of each measured round.
+#: Seconds of each measured round, by way of calling.
 Times = Mapping[str, Sequence[float]]
 
 

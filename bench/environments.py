@@ -1,4 +1,4 @@
-"""Virtual environments of the compared libraries, made on demand. A failed installation is skipped, with the reason."""
+"""Virtual environments of the compared libraries, made on demand. If an installation fails, its library is skipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Unavailable(Exception):
 
 
 def prepare(name: str) -> Path:
-    """Return the Python of environment `name`; make the environment if it does not exist.
+    """Return the path of Python in the environment `name`; make the environment if it does not exist.
 
     Raises:
         Unavailable: it cannot be made.

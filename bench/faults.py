@@ -103,7 +103,7 @@ def can_shrink() -> bool:
 
 
 async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, victim: int, patience: float) -> FaultRun:
-    """Start the ranks, apply the fault to `victim`, and collect the reports of the others."""
+    """Start the ranks, apply the fault to `victim`, and collect the reports of the other ranks."""
     config = config | {"world_size": world_size, "job_key": secrets.token_hex(16)}
     ranks = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Time until a collective on CUDA arrays is on its stream: ``python bench/gpu_launch.py [--kind torch]``.
+"""Time until a collective on CUDA arrays is enqueued on its stream: ``python bench/gpu_launch.py [--kind torch]``.
 
 The first table is for `pg.allreduce` of 8 B in steady state, when the call launches without waiting for other ranks. It
 has calls every 1 ms and consecutive calls, each with the time until NCCL's function is called, and the time until
@@ -50,7 +50,8 @@ SLICE = 0.005
 ADDED, BUSY = 25.0, 1000.0
 #: NCCL's constants for float64 and sum.
 FLOAT64, SUM = 8, 0
-#: A call's seconds until NCCL's function is called, until its return, in device functions; number of their calls.
+#: Times of one call: seconds until it calls NCCL's function, seconds until it returns, seconds in device functions; and
+#: number of device function calls.
 Times = tuple[float, float, float, int]
 
 
@@ -64,7 +65,7 @@ class Share:
 
     @contextmanager
     def counting(self, made: World) -> Iterator[None]:
-        """Count the calls of device functions within the block, which makes them slower."""
+        """Count this thread's calls of device functions within the block. The counting makes each call slower."""
         before = [(owner, name, getattr(owner, name)) for owner, names in self._counted(made) for name in names]
         for owner, name, call in before:
             setattr(owner, name, self._counting(call))
@@ -139,7 +140,7 @@ async def bare(made: World, clock: Clocked, share: Share, calls: int, row: int) 
 
 
 async def idle(pg: ProcessGroup, made: World, clock: Clocked, share: Share, calls: int, row: int) -> list[Times]:
-    """Return the times of aiocoll's calls in an otherwise idle loop. A call is on its stream when it returns.
+    """Return the times of aiocoll's calls in an otherwise idle loop. A call returns when it is on its stream.
 
     The device of a rank is the thread's current device, as in a process of its own.
     """

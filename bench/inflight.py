@@ -54,7 +54,7 @@ class Workloads:
 
 
 def calls_of(starts: Sequence[Callable[[], Awaitable[object]]]) -> Callable[[], Awaitable[object]]:
-    """Return an async function that starts all calls by `starts`, then awaits all of them."""
+    """Return an async function that starts one call with each function in `starts`, then awaits all calls."""
     if len(starts) == 1:
         return starts[0]
 

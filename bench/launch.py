@@ -39,7 +39,7 @@ CaseTimings = Mapping[Case, Timing]
 
 @dataclass(frozen=True)
 class Launch(Generic[T]):
-    """The result of a launch.
+    """The result of a launch: timings, or the reason of its failure; and the load of the machine.
 
     Attributes:
         timings: what the launch has measured, up to a failure; `CaseTimings` for `launch`.

@@ -79,7 +79,7 @@ _GLOO_TCP: Steps = ((0, MIB, 1.5), (MIB + 1, 16 * MIB, 1.3), (16 * MIB + 1, INF,
 
 
 def _mpi(kind: str, world_size: int) -> Steps:
-    """Return how many times faster than the faster MPI library a collective must be, by size."""
+    """Return the promised speed of a collective relative to the faster of two MPI libraries, by size."""
     if world_size == 4:
         return _MPI_ALLREDUCE_OF_FOUR if kind == "allreduce" else _MPI_OF_FOUR
     if kind == "allreduce":

@@ -80,7 +80,7 @@ async def world(size: int) -> list[float]:
 
 
 async def groups(count: int) -> list[float]:
-    """Let each rank make and use `count` groups; return the seconds of making and of using, and the opened files."""
+    """Let each rank make and use `count` groups; return the seconds to make and to use them, and the opened files."""
     split, used, opened = 0.0, [0.0, 0.0], 0
 
     async def rank(pg: ProcessGroup) -> None:

@@ -100,7 +100,7 @@ async def job(pg: ProcessGroup, folder: str, turns: int, seconds: float) -> dict
 
 
 async def _calls(pg: ProcessGroup, tensor: np.ndarray, seconds: float) -> int:
-    """Return how many calls take `seconds` together, the same number on all ranks."""
+    """Return the number of calls that take about `seconds` in total; rank 0 determines the number for all."""
     for _ in range(20):
         await pg.allreduce(tensor)
     began = time.perf_counter()

@@ -42,7 +42,7 @@ html_show_copyright = False
 # -- docstrings
 
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
-# Packages that aiocoll.integrations and aiocoll.metrics import, and that the build of the site need not install.
+# The site builds without these packages, which aiocoll.integrations and aiocoll.metrics import.
 autodoc_mock_imports = ["dask", "distributed", "opentelemetry", "prometheus_client", "ray", "torch"]
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
@@ -125,7 +125,7 @@ def to_code_block(found: re.Match[str]) -> str:
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> nodes.Element | None:
-    """Resolve names that signatures qualify by their module, and names in `aiocoll` itself."""
+    """Resolve links to names with a private module path, as in signatures, and to names without `aiocoll.`."""
     target = node.get("reftarget", "")
     domain = env.domains.python_domain
     for name in (PUBLIC.get(target, ""), f"aiocoll.{target}"):

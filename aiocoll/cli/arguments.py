@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """A help formatter that keeps line breaks, and puts the text before a tab into a column of its own."""
+    """A help formatter that keeps line breaks. In a line with a tab, the text before the tab is a left column."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(_wrapped(line, width, indent) for line in text.splitlines())

@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Lateness:
-    """The rank that entered collectives last on average. Only collectives that all ranks with a dump entered count.
+    """The rank with the largest average delay at those collectives that every rank with a dump has entered.
 
     Attributes:
         rank: that rank.
@@ -80,7 +80,7 @@ class Lateness:
 
 
 def divergence(group: GroupDumps) -> Divergence | None:
-    """Return the first collective with different calls or missing ranks; None if no collective has either.
+    """Return the first collective with different calls or missing ranks; None if there is no such collective.
 
     A collective that a rank has not entered counts if the group has failed, or after the others waited for 250 ms.
     """
@@ -106,7 +106,7 @@ def _find_difference(group: GroupDumps, call: MergedCall) -> Iterator[tuple[str 
 
 
 def _find_different_calls(group: GroupDumps, call: MergedCall) -> str | None:
-    # Ignore that a call was recorded with debug="detail", so that all calls are compared by the same rules.
+    # Drop the recorded debug level of each call, so that all calls are compared by the same rules.
     calls = [{**entry, "debug": None} for _, entry in sorted(call.entries.items())]
     for index, each in enumerate(calls[1:], 1):
         other = find_mismatch(each, calls[:index])
@@ -320,7 +320,7 @@ def _first_call_text(call: MergedCall) -> str:
 
 
 def _line(entry: Entry) -> str:
-    """Return the file and line of a call, without the file's directory."""
+    """Return the name of the file and the line in which a call was made, without the directory."""
     return os.path.basename(str(entry["site"]))
 
 

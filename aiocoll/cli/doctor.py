@@ -130,7 +130,7 @@ async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
     received = await pg.alltoall_object([pg.rank()] * size)
     if received != list(range(size)):
         raise ArithmeticError(
-            f"rank {pg.rank()} received {received} from the ranks 0 to {size - 1} instead of their numbers"
+            f"rank {pg.rank()} received {received} from the ranks 0 to {size - 1} instead of their rank numbers"
         )
     return [(peer, *_transport_of(pg, peer)) for peer in range(pg.rank() + 1, size)]
 

@@ -127,7 +127,7 @@ class _Rounds:
         self._round = ""
 
     async def stage(self, seconds: int) -> str:
-        """Return the text of the progress line: the current step of this host, and its duration in `seconds`."""
+        """Return the text of the progress line: the current step of this host, and the `seconds` that have passed."""
         doing = "dialling the others"
         if not self._round:
             doing = "looking for host 0"
@@ -154,7 +154,7 @@ class _Rounds:
         came = await self.exchange("came", mine, timeout)
         if came[0]["nnodes"] != self._nnodes:
             raise RendezvousError(
-                f"--nnodes {self._nnodes}: host 0 was given --nnodes {came[0]['nnodes']}; give all the same"
+                f"--nnodes {self._nnodes}: host 0 was given --nnodes {came[0]['nnodes']}; use the same on all hosts"
             )
         if self._host not in came:
             raise RendezvousError(
@@ -188,7 +188,7 @@ class _Rounds:
         return {host: msgpack.unpackb(data, strict_map_key=False) for host, data in found.items()}
 
     async def leave(self) -> None:
-        """Publish that this host leaves. Host 0 waits until the others have left, because its end closes the store."""
+        """Publish that this host leaves the check. Host 0 waits for all others, because its end closes the store."""
         with suppress(StoreError):
             if self._host:
                 await self._store.set(f"left/{self._host}", b"")
@@ -197,7 +197,7 @@ class _Rounds:
 
 
 class _Visitor:
-    """A context manager that listens and dials as a rank with the number of this host would."""
+    """A context manager that listens and dials as a rank does; its rank number is the number of this host."""
 
     def __init__(self, hosts: Hosts, options: GroupOptions, came: Collection[int]) -> None:
         self._options = options
@@ -232,7 +232,7 @@ class _Visitor:
         await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def listen(self, came: Mapping[int, Any]) -> tuple[Card | None, str]:
-        """Start to listen; return the card for the other hosts and "", or on failure None and the reason."""
+        """Start to listen; return the address card for the other hosts and "", or None and the reason of a failure."""
         try:
             await self._open_stream.encrypt(self._options.encryption != "none")
             stores = {host: report["store"] for host, report in came.items()}
@@ -250,7 +250,7 @@ class _Visitor:
         }
 
     async def _reach(self, host: int, card: Card) -> ByteStream | str:
-        """Open a heartbeat connection to a host, since either end may dial such a connection; return it, or why not."""
+        """Open a heartbeat connection to a host (either end may dial such a one); return it, or the error as text."""
         try:
             stream = await self._transport.connect_heartbeat(host, card)
         except AiocollError as error:

@@ -31,7 +31,8 @@ COMES_WITHIN = 300.0
 SAYS_SO_AFTER = 2.0
 #: Maximum seconds between two exchanges of the hosts' states.
 TURN = 0.25
-#: Seconds without a report after which a host counts as lost. At the end, host 0 waits as long for the others.
+#: Seconds without a report after which a host counts as lost. After the end of the job, host 0 waits for the same time
+#: until the other hosts have left.
 LOST = 6.0
 #: Prefix of the store keys of launchers. A restart removes all other keys.
 _PREFIX = "aiocoll/launchers"
@@ -270,7 +271,7 @@ class HostsLink:
             if (decision.restarts, decision.over) != (before.restarts, before.over):
                 self._report_decision()
         assert self._decision is not None
-        # Publish the decision even if it has not changed: a restart ends all connections to the store.
+        # Publish even an unchanged decision: a restart ends all connections to the store, which may lose a record.
         await store.set("decision", msgpack.packb(self._decision))
 
     async def _next_decision(self, store: Store, reports: Mapping[int, _HostReport], decision: _Decision) -> _Decision:

@@ -72,7 +72,7 @@ class Figures(NamedTuple):
 
     @classmethod
     def from_percentiles(cls, case: Case, world_size: int, p50: float, p95: float, p99: float) -> Figures:
-        """Compute the table figures of a case from percentiles in seconds; the bandwidths are for the median."""
+        """Compute the table figures of a case from percentiles in seconds; the median gives the bandwidths."""
         algbw = case.size(world_size) / p50
         return cls(float(p50), float(p95), float(p99), float(algbw), float(algbw * bus_factor(case.kind, world_size)))
 

@@ -111,7 +111,7 @@ class GroupDumps:
         return [entry for entry in self.dumps[rank]["entries"] if entry["kind"] == kind]
 
     def dumped(self, rank: int) -> float:
-        """Return the time at which the rank wrote its dump, on the common clock."""
+        """Return the time at which the rank wrote its dump, converted to the common clock of all ranks."""
         monotonic: float = self.dumps[rank]["clock"]["monotonic"]
         return monotonic + self.shifts[rank]
 
@@ -124,7 +124,7 @@ class GroupDumps:
 
 
 def collect(paths: Sequence[str]) -> list[GroupDumps]:
-    """Read dumps; return their groups, sorted by name.
+    """Read dump files; return the dumps by group, in the order of group names.
 
     Raises:
         Unusable: a file is no dump, or dumps contradict each other; the message names the file and the reason.

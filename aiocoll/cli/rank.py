@@ -155,7 +155,7 @@ class RankProcess:
                 os.killpg(self._process.pid, number)
 
     def send_signal(self, number: signal.Signals) -> bool:
-        """Send a signal to the rank, not to its children; do nothing and return False if the rank would end by it."""
+        """Send a signal to the rank alone. If the signal would end the rank, send nothing and return False."""
         if self._process.returncode is not None or not _expects(self._process.pid, number):
             return False
         with suppress(ProcessLookupError):
@@ -209,7 +209,7 @@ class RankProcess:
                 traceback = report.traceback
                 self._notify(report)
         if self._logs is not None and traceback:
-            # The launcher writes the traceback to the log, because the rank has not. It must follow all other output.
+            # The launcher writes the traceback to the log, because the rank has not. Other output must come first.
             self._relays[1].join(DRAIN)
             self._logs[1].write(traceback.encode(errors="replace"))
 

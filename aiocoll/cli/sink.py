@@ -184,7 +184,7 @@ class CommandOutput:
         return any(sink.has_no_reader for sink in self._sinks)
 
     def exit_code(self, code: int) -> int:
-        """Report lost output; return the command's exit code: `code`, but 1 instead of 0 if output was lost.
+        """Report lost output; return the exit code of the command: `code`, or 1 if `code` is 0 and output was lost.
 
         A reader that has closed its end, as in ``aiocoll bench | head``, is not a failure.
         """

@@ -37,7 +37,7 @@ __all__ = ["report_elastic"]
 
 _PR_SET_PDEATHSIG = 1
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-#: File name prefixes of the frames that reports omit: those between the interpreter and the program.
+#: Reports omit traceback frames whose file name has one of these prefixes: frames between interpreter and program.
 _ON_THE_WAY = (os.path.abspath(__file__), __file__, "<frozen runpy>", "<frozen importlib._bootstrap")
 #: Errors of the library that report a failure of another rank.
 _NEWS = ("GroupError", "RendezvousError", "StoreTimeoutError", "StoreUnavailableError")

@@ -112,7 +112,7 @@ def _await_start(events: _Events) -> _Outcome:
 
 
 def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals) -> None:
-    """Put a signal into the event queue; runs in another thread, because a write may block the main thread."""
+    """Put a signal into the event queue. Runs in a second thread, because a write may block the main thread."""
     if number in (signal.SIGTERM, signal.SIGHUP) or (number == signal.SIGINT and number in before):
         limit_waits(STUCK)
     before.add(number)
@@ -347,7 +347,7 @@ class _Attempt:
         return self._elastic or any(state.elastic for state in self._elsewhere.values())
 
     def _has_members(self, but: int = -1) -> bool:
-        """Return whether the group has a living member other than `but`. Hosts that have not reported count too."""
+        """Return whether the group has a living member other than `but`. A host without a report counts as a member."""
         members = {rank for rank in self._members - {but} if not self._outcomes[rank].failed}
         return bool(members) or any(
             state.members or (self._elastic and not state.elastic and not state.over)

@@ -172,7 +172,7 @@ class _Picture:
                 self._draw_call(entry, (left, middle, right), rank + top + lane * lane_height, lane_height)
 
     def _wait_end(self, rank: int, entry: Entry) -> float:
-        """Return when a rank's wait for other ranks in a call ended: when the last rank entered, or the call ended."""
+        """Return when a rank stopped to wait in a call: when the last rank entered the call, or when the call ended."""
         end = _end(self._group, rank, entry)
         if entry["kind"] == "message" or entry["seq"] is None:
             return end if entry["state"] != "finished" else float(entry["entered"]) + self._group.shifts[rank]

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure this machine, print the results, and write them to the file that the library reads.
+    """Measure this machine, print the results, and write them to the tuning file that every group reads.
 
     Returns:
         The exit code: 1 if the measurement or the file has failed, else 0.
@@ -112,7 +112,7 @@ async def measure(launches: int, seconds: float) -> dict[Medium, list[Machine]]:
 
 
 async def exchange(pg: ProcessGroup, seconds: float) -> Machine:
-    """Measure between two ranks, until rank 0 requests the end in a short message; return the numbers."""
+    """Measure messages between two ranks until rank 0 ends the measurement; return latency and bandwidth."""
     pair = _Pair(pg)
     for _ in range(WARM_UP):
         await pair.turn(more=True)
@@ -138,7 +138,7 @@ class _Pair:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all times measured so far."""
+        """Drop all times measured so far, such as the times of the warm-up."""
         self._shorts: list[float] = []
         self._longs: list[float] = []
         self._singles: list[float] = []

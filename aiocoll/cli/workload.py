@@ -36,7 +36,7 @@ KINDS = (
 OPS = ("sum", "avg", "min", "max", "product")
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int16", "int32", "int64")
 
-#: Period of the array patterns. A prime differs from block sizes; numbers below it fit int8.
+#: Period of the array patterns: a prime, so that blocks do not begin at the same element, and small enough for int8.
 PERIOD = 113
 #: Shift between the patterns of two blocks, in elements.
 SHIFT = 7

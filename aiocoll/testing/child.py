@@ -35,7 +35,7 @@ __all__ = ["HEADER", "MAIN", "ChildJob", "RemoteCall", "main"]
 
 #: Header of every message: its length in bytes.
 HEADER = struct.Struct("<Q")
-#: Name under which a child imports the parent's `__main__` without running it as a program, as in multiprocessing.
+#: Module name for the parent's main program in a child, so that it does not run as `__main__`; as in multiprocessing.
 MAIN = "__mp_main__"
 
 

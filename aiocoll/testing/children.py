@@ -1,4 +1,4 @@
-"""The parent's handles of the processes of ranks.
+"""`Child`, the parent's handle of the process of one rank.
 
 Parent and child communicate over a socket pair, by pickled messages with a length in front. The parent sends the job,
 and requests a report at the timeout. A thread of the child answers, so a report also shows the position of a blocked
@@ -74,7 +74,7 @@ class Child:
             remote.close()
 
     async def carry_out(self, job: ChildJob) -> Any:
-        """Run `job` in the child until it ends; return its result or the expected death, or raise its exception."""
+        """Run `job` until the child ends; return the job's result or the child's expected death, or raise an error."""
         await self.send_job(job)
         outcome = await self._next_outcome()
         if outcome is not None:
@@ -87,8 +87,8 @@ class Child:
         return self._unwrap(outcome)
 
     def _check_death(self, death: Death, outcome: tuple[Any, ...] | None, code: int) -> Death:
-        """Return the expected death if the process has died in this way; otherwise raise an error with its outcome."""
-        # Accept an outcome if the exit code is not 0: a function that raises SystemExit reports it as its outcome.
+        """Return the expected death if the process has died in this way; otherwise raise an error with the outcome."""
+        # A death may come with an outcome: a function that raises SystemExit first reports this exception.
         if is_death(code, death) and (outcome is None or code):
             return death
         if outcome is None or outcome[0] == "returned":
@@ -113,7 +113,7 @@ class Child:
         return self._unwrap(outcome)
 
     async def report(self) -> str:
-        """Return what the rank does now (operations in flight, stacks) as text; abort a rank that does not answer."""
+        """Return the operations in flight and the stacks of the rank as text; abort a rank that does not answer."""
         self._answer = asyncio.get_running_loop().create_future()
         self.send("report")
         await asyncio.wait([self._answer], timeout=ANSWER)
@@ -148,7 +148,7 @@ class Child:
         self._writer.write(HEADER.pack(len(data)) + data)
 
     async def _next_outcome(self) -> tuple[Any, ...] | None:
-        """Return the next outcome of a call; None if the child has closed its channel. Deliver reports on the way."""
+        """Return the next outcome of a call; None if the child has closed its channel. Pass on earlier reports."""
         assert self._reader is not None
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:

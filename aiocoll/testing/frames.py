@@ -102,7 +102,7 @@ def _cause(error: BaseException) -> BaseException | None:
 
 
 def _remove_package_frames(trace: TracebackType | None, *, in_package: bool) -> TracebackType | None:
-    """Return `trace` without this package's frames, and without the asyncio frames next to them.
+    """Return `trace` without frames of this package, and without asyncio frames right before or after those.
 
     Args:
         trace: the traceback of an exception.

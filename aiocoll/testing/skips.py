@@ -96,7 +96,7 @@ def _make_decorator(check: Check) -> Callable[[T], T]:
         if not isinstance(test, type):
             if not inspect.iscoroutinefunction(test):
                 raise TypeError(
-                    f"{test!r} must be an `async def` test or a class of them: put this decorator next to it"
+                    f"{test!r} must be an `async def` test or a class of such tests: put the skip directly above one"
                 )
             test = _wrap_test(test)
         setattr(test, _CHECKS, (check, *getattr(test, _CHECKS, ())))

@@ -58,7 +58,7 @@ def run_virtual(
         allow_unretrieved: as for `run_ranks`.
     """
     if latency is not None and not 0 <= latency[0] <= latency[1]:
-        raise ValueError(f"latency={latency}: give the shortest and the longest time in seconds")
+        raise ValueError(f"latency={latency}: give (shortest, longest) in seconds, with 0 <= shortest <= longest")
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed, latency)) as runner:
         limit = seconds(timeout, "timeout")
         return runner.run(run_within(limit, world_size, fn, args, options, None, allow_unretrieved))
@@ -153,7 +153,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return handles
 
 
-#: Names of the callbacks that are a step of a task, in asyncio's C code and in its Python code.
+#: Names of the callbacks with which asyncio runs the next step of a task: those of its C code and of its Python code.
 _STEPS = {"TaskStepMethWrapper", "task_wakeup", "__step", "__wakeup"}
 
 

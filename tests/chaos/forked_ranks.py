@@ -23,7 +23,7 @@ from tests.ports import free_port
 __all__ = ["LIMIT", "Report", "Reports", "run_chosen", "run_forked", "run_scenarios"]
 
 ROOT = Path(__file__).parents[2]
-#: Seconds after which a run has failed. A run takes less than one, unless ranks wait for a rank to be declared lost.
+#: Seconds after which a run has failed. A run takes less than 1 s, unless ranks wait until a rank is declared lost.
 LIMIT = 60
 
 Report = Callable[[dict[str, Any]], None]

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or closed between a post and a read, in overlapping groups.
+"""Ranks that end or stop between posting data in shared memory and reading the data of peers, in overlapping groups.
 
 The program reads scenarios, runs each on its own processes, and writes the errors of every rank in every group. The
 victim acts just after it has started a call. It has posted its contribution, peers may have read it, and it has read

@@ -16,7 +16,7 @@ from aiocoll.transport.shm.fence import Fences, fences
 
 from ..internals import comm_of
 
-#: Numbers of float64 elements: for the line of a slot, for slots of both sizes, and for chunks of a queue.
+#: Numbers of float64 elements that fit the line of a slot, slots of both sizes, and chunks of a queue.
 COUNTS = (1, 2, 5, 6, 17, 100, 511, 513, 3000, 40_000)
 #: The environment variable with the seed of a rank's random pauses.
 SEED = "PAUSES_SEED"

@@ -62,7 +62,7 @@ def total(pg: ProcessGroup, step: int) -> float:
 
 
 def own_array(pg: ProcessGroup, count: int, step: int) -> Array:
-    """Return this rank's array."""
+    """Return this rank's input array of a call: all elements have the value for rank and step."""
     return np.full(count, value(pg.rank(), step))
 
 

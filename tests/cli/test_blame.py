@@ -43,7 +43,7 @@ BARRIER = "await pg.barrier()"
 
 
 def blocks(err: str) -> list[list[str]]:
-    """Return the sections of standard error that begin with a line of the launcher."""
+    """Split standard error into sections, each of which begins with a line of the launcher."""
     found: list[list[str]] = []
     for line in err.splitlines():
         if line.startswith("aiocoll run:") or not found:

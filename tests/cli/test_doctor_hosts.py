@@ -186,7 +186,7 @@ async def test_doctor_refuses_a_second_host_with_the_same_number(meet: Meet) -> 
 async def test_doctor_refuses_a_host_with_a_different_number_of_hosts(meet: Meet, limits: Limits) -> None:
     limits(doctor_slack=0.2)
     first, second = await asyncio.gather(meet(0, 2), meet(1, 3), return_exceptions=True)
-    assert str(second) == "--nnodes 3: host 0 was given --nnodes 2; give all the same"
+    assert str(second) == "--nnodes 3: host 0 was given --nnodes 2; use the same on all hosts"
     assert isinstance(first, HostsMet)
     assert advice(first)["host 1"].endswith("cannot be dialled: it has not reported its address; see its output")
 

@@ -82,7 +82,7 @@ def small_pipe() -> tuple[int, int]:
 
 
 def small_socket() -> tuple[int, int]:
-    """Return a socket pair with small buffers: Node gives its children sockets in place of pipes."""
+    """Return a socket pair with small buffers, as standard output is in child processes of Node.js."""
     reading, writing = socket.socketpair()
     writing.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return reading.detach(), writing.detach()
@@ -530,7 +530,7 @@ def test_drain_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytes
 def test_time_limit_applies_to_output_waits_that_have_already_started(
     has_error: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Limit the waits as after SIGTERM; a thread that writes the other stream to the same pipe also continues."""
+    """Limit the waits while one thread waits to write; a thread that writes to the same pipe must continue, too."""
     reading, writing = small_pipe()
     other = os.dup(writing)
     try:

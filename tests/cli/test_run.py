@@ -372,7 +372,7 @@ USAGE = [
     (["-n", "2", "--nproc-per-node", "2", "script"], "unknown argument: --nproc-per-node"),
     (["-n", "2", "--kill-after", "inf", "script"], "argument --kill-after: inf must be a finite number of seconds"),
     (["-n", "2", "--kill-after", "-1", "script"], "argument --kill-after: -1 must be a finite number of seconds"),
-    (["-n", "2", "absent.py"], r"absent\.py: no such file \(-m runs a module\)"),
+    (["-n", "2", "absent.py"], r"absent\.py: no such file; to run a module, write -m before its name"),
     (["-n", "2", "--node-rank", "1", "script"], "--node-rank 1: must be from 0 to 0, one less than --nnodes"),
     (["-n", "2", "--nnodes", "2", "script"], "--master-addr: needed with several hosts"),
     (["-n", "2", "--nnodes", "2", "--master-addr", "h", "script"], "pass --job-key-file job.key"),

@@ -231,7 +231,7 @@ def test_top_shows_the_outcome_of_a_job_after_the_removal_of_its_folder(env: Map
 def test_top_requires_a_job_number_if_several_jobs_run(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> None:
     nothing = top(tmp_path, env, "--once")
     assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert nothing.stderr.startswith("aiocoll top: this user runs no job on this host that `aiocoll run` has started")
+    assert nothing.stderr.startswith("aiocoll top: `aiocoll run` has started no running job of this user on this host")
     script = "import os, sys\nprint('ready', flush=True)\nos.read(os.open(sys.argv[1], os.O_RDWR), 1)\n"
     os.mkfifo(tmp_path / "fifo")
     both = [launch("-n", 1, script=script, args=[tmp_path / "fifo"], env=env) for _ in range(2)]

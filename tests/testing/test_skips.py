@@ -91,7 +91,7 @@ def test_device_skip_depends_on_the_devices_of_the_machine() -> None:
 
 
 async def test_error_explains_a_misplaced_skip_decorator() -> None:
-    with pytest.raises(TypeError, match="must be an `async def` test or a class of them"):
+    with pytest.raises(TypeError, match="must be an `async def` test or a class of such tests"):
         skip_if_world_is_odd()(lambda pg: None)
 
     @skip_if_world_is_odd()

@@ -161,7 +161,7 @@ def _read(parent: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
 
 
 def _has_launcher_ended(about: Mapping[str, Any], file: TextIO) -> bool:
-    """Return whether the launcher has ended. If it is in another container, only its lock shows that it runs."""
+    """Return whether the launcher has ended. If it runs in another container, only its file lock shows this."""
     found = state(ProcessId._make(about["process"]))
     if found != UNKNOWN:
         return found == GONE

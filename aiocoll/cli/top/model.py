@@ -24,7 +24,7 @@ HISTORY: Final = 60
 #: other rank. In a healthy job with as many ranks as cores, shares of 46 % and 32 % on two ranks were measured.
 LATE_SHARE: Final = 0.5
 LATE_FACTOR: Final = 2.0
-#: Minimum share of time that a rank waits on a loaded host for the verdict to name the load as the reason.
+#: Minimum share of time in which a rank waits, for the verdict to blame a high load of the host.
 WAIT_SHARE: Final = 0.2
 #: Load average per core above which the host counts as overloaded.
 OVERLOAD: Final = 1.5
@@ -163,7 +163,7 @@ class _Report:
     process: Process
     now: dict[str, Any]
     before: dict[str, Any] | None = None
-    #: Share of the time between the answers in which the rank waited, by awaited rank, and for any rank; None: unknown.
+    #: Share of the time between both answers in which the rank waited: for each rank, and for any. None if unknown.
     waited: dict[int, float] | None = None
     waits: float | None = None
 
@@ -184,7 +184,7 @@ class _Group:
 
 
 class Model:
-    """The model behind `aiocoll top`: stores the last answers of all ranks, and computes the views of their groups."""
+    """A store of the last answers of all ranks, which computes the group views that `aiocoll top` shows."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int], _Group] = {}
