@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
     met: bool | None
 
 
-#: Steps of a promise: minimum size, maximum size, and how many times faster than the others aiocoll must be.
+#: Promised speedups by size: minimum size, maximum size, and how many times faster than the peers aiocoll must be.
 Steps = tuple[tuple[int, int, float], ...]
 _AWAITED: Steps = (
     (0, 4 * KIB - 1, 5),
@@ -122,7 +122,7 @@ CALLBACK = 1.0
 
 
 def verdicts(all_results: Sequence[Results]) -> Iterator[Verdict]:
-    """Yield a verdict for each limit and each measured case within it."""
+    """Yield a verdict for each limit and each case to which the limit applies."""
     for results in all_results:
         for limit in LIMITS:
             if results.world_size == limit.world_size and limit.system in results.systems:

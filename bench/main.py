@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def _environments(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the Python of each peer's environment, and why peers without one are skipped."""
+    """Return the Python path for each peer library, and for each skipped library the reason."""
     pythons: dict[str, Path] = {}
     failed: dict[str, str] = {}
     skipped = {}

@@ -148,7 +148,7 @@ def exists(name: str) -> bool:
 
 
 def link_paths(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """Turn page names such as `docs/guide.md` into links; without a site, the name alone leads to the file."""
+    """Turn page names such as `docs/guide.md` into links; readers of the source find the file by the name."""
     for literal in list(doctree.findall(nodes.literal)):
         if found := re.fullmatch(r"(docs/|bench/)?([\w-]+)\.md", literal.astext()):
             target = found[2] if found[1] == "docs/" else f"project/{found[2]}"

@@ -143,7 +143,7 @@ class HostsLink:
         self._thread.join(2 * LOST)
 
     def _change_in_thread(self, change: Callable[[], object]) -> None:
-        """Call `change` in the thread of the link, unless the thread has ended."""
+        """Call `change` in the event loop of the exchange thread, unless the thread has ended."""
 
         def carry_out() -> None:
             change()

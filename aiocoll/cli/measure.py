@@ -43,7 +43,7 @@ class Effort(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The result of measuring one case.
+    """The result of measuring one benchmark case: times, CPU time and wrong elements.
 
     Attributes:
         nanoseconds: time of each iteration on its slowest rank.
@@ -57,7 +57,7 @@ class Timing:
 
 
 class Figures(NamedTuple):
-    """The figures of a case for the table: seconds per call, and bandwidths in bytes per second."""
+    """The figures of a benchmark case in the printed table: seconds per call, and bandwidths in bytes per second."""
 
     p50: float
     p95: float

@@ -47,7 +47,7 @@ class HostFacts(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """The result of dialling one host from another.
+    """The result of dialling one host from another: the round-trip time, or a failure.
 
     Attributes:
         seconds: time of a round trip; 0.0 if the host was not reached.

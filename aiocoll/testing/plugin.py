@@ -133,7 +133,7 @@ def _marks_of_parameters(marks: Iterable[pytest.Mark]) -> Iterator[pytest.Mark]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize a test with the world sizes of its marks `ranks`."""
+    """Parametrize a test with the world sizes that its `ranks` marks contain."""
     closest = metafunc.definition.get_closest_marker("ranks")
     marks = [mark for mark in _marks_of_parameters(metafunc.definition.iter_markers()) if mark.name == "ranks"]
     if closest is not None:

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound=Callable[..., Any])
-#: Function from a world size to the reason why the test cannot run, or None.
+#: A function that takes a world size, and returns the reason why the test cannot run, or None.
 Check = Callable[[int], str | None]
 
 _CHECKS = "__aiocoll_checks__"

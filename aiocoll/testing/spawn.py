@@ -125,5 +125,5 @@ async def _in_process(pg: ProcessGroup, where: tuple[str, str], arguments: dict[
 
 
 def _portable(value: Any) -> Any:
-    """Return a picklable factory in place of a unittest test case, which refers to its runner; else `value` itself."""
+    """Return `value`. If it is a unittest test case, whose runner cannot be pickled, return a picklable factory for it."""
     return functools.partial(type(value), value._testMethodName) if isinstance(value, unittest.TestCase) else value

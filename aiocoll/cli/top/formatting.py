@@ -118,7 +118,7 @@ def notes(group: GroupView, most: int = ROWS) -> Iterable[tuple[str, str]]:
 
 
 def format_groups(groups: Sequence[GroupView], width: int, load: HostLoad | None = None) -> str:
-    """Return all groups as text."""
+    """Return the tables and notes of all groups as plain text."""
     lines: list[str] = []
     if not groups:
         lines.append("no rank has an open group")

@@ -29,7 +29,7 @@ _FOLDER, _FILE = "aiocoll-top", "job.json"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A running job.
+    """A running job, as its launcher has described it in a file.
 
     Attributes:
         number: process id of its launcher, as the launcher sees it.
@@ -47,7 +47,7 @@ class Job:
 
 
 class JobOutcome(NamedTuple):
-    """The outcome of a job.
+    """The outcome of a job: the exit code and the last messages of its launcher.
 
     Attributes:
         code: the exit code of the launcher.

@@ -169,7 +169,7 @@ class _Report:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds between the two answers."""
+        """Return the seconds between the last two answers of the rank."""
         return 0.0 if self.before is None else self.now["time"] - self.before["time"]
 
 

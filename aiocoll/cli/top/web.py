@@ -83,7 +83,7 @@ class Page:
 
     @property
     def address(self) -> str:
-        """Return the address to open in a browser."""
+        """Return the address to open in a browser, with the token."""
         return f"http://{HOST}:{self.port}/?token={self.token}"
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
