@@ -31,7 +31,7 @@ FLAGS = shlex.split(
 
 
 class NativeWheel(BuildHookInterface[Any]):
-    """A build hook that adds the extension module to the wheel, which then fits one platform and every Python from 3.11 on."""
+    """A build hook that adds the extension module to the wheel, which then fits one platform only."""
 
     _folder: TemporaryDirectory[str] | None = None
 
