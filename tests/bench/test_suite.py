@@ -1,4 +1,4 @@
-"""The benchmark against other libraries: statistics, tables, failures, load, and calls of the peers."""
+"""The benchmark against other libraries: statistics, tables, failures, load, and calls of peer libraries."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_busy_processes_of_a_benchmark_run_only_during_the_measurement(bench: An
 
 
 async def test_busy_process_ends_with_its_parent() -> None:
-    """Wait for the end of standard output, which the busy process shares with its parent."""
+    """Wait until standard output is closed: the busy process has inherited it from its parent."""
     program = "import busy, os\nwith busy.busy(1): os.kill(os.getpid(), 9)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=FOLDER, stdout=subprocess.PIPE)
     async with asyncio.timeout(20):

@@ -73,7 +73,7 @@ def run_forked(
     *,
     collects: bool = False,
 ) -> dict[str, Any]:
-    """Run forked ranks to their end; return their reports, and the exit codes of their processes.
+    """Fork the ranks of a scenario, and wait until all have ended; return their reports, and the exit codes of their processes.
 
     Each rank checks that it leaves no file, mapping or thread behind.
 
@@ -90,7 +90,7 @@ def run_forked(
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            # A result line is short enough for one atomic write to the pipe.
+            # All ranks write to one pipe without a lock: a report is short enough for one atomic write.
             _run_rank(
                 rank(number, port, lambda report: os.write(writing, (json.dumps(report) + "\n").encode())), collects
             )

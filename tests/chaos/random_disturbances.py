@@ -194,7 +194,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, report: Report)
 
 
 async def abort(waiting: Awaitable[None], pg: ProcessGroup) -> None:
-    """Abort the group during a call; free the call's arrays as soon as it has failed."""
+    """Abort the group during a call; free the arrays of the call as soon as the call has failed."""
     task = asyncio.ensure_future(waiting)
     await asyncio.sleep(0)
     pg.abort("for the test")

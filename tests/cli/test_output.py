@@ -47,7 +47,7 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="writes to /dev/full")
 
 
 class EndedCommand:
-    """A command that has ended."""
+    """The result of a command that has ended: exit code and standard error."""
 
     def __init__(self, code: int, stderr: str) -> None:
         self.code = code
@@ -112,7 +112,7 @@ def test_output_blocks_of_threads_are_not_interleaved_on_non_blocking_descriptor
 def test_write_error_is_reported_once_and_lost_bytes_are_counted(
     number: int, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let a write fail after each possible number of bytes."""
+    """Let the write fail at its first byte, or after one or seven bytes."""
     written = []
 
     def write(fd: int, data: memoryview) -> int:

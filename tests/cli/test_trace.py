@@ -1,4 +1,4 @@
-"""`aiocoll trace`: reports from dumps of ranks that hang, differ or live, errors of unusable files, and pictures."""
+"""`aiocoll trace`: reports on ranks that hang, make different calls or run; errors for unusable files; pictures."""
 
 from __future__ import annotations
 

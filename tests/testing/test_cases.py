@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*cases: unittest.TestCase) -> unittest.TestResult:
-    """Run tests as unittest does."""
+    """Run test cases in a unittest suite; return the result."""
     result = unittest.TestResult()
     unittest.TestSuite(cases).run(result)
     return result
 
 
 def run_all(cls: type[unittest.TestCase]) -> unittest.TestResult:
-    """Run all tests of a class."""
+    """Run all tests of a test case class; return the result."""
     return run(*unittest.defaultTestLoader.loadTestsFromTestCase(cls))
 
 
