@@ -84,7 +84,7 @@ def test_benchmark_ratio_is_the_median_over_the_rounds(bench: Any) -> None:
     assert results.ratio(SMALL, "aiocoll auto", "gloo blocking") == pytest.approx((10, 2, 30))
 
 
-def test_ratio_uses_the_fastest_peer_library_of_each_round(bench: Any) -> None:
+def test_benchmark_ratio_uses_the_fastest_peer_library_of_each_round(bench: Any) -> None:
     results = make_results(
         bench,
         SMALL,
@@ -178,7 +178,7 @@ def test_awaited_and_blocking_peer_libraries_are_listed_in_separate_tables(bench
     assert row == ("| allreduce | 64 B | 10.0 (10.0) | 1.0 (1.0) | 2.0 (2.0) | 5.0 (5.0) | **0.20** (0.20–0.20) | 0 |")
 
 
-def test_table_without_a_peer_library_is_omitted(bench: Any) -> None:
+def test_comparison_table_without_results_of_peer_libraries_is_omitted(bench: Any) -> None:
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking"])
     results.rounds.append({name: make_launch(bench, SMALL, 1) for name in results.systems})
     assert bench.tables.awaited_table(results, "aiocoll auto") is None

@@ -73,7 +73,7 @@ def run_forked(
     *,
     collects: bool = False,
 ) -> dict[str, Any]:
-    """Fork the ranks of a scenario, and wait until all have ended; return their reports, and the exit codes of their processes.
+    """Fork the ranks of a scenario, and wait until all have ended; return their reports and exit codes.
 
     Each rank checks that it leaves no file, mapping or thread behind.
 

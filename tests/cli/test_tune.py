@@ -119,7 +119,7 @@ async def test_tune_measures_single_copy_with_two_processes() -> None:
         ({1: 0.5, 4: 0.5, 16: 1.1}, math.inf),
     ],
 )
-def test_minimum_single_copy_size_is_the_first_from_which_all_sizes_are_faster(
+def test_minimum_single_copy_size_is_the_smallest_from_which_single_copy_is_always_faster(
     ratios: dict[int, float], least: float
 ) -> None:
     assert paying(ratios) == least

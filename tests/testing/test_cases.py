@@ -127,7 +127,7 @@ def test_deaths_expected_by_a_test_class_are_not_failures() -> None:
     assert "rank 1 of 2 was expected to be killed by SIGKILL" in text
 
 
-def test_continuous_ranks_are_not_expected_to_die() -> None:
+def test_expected_death_of_continuous_ranks_is_refused() -> None:
     ((_, text),) = run_all(samples.ContinuousDying).errors
     assert "ValueError: expect_death needs new processes for each test; set continuous = False" in text
 

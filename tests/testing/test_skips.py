@@ -38,7 +38,7 @@ def no_devices() -> int:
         (requires_module("json"), 1, None),
     ],
 )
-async def test_each_skip_requirement_has_a_reason(
+async def test_skip_reason_names_the_requirement_that_is_not_met(
     skip: Any, world_size: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_parts(monkeypatch, gpu_count=no_devices)
