@@ -31,7 +31,7 @@ FLAGS = shlex.split(
 
 
 class NativeWheel(BuildHookInterface[Any]):
-    """A build hook that adds the extension module to the wheel, which then fits this platform and many Pythons."""
+    """A build hook that adds the extension module to the wheel, which then fits one platform only."""
 
     _folder: TemporaryDirectory[str] | None = None
 
@@ -71,7 +71,9 @@ class NativeWheel(BuildHookInterface[Any]):
 def _wanted() -> str | None:
     wanted = os.environ.get("AIOCOLL_NATIVE")
     if wanted not in (None, "0", "1"):
-        raise ValueError(f"AIOCOLL_NATIVE={wanted!r}: must be 1 (build the accelerator in C, or fail) or 0 (do not)")
+        raise ValueError(
+            f"AIOCOLL_NATIVE={wanted!r}: must be 1 (build the accelerator in C, or fail) or 0 (do not build it)"
+        )
     return wanted
 
 

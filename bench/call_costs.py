@@ -38,7 +38,7 @@ PLAIN, HOOK, INTERCEPTOR, PURE = (
     "an interceptor that starts each call as it is",
     "`AIOCOLL_NATIVE=0`",
 )
-#: Ways of calling that need other group options.
+#: Measured ways of calling that need special group options.
 OPTIONS = {"`stats=False`": GroupOptions(stats=False), '`debug="detail"`': GroupOptions(debug="detail")}
 
 
@@ -70,7 +70,7 @@ async def block(pg: ProcessGroup, tensor: np.ndarray) -> None:
         pg.allreduce(tensor)
 
 
-#: Ways of calling that need other arguments or a block, as functions that make the call.
+#: Measured ways of calling that need special arguments or a block, as functions that make the call.
 CALL: dict[str, Callable[[ProcessGroup, np.ndarray], Awaitable[Any]]] = {
     "`key=`": lambda pg, tensor: pg.allreduce(tensor, key="key"),
     "`timeout=50.0`": lambda pg, tensor: pg.allreduce(tensor, timeout=50.0),
@@ -116,7 +116,7 @@ def launch(way: str, rounds: int) -> dict[str, float]:
             del os.environ["AIOCOLL_NATIVE"]
     implementation, found = ranks[0]
     if implementation != ("pure Python" if way == PURE else IMPLEMENTATION):
-        raise RuntimeError(f"{way} ran {implementation}")
+        raise RuntimeError(f"{way}: ran with the wrong implementation: {implementation}")
     return found
 
 

@@ -30,7 +30,7 @@ LIMIT = 60
 KEY = "00" * 16
 
 Way = Callable[[], Awaitable[None]]
-#: Seconds of each round, by way.
+#: Seconds of each measured round, by way of calling.
 Times = Mapping[str, Sequence[float]]
 
 
@@ -130,7 +130,7 @@ def run_rank(library: str, transport: str, rank: int) -> None:
 
 
 def launch(python: str, library: str, transport: str) -> dict[str, list[float]] | str:
-    """Return the times of one launch, each that of the slower rank, or the reason why the launch failed."""
+    """Return the times of one launch, in each round on the slower rank; or the reason why the launch failed."""
     from launch import run_all
 
     program = str(Path(__file__).resolve())

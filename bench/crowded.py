@@ -29,7 +29,7 @@ from machine import machine
 from markdown import table
 
 WORLD_SIZES = (2, 4, 8, 16, 32)
-#: Number of calls of all ranks together in each turn, and number of turns. A figure is the median over the turns.
+#: Number of calls per round, of all ranks together, and number of rounds. A figure is the median over the rounds.
 CALLS, TURNS = 8_000, 3
 #: Seconds until a rank counts as hung; a normal run takes a tenth of that.
 LIMIT = 60
@@ -104,7 +104,7 @@ def launch(world_size: int, cores: list[int]) -> list[str]:
         try:
             for rank in ranks:
                 if rank.wait(LIMIT):
-                    raise SystemExit(f"a rank of {world_size} failed")
+                    raise SystemExit(f"{world_size} ranks: one of them failed; its error is above")
         finally:
             for rank in ranks:
                 rank.kill()

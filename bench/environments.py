@@ -1,4 +1,4 @@
-"""Virtual environments of the compared libraries, made on demand. A failed installation is skipped, with the reason."""
+"""Virtual environments of the compared libraries, made on demand. If an installation fails, its library is skipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Unavailable(Exception):
 
 
 def prepare(name: str) -> Path:
-    """Return the Python of environment `name`; make the environment if it does not exist.
+    """Return the path of Python in the environment `name`; make the environment if it does not exist.
 
     Raises:
         Unavailable: it cannot be made.
@@ -50,9 +50,9 @@ def _run(*command: str) -> None:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT, check=False
         )
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"its installation did not end within {LIMIT} s") from None
+        raise Unavailable(f"the installation did not end within {LIMIT} s") from None
     if done.returncode:
-        # Show only pip's errors; without any, the last line, which of a traceback is the exception.
+        # Show only the first error line of pip. If there is none, show the last line: in a traceback, the exception.
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no message"]
         raise Unavailable(errors[0])

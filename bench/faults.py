@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="default: all")
     args = parser.parse_args()
     if args.n < 3:
-        parser.error("-n: at least 3 ranks, so that there are survivors")
+        parser.error("-n: give at least 3 ranks, so that a group survives")
     print("# Faults: seconds until every survivor has raised\n", machine(), "", sep="\n", flush=True)
     for fault in args.faults:
         found = asyncio.run(measure(fault, args.n, args.runs, args.patience))
@@ -103,7 +103,7 @@ def can_shrink() -> bool:
 
 
 async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, victim: int, patience: float) -> FaultRun:
-    """Start the ranks, apply the fault to `victim`, and collect the reports of the others."""
+    """Start the ranks, apply the fault to `victim`, and collect the reports of the other ranks."""
     config = config | {"world_size": world_size, "job_key": secrets.token_hex(16)}
     ranks = []
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ from aiocoll.store.server import StoreServer
 
 HERE = Path(__file__).parent
 KIB, MIB = 1 << 10, 1 << 20
-#: Promised limits: milliseconds of the import, seconds of the start of 64 ranks, bytes of a link, idle share.
+#: Promised limits: import in ms, start of 64 ranks in s, bytes per link, CPU share of a core while idle.
 IMPORT, START, LINK, IDLE = 60, 2.0, 64 * KIB, 0.001
 #: Number of timed imports, each in a new interpreter.
 IMPORTS = 10
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--transport", default="auto", choices=("auto", "unix", "tcp"), help="default: auto")
     args = parser.parse_args()
     if min(args.n) < 2:
-        parser.error("-n: at least 2 ranks")
+        parser.error("-n: give at least 2 ranks")
     meter = LoadMeter()
     print("# Footprint: import, start, memory, idle CPU\n", machine(), "", sep="\n", flush=True)
     took, first, cpu = imports()

@@ -20,7 +20,7 @@ import uvloop
 
 from aiocoll import GroupOptions, ProcessGroup, Recv, Send, new_group
 
-#: Linux, <linux/fcntl.h>. Outboxes have this seal; the regions of links do not.
+#: Constants of <linux/fcntl.h>. Outboxes have this seal; link regions do not have it.
 GET_SEALS, SEAL_FUTURE_WRITE = 1034, 0x0010
 
 

@@ -59,7 +59,7 @@ FLOAT32, SUM = 7, 0
 EACH = "in flight, each"
 HEADS = ("bare", "bare, in order", "awaited", "on_stream", EACH, "agreed", "marked", "host, 4 B")
 Way = Callable[[], Awaitable[None]]
-#: Seconds of each iteration, by way.
+#: Seconds of each measured iteration, by way of calling.
 Times = dict[str, list[float]]
 
 
@@ -131,7 +131,7 @@ def aiocoll_ways(pg: ProcessGroup, made: World, tensors: Sequence[Any]) -> dict[
 
 
 async def native(made: World, nbytes: int, rounds: int) -> Times:
-    """Measure calls through NCCL, on one rank that is alone on its device."""
+    """Measure calls through NCCL, on a rank that shares its device with no other rank."""
     tensors = [made.tensor(np.zeros(nbytes // 4, np.float32)) for _ in range(min(IN_FLIGHT, MOST // nbytes))]
     with bare_ways(made, tensors[0]) as ways:
         async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
@@ -187,7 +187,7 @@ def native_table(found: dict[int, Times]) -> str:
 
 
 def verdict(found: dict[int, Times]) -> str:
-    """Return a text that compares the time that aiocoll adds to a call with its limit, at the smallest size."""
+    """Return a text that compares the time that aiocoll adds to the smallest call with the promised limit."""
     nbytes = min(found)
     p50 = {name: median(each) * 1e6 for name, each in found[nbytes].items()}
     whole = p50["awaited"] - p50["bare"]

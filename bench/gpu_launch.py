@@ -1,4 +1,4 @@
-"""Time until a collective on CUDA arrays is on its stream: ``python bench/gpu_launch.py [--kind torch]``.
+"""Time until a collective on CUDA arrays is enqueued on its stream: ``python bench/gpu_launch.py [--kind torch]``.
 
 The first table is for `pg.allreduce` of 8 B in steady state, when the call launches without waiting for other ranks. It
 has calls every 1 ms and consecutive calls, each with the time until NCCL's function is called, and the time until
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.gpu.on_device.clocked import Clocked, ClockedEnd
 from tests.gpu.on_device.worlds import World, world
 
-#: Number of measured calls per round in an idle loop, and in a busy loop; number of consecutive calls in a row.
+#: Number of measured calls per round in an idle loop, and in a busy loop; number of calls started in a row.
 CALLS, BUSY_CALLS, ROW = 200, 60, 20
 #: Number of rounds, in which bare calls and aiocoll's calls alternate: on a real device, where each round makes a
 #: communicator, and on the fake device.
@@ -50,7 +50,8 @@ SLICE = 0.005
 ADDED, BUSY = 25.0, 1000.0
 #: NCCL's constants for float64 and sum.
 FLOAT64, SUM = 8, 0
-#: Seconds until the NCCL function is called, until the call returns, and in device functions; number of the latter.
+#: Times of one call: seconds until it calls NCCL's function, seconds until it returns, seconds in device functions; and
+#: number of device function calls.
 Times = tuple[float, float, float, int]
 
 
@@ -64,7 +65,7 @@ class Share:
 
     @contextmanager
     def counting(self, made: World) -> Iterator[None]:
-        """Count calls within the block; counting itself takes time."""
+        """Count this thread's calls of device functions within the block. The counting makes each call slower."""
         before = [(owner, name, getattr(owner, name)) for owner, names in self._counted(made) for name in names]
         for owner, name, call in before:
             setattr(owner, name, self._counting(call))
@@ -139,7 +140,7 @@ async def bare(made: World, clock: Clocked, share: Share, calls: int, row: int) 
 
 
 async def idle(pg: ProcessGroup, made: World, clock: Clocked, share: Share, calls: int, row: int) -> list[Times]:
-    """Return the times of aiocoll's calls in an otherwise idle loop. When a call returns, it is on its stream.
+    """Return the times of aiocoll's calls in an otherwise idle loop. A call returns when it is on its stream.
 
     The device of a rank is the thread's current device, as in a process of its own.
     """

@@ -37,7 +37,7 @@ from tests.hosts.network import Network
 KIB, MIB = 1 << 10, 1 << 20
 #: Share of payload in the bytes on the wire: 1448 of the 1538 bytes of a full Ethernet frame.
 PAYLOAD = 1448 / 1538
-#: Address of the store of aiocoll or Gloo. It is free, because each row has a new network.
+#: Address of the store of aiocoll or Gloo. The port is free, because each table row has a new network.
 METHOD = "tcp://10.77.0.1:29500"
 #: Effort per case, long enough that TCP adapts its windows early. iperf3 skips its first two seconds for this reason.
 EFFORT = Effort(3.0, 3, 100)

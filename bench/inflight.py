@@ -18,7 +18,7 @@ class Case(NamedTuple):
     inflight: int = 1
 
     def each(self, world_size: int) -> workload.Case:
-        """Return the case of one of the calls, for `aiocoll.cli.workload`."""
+        """Return the case of a single call, as `aiocoll.cli.workload` defines cases."""
         blocks = world_size if spec_of(self.kind).in_blocks else 1
         return workload.Case(self.kind, self.nbytes * blocks)
 
@@ -54,7 +54,7 @@ class Workloads:
 
 
 def calls_of(starts: Sequence[Callable[[], Awaitable[object]]]) -> Callable[[], Awaitable[object]]:
-    """Return an async function that starts all calls by `starts`, then awaits all of them."""
+    """Return an async function that starts one call with each function in `starts`, then awaits all calls."""
     if len(starts) == 1:
         return starts[0]
 

@@ -39,7 +39,7 @@ CaseTimings = Mapping[Case, Timing]
 
 @dataclass(frozen=True)
 class Launch(Generic[T]):
-    """The result of a launch.
+    """The result of a launch: timings, or the reason of its failure; and the load of the machine.
 
     Attributes:
         timings: what the launch has measured, up to a failure; `CaseTimings` for `launch`.
@@ -57,10 +57,10 @@ class Launch(Generic[T]):
 
 
 class Place(Protocol):
-    """The interface of a place where ranks are launched, with their hosts and their rendezvous."""
+    """The interface of a launch environment: the hosts of the ranks, and the way in which ranks meet."""
 
     def config(self, system: System) -> dict[str, Any]:
-        """Return entries for the configuration that the ranks read."""
+        """Return the entries that this environment adds to the configuration of the ranks."""
 
     def commands(self, system: System, python: str, folder: str, world_size: int) -> list[list[str]]:
         """Return the commands that start the ranks, whose files are in `folder`."""

@@ -13,7 +13,7 @@ from systems import AWAITED, MPI_BLOCKING
 from aiocoll.cli.workload import KINDS
 
 KIB, MIB = 1 << 10, 1 << 20
-#: Upper bound of a size range without a bound.
+#: Bytes that no array exceeds: the upper end of a size range without an upper limit.
 INF = 1 << 62
 GLOO = ("gloo blocking",)
 
@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
     met: bool | None
 
 
-#: Steps of a promise: minimum size, maximum size, and how many times faster than the others aiocoll must be.
+#: Promised speedups by size: minimum size, maximum size, and how many times faster than the peers aiocoll must be.
 Steps = tuple[tuple[int, int, float], ...]
 _AWAITED: Steps = (
     (0, 4 * KIB - 1, 5),
@@ -79,7 +79,7 @@ _GLOO_TCP: Steps = ((0, MIB, 1.5), (MIB + 1, 16 * MIB, 1.3), (16 * MIB + 1, INF,
 
 
 def _mpi(kind: str, world_size: int) -> Steps:
-    """Return how many times faster than the faster MPI library a collective must be, by size."""
+    """Return the promised speed of a collective relative to the faster of two MPI libraries, by size."""
     if world_size == 4:
         return _MPI_ALLREDUCE_OF_FOUR if kind == "allreduce" else _MPI_OF_FOUR
     if kind == "allreduce":
@@ -122,7 +122,7 @@ CALLBACK = 1.0
 
 
 def verdicts(all_results: Sequence[Results]) -> Iterator[Verdict]:
-    """Yield a verdict for each limit and each measured case within it."""
+    """Yield a verdict for each limit and each case to which the limit applies."""
     for results in all_results:
         for limit in LIMITS:
             if results.world_size == limit.world_size and limit.system in results.systems:

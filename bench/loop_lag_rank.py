@@ -20,7 +20,7 @@ import uvloop
 
 from aiocoll import GroupOptions, new_group
 
-#: Seconds of a sleep: the timer granularity of both loops.
+#: Seconds of a sleep: the timer granularity of asyncio's loop and of uvloop.
 NAP = 0.001
 
 

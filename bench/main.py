@@ -95,11 +95,11 @@ def arguments() -> argparse.Namespace:
     add("--png", type=Path, metavar="DIR", help="draw pictures there")
     args = parser.parse_args()
     if min(args.n) < 2:
-        parser.error("-n: at least 2 ranks")
+        parser.error("-n: give at least 2 ranks")
     if args.launches is not None and args.launches < 1:
-        parser.error("--launches: at least 1")
+        parser.error("--launches: give at least 1")
     if args.busy < 0:
-        parser.error("--busy: at least 0")
+        parser.error("--busy: give at least 0")
     args.other_sizes = sorted(args.sizes or (QUICK_OTHER_SIZES if args.quick else OTHER_SIZES))
     args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
     args.launches = args.launches or (QUICK_LAUNCHES if args.quick else LAUNCHES)
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def _environments(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the Python of each peer's environment, and why peers without one are skipped."""
+    """Return the Python path for each peer library, and for each skipped library the reason."""
     pythons: dict[str, Path] = {}
     failed: dict[str, str] = {}
     skipped = {}

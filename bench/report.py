@@ -65,7 +65,7 @@ COLUMNS = (
 
 @dataclass
 class Report:
-    """The results of a benchmark run, from which the report is written. Each part may be empty.
+    """The contents of a benchmark report: systems, machine, results and loads. Each part may be empty.
 
     Attributes:
         systems: the compared systems, the one of aiocoll that tables compare first.

@@ -83,7 +83,7 @@ class Results:
         )
 
     def ratio(self, case: Case, system: str, *others: str) -> Ratio | None:
-        """Return how many times faster `system` is than the fastest of `others`; None without a common round."""
+        """Return how many times faster `system` is than the fastest of `others`; None if no round has measured both."""
         found = []
         for number in range(len(self.rounds)):
             own = self._p50(number, system, case)

@@ -185,7 +185,7 @@ def _trip(pair: tuple[socket.socket, socket.socket], seconds: float) -> float:
 
 
 def _alone(pair: tuple[socket.socket, socket.socket], *roles: Callable[[Callable[[], None]], float]) -> float:
-    """Run both sides of a connection in separate processes; return the result of the side that has one."""
+    """Run both ends of a connection in separate processes; return the larger result, that of the measuring end."""
     found = run_together(roles)
     for each in pair:
         each.close()

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("world", "groups"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if min(args.n) < 1 or args.groups < 1:
-        parser.error("-n and --groups must be positive")
+        parser.error("-n and --groups: give positive numbers")
     if args.only:
         found = asyncio.run(world(args.n[0]) if args.only == "world" else groups(args.groups))
         print(json.dumps(found))
@@ -80,7 +80,7 @@ async def world(size: int) -> list[float]:
 
 
 async def groups(count: int) -> list[float]:
-    """Let each rank make and use `count` groups; return the seconds of both, and the number of opened files."""
+    """Let each rank make and use `count` groups; return the seconds to make and to use them, and the opened files."""
     split, used, opened = 0.0, [0.0, 0.0], 0
 
     async def rank(pg: ProcessGroup) -> None:
@@ -89,7 +89,7 @@ async def groups(count: int) -> list[float]:
         await pg.barrier()
         files = len(os.listdir("/proc/self/fd"))
         began = perf_counter()
-        # Do not await in between, so that each rank makes its groups without interruption, and the times add up.
+        # Await the groups later, so that each rank makes all its groups without interruption, and the times add up.
         works = [pg.split_group(range(SPLIT)) for _ in range(count)]
         split += perf_counter() - began
         await pg.barrier()

@@ -129,12 +129,12 @@ def launch(backend: str) -> Launch[Times]:
                 each.kill()
                 each.wait()
     if any(each.returncode for each in ranks):
-        raise RuntimeError(f"{backend}: exit codes {[each.returncode for each in ranks]}")
+        raise RuntimeError(f"{backend}: ranks failed; exit codes {[each.returncode for each in ranks]}")
     return Launch(dict(json.loads(outputs[0])), None, time.monotonic() - start)
 
 
 def rounds(number: int) -> Iterator[dict[str, Launch[Times]]]:
-    """Yield for each round one launch of each backend."""
+    """In each round, launch every backend once; yield the launches of the round by backend."""
     meter = LoadMeter()
     for turn in range(number):
         backends = BACKENDS[:: 1 if turn % 2 else -1]
@@ -142,7 +142,7 @@ def rounds(number: int) -> Iterator[dict[str, Launch[Times]]]:
 
 
 def report(done: list[dict[str, Launch[Times]]]) -> str:
-    """Return a table of the times in some rounds, and a line about launches under a high load."""
+    """Return a table of the times in the finished rounds, and a line about launches under a high load."""
     rows = []
     for case in done[0]["aio"].timings:
         middles, tenths = (

@@ -37,7 +37,7 @@ SIZES = {"8 B": 2, "1 MiB": 1 << 18}
 
 @contextlib.contextmanager
 def viewer(way: str, folder: str) -> Iterator[None]:
-    """Run a viewer of the job within the block, which begins with the viewer's first answer."""
+    """Run a viewer of the job; begin the block when the viewer has printed or answered for the first time."""
     if way == UNWATCHED:
         yield
         return
@@ -51,7 +51,7 @@ def viewer(way: str, folder: str) -> Iterator[None]:
     reader.start()
     try:
         if not first.wait(60):
-            raise RuntimeError(f"{way} does not answer")
+            raise RuntimeError(f"{way}: the viewer showed nothing within 60 s")
         yield
     finally:
         over.set()
@@ -100,7 +100,7 @@ async def job(pg: ProcessGroup, folder: str, turns: int, seconds: float) -> dict
 
 
 async def _calls(pg: ProcessGroup, tensor: np.ndarray, seconds: float) -> int:
-    """Return how many calls take `seconds` together, the same number on all ranks."""
+    """Return the number of calls that take about `seconds` in total; rank 0 determines the number for all."""
     for _ in range(20):
         await pg.allreduce(tensor)
     began = time.perf_counter()

@@ -42,7 +42,7 @@ html_show_copyright = False
 # -- docstrings
 
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
-# Packages that aiocoll.integrations and aiocoll.metrics import.
+# The site builds without these packages, which aiocoll.integrations and aiocoll.metrics import.
 autodoc_mock_imports = ["dask", "distributed", "opentelemetry", "prometheus_client", "ray", "torch"]
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
@@ -55,7 +55,7 @@ nitpick_ignore_regex = [("py:class|py:data|py:exc", ".*"), ("py:obj", r"(?!(aioc
 
 #: Classes whose instances programs get from calls: their constructors are hidden.
 HANDED_OUT = (aiocoll.ProcessGroup, aiocoll.Work, FlightRecorder, Estimate, Predicted)
-#: Names in the reference, by the module path that signatures have, or the last part that docstrings use.
+#: Public names in the reference, by the private module path in signatures, or by the bare class name in docstrings.
 PUBLIC = {
     **{
         f"{found.__module__}.{name}": f"aiocoll.{name}"
@@ -67,7 +67,7 @@ PUBLIC = {
 
 
 def prepare(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Convert what `help` shows to reStructuredText: diagrams, code, and sections that Sphinx does not know."""
+    """Convert a docstring to reStructuredText: diagrams, code, and sections that Sphinx does not know."""
     if name.startswith("aiocoll.BlockingGroup.") and hasattr(obj, "__wrapped__"):
         lines[1:] = ["", f"Waits for `ProcessGroup.{obj.__name__}`, which has the details, and returns its result."]
     lines[:] = to_rst("\n".join(lines), parameters(obj)).splitlines()
@@ -96,7 +96,7 @@ def sign(
 
 
 def parameters(obj: Any) -> set[str]:
-    """Return the parameter names of a call."""
+    """Return the parameter names of a function or class; an empty set for other objects."""
     try:
         return set(inspect.signature(obj).parameters)
     except (TypeError, ValueError):
@@ -125,7 +125,7 @@ def to_code_block(found: re.Match[str]) -> str:
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> nodes.Element | None:
-    """Resolve names that signatures qualify by their module, and names in `aiocoll` itself."""
+    """Resolve links to names with a private module path, as in signatures, and to names without `aiocoll.`."""
     target = node.get("reftarget", "")
     domain = env.domains.python_domain
     for name in (PUBLIC.get(target, ""), f"aiocoll.{target}"):
@@ -148,7 +148,7 @@ def exists(name: str) -> bool:
 
 
 def link_paths(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """Turn page names such as `docs/guide.md` into links; without a site, the name alone leads to the file."""
+    """Turn page names such as `docs/guide.md` into links; readers of the source find the file by the name."""
     for literal in list(doctree.findall(nodes.literal)):
         if found := re.fullmatch(r"(docs/|bench/)?([\w-]+)\.md", literal.astext()):
             target = found[2] if found[1] == "docs/" else f"project/{found[2]}"

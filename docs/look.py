@@ -14,7 +14,7 @@ from tests.browser import SCHEMES, WIDTHS, browser
 
 
 def main(site: Path, folder: Path, pages: list[str]) -> None:
-    """Save screenshots of `pages`, and print elements wider than the window; without `pages`, only print, for all."""
+    """Save screenshots of `pages`, and print elements wider than the window. Without `pages`, only check all pages."""
     folder.mkdir(parents=True, exist_ok=True)
     found = sorted(str(path.relative_to(site)) for path in site.rglob("*.html") if "_modules" not in path.parts)
     with tempfile.TemporaryDirectory() as kept, browser(Path(kept)) as opened:

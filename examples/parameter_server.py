@@ -24,7 +24,7 @@ WEIGHTS = 1  # tag of the server's messages
 async def main() -> None:
     async with aiocoll.new_group() as pg:
         if pg.size() < 2:
-            raise SystemExit("a server needs workers: aiocoll run -n 4 examples/parameter_server.py")
+            raise SystemExit("no worker ranks; start at least 2 ranks: aiocoll run -n 4 examples/parameter_server.py")
         with np.load(Path(__file__).with_name("digits.npz")) as data:
             images, labels = data["images"] / 16, data["labels"]
         images = np.hstack([images, np.ones((len(images), 1))])  # the ones learn the frequency of each digit

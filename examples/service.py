@@ -70,7 +70,7 @@ class Counter:
     async def count(self, request: web.Request) -> web.Response:
         bucket = int(request.match_info["bucket"])
         if bucket >= BUCKETS:
-            raise web.HTTPNotFound(text=f"there are buckets 0 to {BUCKETS - 1}")
+            raise web.HTTPNotFound(text=f"no such bucket; use 0 to {BUCKETS - 1}")
         self.fresh[bucket] += 1
         return web.Response(status=204)
 
@@ -102,7 +102,7 @@ async def main() -> None:
             tasks.create_task(counter.run(arguments.join))
             await counter.counted.wait()
             await runner.setup()
-            # A process that replaces another one has its LOCAL_RANK, hence its port, but another rank.
+            # A replacement has the LOCAL_RANK of the lost process, and thus its port, but another rank in the group.
             number = int(os.environ.get("LOCAL_RANK", counter.pg.rank()))
             port = PORT + number if arguments.port is None else arguments.port
             await web.TCPSite(runner, "127.0.0.1", port).start()

@@ -157,7 +157,7 @@ def test_pure_build_calls_no_compiler(source: Path, tmp_path: Path) -> None:
 
 def test_unknown_value_of_aiocoll_native_fails_the_build(source: Path) -> None:
     done = run(source, "-c", BUILD, ".", "standard", AIOCOLL_NATIVE="yes")
-    assert "AIOCOLL_NATIVE='yes': must be 1 (build the accelerator in C, or fail) or 0 (do not)" in done.stderr
+    assert "AIOCOLL_NATIVE='yes': must be 1 (build the accelerator in C, or fail) or 0 (do not build it)" in done.stderr
 
 
 @pytest.mark.usefixtures("compiler")

@@ -29,10 +29,10 @@ _WIDTH = 7
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of one subcommand, whose errors name the subcommand, the wrong argument, and the option --help."""
+    """An argument parser for one subcommand. Its error messages point to the --help option of the subcommand."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
-        """Parse the arguments; report an unknown one as an error of this subcommand, not of `aiocoll`."""
+        """Parse the arguments; report an unknown argument with the usage of this subcommand, not of `aiocoll`."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown argument{'s' * (len(unknown) > 1)}: {' '.join(unknown)}")
@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """A help formatter that keeps line breaks, and puts the text before a tab into a column of its own."""
+    """A help formatter that keeps line breaks. In a line with a tab, the text before the tab is a left column."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(_wrapped(line, width, indent) for line in text.splitlines())
@@ -102,7 +102,7 @@ def natural_number(text: str) -> int:
     """
     value = integer(text)
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
+        raise argparse.ArgumentTypeError(f"{value} is negative; give a number of at least 0")
     return value
 
 
@@ -114,7 +114,7 @@ def positive(text: str) -> int:
     """
     value = integer(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number; give at least 1")
     return value
 
 
@@ -141,5 +141,5 @@ def seconds(text: str) -> float:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number of seconds, not negative")
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number of seconds, at least 0")
     return value

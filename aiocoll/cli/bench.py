@@ -30,12 +30,12 @@ from aiocoll.transport.registry import AUTO, transports
 
 __all__ = ["configure", "size"]
 
-#: Ratio of consecutive sizes. With 4, the table of all sizes fits on a screen.
+#: Ratio between one benchmark size and the next. With 4, the table of all sizes fits on a screen.
 FACTOR = 4
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-#: Effort per size. Half a second suffices for the p99 of short calls; long calls, of 256 MiB, get 5 iterations.
+#: Measuring effort per size. Half a second suffices for the p99 of short calls; calls of 256 MiB get 5 iterations.
 EFFORT = Effort(seconds=0.5, least=5, most=2000)
-#: Timeouts in seconds: for the rendezvous, and per case. The slowest case takes a tenth of that.
+#: Timeouts in seconds, for the rendezvous and for each case. The slowest case takes a tenth of its timeout.
 START, EACH = 60.0, 60.0
 
 
@@ -101,7 +101,7 @@ def _transport(text: str) -> str:
 
 def _tune(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if args.json:
-        parser.error("--json: not with --tune, which writes a file of JSON")
+        parser.error("--json: not allowed with --tune, which writes a JSON file")
     return tune.run(args)
 
 

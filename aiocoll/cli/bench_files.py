@@ -58,7 +58,7 @@ def as_json(
     cases: Sequence[Case],
     timings: Sequence[Timing],
 ) -> str:
-    """Return the object that `aiocoll bench --json` prints.
+    """Return the benchmark results as the JSON text that `aiocoll bench --json` prints.
 
     Args:
         args: the parsed command line.
@@ -108,11 +108,11 @@ def try_csv(path: str) -> None:
         with open(path, "a"):
             pass
     except OSError as error:
-        raise ValueError(f"--csv {path}: {error.strerror}") from None
+        raise ValueError(f"--csv {path}: cannot write the file: {error.strerror}") from None
 
 
 def write_csv(path: str, args: argparse.Namespace, cases: Sequence[Case], timings: Sequence[Timing]) -> None:
-    """Write a CSV file: a line of column names, then one line per case."""
+    """Write the benchmark results to a CSV file: a line of column names, then one line per case."""
     op = args.op if spec_of(args.collective).reduces else ""
     what = {"collective": args.collective, "op": op, "dtype": args.dtype}
     how = {"ranks": args.nproc, "transport": args.transport}

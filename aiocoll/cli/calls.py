@@ -1,4 +1,4 @@
-"""The aiocoll call for each benchmark workload."""
+"""Calls of aiocoll for benchmark workloads: one function call per kind of collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of this host that use its features: versions, cores, limits, shared memory, sockets, addresses."""
+"""Checks of this host for `aiocoll doctor`: versions, cores, limits, shared memory, sockets, addresses."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ __all__ = ["CheckResult", "check_load", "look"]
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
-#: Distributions whose versions are shown, from their metadata, because importing some of them takes seconds.
+#: Distributions whose versions are shown. Versions are read from metadata: importing some packages takes seconds.
 _NEEDED = ("numpy", "msgpack", "uvloop")
 _USED_IF_THERE = ("ml_dtypes", "torch", "cupy", "cupy-cuda12x", "cupy-cuda13x")
-#: File descriptors per peer (control link, data link, and eventfd or heartbeat), and of the program itself.
+#: File descriptors per peer (control link, data link, and eventfd or heartbeat), and descriptors of the program itself.
 _FILES_PER_PEER = 3
 _FILES_OF_PROGRAM = 64
-#: The usual soft limit of open files. If the limit is lower, someone has lowered it.
+#: The usual soft limit of open files. On a host with a smaller limit, an administrator has reduced it.
 _USUAL_FILES = 1024
 #: The default size of /dev/shm in containers, in bytes.
 _USUAL_SHM = 64 << 20
 _DAY = 86400
-#: Days of validity below which a certificate may expire during a job.
+#: Doctor warns of certificates that expire within this number of days, because a job may run longer.
 _SOON = 2
 #: Smallest memory limit of a cgroup that means "no limit", in bytes.
 _NO_LIMIT = 1 << 60
@@ -75,7 +75,7 @@ class CheckResult:
 
 
 def look(ranks: int, master: str | None = None) -> Iterator[CheckResult]:
-    """Yield the results of all checks of this host for `ranks` ranks, without heavy imports and lasting effects.
+    """Check this host for `ranks` ranks, and yield the results. No check imports a large package or leaves a file.
 
     Args:
         ranks: number of ranks on this host.
@@ -139,7 +139,7 @@ def _host(ranks: int) -> Iterator[CheckResult]:
 
 
 def _started_by(env: Mapping[str, str]) -> CheckResult:
-    """Check which launcher started this process, and what the init method `env://` reads from its variables."""
+    """Check which launcher started this process, and which parameters `env://` reads from environment variables."""
     topic, name = "launcher", "started by"
     launcher = recognise(env)
     if launcher is None:
@@ -190,7 +190,7 @@ def _limits() -> Iterator[CheckResult]:
         )
         value = f"{_size(free)} free of {_size(shm.f_blocks * shm.f_frsize)}"
         yield CheckResult("limits", str(_SHM), value, advice, fine=not advice)
-    # Paths of the memory limit: cgroup version 2 on a host, version 2 inside a container, version 1.
+    # The file of the memory limit differs between cgroup version 2 on a host, version 2 in a container, and version 1.
     group = next((line[3:].lstrip("/") for line in _read(_PROC / "self/cgroup").splitlines() if line[:3] == "0::"), "")
     for path in (_CGROUP / group / "memory.max", _CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes"):
         if limit := _read(path):
@@ -267,7 +267,7 @@ def _use_unix() -> str:
         with listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.connect(address.unix_address(name))
             if (foreign := peer_trouble(client)) is not None:
-                raise OSError(errno.EPERM, f"its own unix socket {foreign}")
+                raise OSError(errno.EPERM, f"a unix socket of this process {foreign}")
         return f"{'abstract' if name.startswith('@') else 'on disk'}, peers are checked by their user"
     finally:
         address.remove_unix(name)

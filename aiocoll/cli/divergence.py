@@ -20,11 +20,11 @@ __all__ = ["Divergence", "Finding", "Lateness", "diagnose", "divergence", "laten
 
 #: Maximum number of pending operations, and of failed operations, that a report lists.
 NAMED = 8
-#: Average delay in seconds from which the verdict names the late rank, if it is last in half of the collectives.
+#: Minimum average delay in seconds at which the verdict names a rank as late, if it is last in half of the collectives.
 LATE = 1e-3
-#: Delay in seconds of one rank at one collective from which the verdict names that collective.
+#: Minimum delay in seconds of one rank at a single collective at which the verdict names this collective.
 LATE_ONCE = 1.0
-#: Operations with their arguments, as in "RECV(shape=[], dtype=object)".
+#: Pattern of an operation with its arguments, as in "RECV(shape=[], dtype=object)".
 _ARGUMENTS = re.compile(r"\b([A-Z][A-Z_]+)\([^()]*\)")
 
 
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Lateness:
-    """The rank that entered collectives last on average, among those that all ranks with a dump entered.
+    """The rank with the largest average delay at those collectives that every rank with a dump has entered.
 
     Attributes:
         rank: that rank.
@@ -80,7 +80,7 @@ class Lateness:
 
 
 def divergence(group: GroupDumps) -> Divergence | None:
-    """Return the first collective with different calls or missing ranks; None if there is none.
+    """Return the first collective with different calls or missing ranks; None if there is no such collective.
 
     A collective that a rank has not entered counts if the group has failed, or after the others waited for 250 ms.
     """
@@ -98,7 +98,7 @@ def divergence(group: GroupDumps) -> Divergence | None:
 
 
 def _find_difference(group: GroupDumps, call: MergedCall) -> Iterator[tuple[str | None, tuple[int, ...]]]:
-    """Yield a text about different calls, and the missing ranks, if the ranks diverge at `call`; else yield nothing."""
+    """If the ranks diverge at `call`, yield one pair: a text about different calls (or None), and the missing ranks."""
     difference = _find_different_calls(group, call)
     missing = tuple(rank for rank in group.ranks if rank not in call.entries and _is_missing(group, call, rank))
     if difference is not None or missing:
@@ -106,7 +106,7 @@ def _find_difference(group: GroupDumps, call: MergedCall) -> Iterator[tuple[str 
 
 
 def _find_different_calls(group: GroupDumps, call: MergedCall) -> str | None:
-    # Ignore that a call was recorded with debug="detail", so that all calls are compared by the same rules.
+    # Drop the recorded debug level of each call, so that all calls are compared by the same rules.
     calls = [{**entry, "debug": None} for _, entry in sorted(call.entries.items())]
     for index, each in enumerate(calls[1:], 1):
         other = find_mismatch(each, calls[:index])
@@ -116,14 +116,14 @@ def _find_different_calls(group: GroupDumps, call: MergedCall) -> str | None:
 
 
 def _is_missing(group: GroupDumps, call: MergedCall, rank: int) -> bool:
-    """Return whether a rank has not entered `call`. Without an entry in its dump, the entry may also be overwritten."""
+    """Return whether a rank has never entered `call`. A missing entry in its dump may also have been overwritten."""
     dump = group.dumps[rank]
     if call.key is None:
         entered = call.seq <= dump["entered"]
     else:
         counts = dump["keys"]
-        # A dump has counts of the latest keys only, so the count of an older key is unknown. Then only the first call
-        # with a key is certainly missing.
+        # A dump has counts of the latest keys only, so the count of an older key is unknown. A rank with an unknown
+        # count is certainly missing only in the first call with that key.
         unknown = call.key not in counts and call.seq > 1 and len(counts) == KEYS
         entered = unknown or call.seq <= counts.get(call.key, 0)
     if entered:
@@ -143,7 +143,7 @@ def lateness(group: GroupDumps) -> Lateness | None:
 
 
 def _shared_calls(group: GroupDumps) -> list[MergedCall]:
-    """Return the collectives that all ranks with a dump entered; an empty list if there is only one such rank."""
+    """Return the collectives that all ranks with a dump entered; an empty list if only one rank has a dump."""
     return [call for call in group.calls if len(call.entered) == len(group.ranks) > 1]
 
 
@@ -269,14 +269,14 @@ def _diagnose_absence(group: GroupDumps, ranks: tuple[int, ...], call: MergedCal
 
 
 def _ranks_at_fault(group: GroupDumps, cause: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ranks that the cause of the group's failure names."""
+    """Return the ranks that are named in the recorded cause of the group's failure."""
     ranks = cause.get("ranks")
     known = ranks if isinstance(ranks, list) else []
     return tuple(rank for rank in known if isinstance(rank, int) and 0 <= rank < group.world_size)
 
 
 def _last_unfinished(group: GroupDumps) -> MergedCall | None:
-    """Return the last collective that failed or is pending on some rank; None if there is none."""
+    """Return the last collective that failed or is pending on some rank; None if all collectives finished."""
     for call in reversed(group.calls):
         if any(entry["state"] != "finished" for entry in call.entries.values()):
             return call
@@ -284,7 +284,7 @@ def _last_unfinished(group: GroupDumps) -> MergedCall | None:
 
 
 def _waited(group: GroupDumps, call: MergedCall, with_call: bool = False) -> str:
-    """Return a text about the longest wait of the ranks that have not finished `call`; "" without such ranks."""
+    """Return a text about the longest wait of the ranks that have not finished `call`; "" if all have finished it."""
     times = {
         rank: (group.dumped(rank) if entry["finished"] is None else entry["finished"] + group.shifts[rank])
         - call.entered[rank]
@@ -300,7 +300,7 @@ def _waited(group: GroupDumps, call: MergedCall, with_call: bool = False) -> str
 
 
 def _position(group: GroupDumps, rank: int) -> str:
-    """Return a text about where a rank is in its program, from its own dump, else from the records of its peers."""
+    """Describe the position of a rank in its program, from its own dump or else from the records of its peers."""
     if rank in group.dumps:
         blocked = group.dumps[rank].get("blocked")
         if blocked:
@@ -339,7 +339,7 @@ def _first_call_text(call: MergedCall) -> str:
 
 
 def _line(entry: Entry) -> str:
-    """Return the file and line of a call, without the file's directory."""
+    """Return the name of the file and the line in which a call was made, without the directory."""
     return os.path.basename(str(entry["site"]))
 
 

@@ -27,7 +27,7 @@ from aiocoll.transport.registry import SHM, find_transport
 
 __all__ = ["configure"]
 
-#: Timeout in seconds for the ranks to start, meet and end.
+#: Timeout in seconds within which the test ranks must start, meet and end.
 _MAX_WAIT = 60.0
 #: Maximum number of rank pairs in one line of the output.
 _NAMED = 16
@@ -129,7 +129,9 @@ async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
     size = pg.size()
     received = await pg.alltoall_object([pg.rank()] * size)
     if received != list(range(size)):
-        raise ArithmeticError(f"rank {pg.rank()} received {received} from the ranks 0 to {size - 1}")
+        raise ArithmeticError(
+            f"rank {pg.rank()} received {received} from the ranks 0 to {size - 1} instead of their rank numbers"
+        )
     return [(peer, *_transport_of(pg, peer)) for peer in range(pg.rank() + 1, size)]
 
 

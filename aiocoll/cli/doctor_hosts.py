@@ -44,11 +44,11 @@ from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["meet_hosts"]
 
-#: Timeout in seconds of a connection attempt, enough for three SYN packets of the kernel.
+#: Timeout in seconds of a connection attempt. The kernel sends three SYN packets in this time.
 _DIAL = 5.0
-#: Number of measured round trips, of which the fastest counts, and their time limit in seconds.
+#: Number of timed round trips on a connection, and their time limit in seconds. The fastest round trip counts.
 _PINGS, _PING_FOR = 20, 1.0
-#: Extra seconds per round for short work on a busy host, such as making a certificate or reading the results.
+#: Extra seconds per exchange round, for short work on a busy host, such as making a certificate.
 _SLACK = 10.0
 
 
@@ -127,7 +127,7 @@ class _Rounds:
         self._round = ""
 
     async def stage(self, seconds: int) -> str:
-        """Return the text of the progress line: the current step of this host, and the `seconds` since its start."""
+        """Return the text of the progress line: the current step of this host, and the `seconds` that have passed."""
         doing = "dialling the others"
         if not self._round:
             doing = "looking for host 0"
@@ -153,7 +153,9 @@ class _Rounds:
             )
         came = await self.exchange("came", mine, timeout)
         if came[0]["nnodes"] != self._nnodes:
-            raise RendezvousError(f"--nnodes {self._nnodes}: host 0 was given --nnodes {came[0]['nnodes']}")
+            raise RendezvousError(
+                f"--nnodes {self._nnodes}: host 0 was given --nnodes {came[0]['nnodes']}; use the same on all hosts"
+            )
         if self._host not in came:
             raise RendezvousError(
                 f"host {self._host} came too late: the other hosts have started without it; "
@@ -186,7 +188,7 @@ class _Rounds:
         return {host: msgpack.unpackb(data, strict_map_key=False) for host, data in found.items()}
 
     async def leave(self) -> None:
-        """Leave the rounds. Host 0 first waits until the others have left, because its end closes the store."""
+        """Publish that this host leaves the check. Host 0 waits for all others, because its end closes the store."""
         with suppress(StoreError):
             if self._host:
                 await self._store.set(f"left/{self._host}", b"")
@@ -195,7 +197,7 @@ class _Rounds:
 
 
 class _Visitor:
-    """A context manager that listens and dials as a rank with the number of this host would."""
+    """A context manager that listens and dials as a rank does; its rank number is the number of this host."""
 
     def __init__(self, hosts: Hosts, options: GroupOptions, came: Collection[int]) -> None:
         self._options = options
@@ -210,7 +212,7 @@ class _Visitor:
             hosts.name,
             hosts.key,
             StreamOptions(
-                # Do not use unix sockets, even if two of the hosts are one machine: a job needs TCP between hosts.
+                # Do not use unix sockets, even if two of the hosts are the same machine: a job needs TCP between hosts.
                 transport=TCP.sockets if transport.crosses_hosts else transport.sockets,
                 host_id=options.host_id,
                 connect_timeout=_DIAL,
@@ -230,7 +232,7 @@ class _Visitor:
         await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def listen(self, came: Mapping[int, Any]) -> tuple[Card | None, str]:
-        """Start to listen; return the card for the other hosts and "", or on failure None and the reason."""
+        """Start to listen; return the address card for the other hosts and "", or None and the reason of a failure."""
         try:
             await self._open_stream.encrypt(self._options.encryption != "none")
             stores = {host: report["store"] for host, report in came.items()}
@@ -248,7 +250,7 @@ class _Visitor:
         }
 
     async def _reach(self, host: int, card: Card) -> ByteStream | str:
-        """Dial a host by a heartbeat connection, which both directions may have; return it, or why this failed."""
+        """Open a heartbeat connection to a host (either end may dial such a one); return it, or the error as text."""
         try:
             stream = await self._transport.connect_heartbeat(host, card)
         except AiocollError as error:

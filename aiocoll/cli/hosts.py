@@ -1,4 +1,4 @@
-"""Command-line arguments about the hosts of a job: their number, this host, host 0 with its store, the job key."""
+"""Command-line arguments about the hosts of a job: number of hosts, number of this host, store address, job key."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Hosts:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `read_hosts` reads."""
+    """Add the command-line arguments about the hosts of a job, which `read_hosts` reads."""
     parser.add_argument("--nnodes", type=positive, default=1, metavar="N", help="number of hosts (default: 1)")
     parser.add_argument(
         "--node-rank", type=integer, default=0, metavar="K", help="number of this host, from 0 (default: 0)"
@@ -68,7 +68,7 @@ def read_hosts(args: argparse.Namespace, environ: MutableMapping[str, str]) -> H
         raise ValueError("--master-addr: needed with several hosts; give the address of host 0")
     port = args.master_port if args.master_port is not None else _DEFAULT_PORT if args.nnodes > 1 else 0
     if not (args.nnodes > 1) <= port <= 65535:
-        raise ValueError(f"--master-port {port}: must be from 1 to 65535 (0, a free one, only with one host)")
+        raise ValueError(f"--master-port {port}: must be from 1 to 65535; 0 (any free port) is for one host only")
     given = job_key(environ, None)
     key = read_key_file(args.job_key_file, "--job-key-file") if args.job_key_file else given
     if key is None and args.nnodes > 1:

@@ -31,7 +31,8 @@ COMES_WITHIN = 300.0
 SAYS_SO_AFTER = 2.0
 #: Maximum seconds between two exchanges of the hosts' states.
 TURN = 0.25
-#: Seconds without a report after which a host counts as lost. At the end, host 0 waits as long for others to leave.
+#: Seconds without a report after which a host counts as lost. After the end of the job, host 0 waits for the same time
+#: until the other hosts have left.
 LOST = 6.0
 #: Prefix of the store keys of launchers. A restart removes all other keys.
 _PREFIX = "aiocoll/launchers"
@@ -73,7 +74,9 @@ class _Decision(NamedTuple):
 
 
 class HostsLink:
-    """The launcher's part in the restarts of a job on several hosts; see `aiocoll.cli.restarts.Restarts`.
+    """The link from a launcher to the launchers of the other hosts, on which they agree on restarts of the job.
+
+    It implements `aiocoll.cli.restarts.Restarts`.
 
     Args:
         hosts: the hosts of the job.
@@ -117,7 +120,7 @@ class HostsLink:
         self._thread.start()
 
     def take(self, rank: int) -> None:
-        """Request a restart from the counter in the store; see `Restarts.take`."""
+        """Request a restart, which is counted in the store for all hosts; see `Restarts.take`."""
         self._change_in_thread(lambda: self._asked.append(rank))
 
     def report(self, state: HostState) -> None:
@@ -129,7 +132,7 @@ class HostsLink:
         self._change_in_thread(change)
 
     def close(self) -> None:
-        """Leave the exchange, and wait until its thread has ended; see `Restarts.close`."""
+        """Leave the exchange of states, and wait until the exchange thread has ended; see `Restarts.close`."""
 
         def leave() -> None:
             self._leaves = True
@@ -140,7 +143,7 @@ class HostsLink:
         self._thread.join(2 * LOST)
 
     def _change_in_thread(self, change: Callable[[], object]) -> None:
-        """Call `change` in the thread of the link, unless the thread has ended."""
+        """Call `change` in the event loop of the exchange thread, unless the thread has ended."""
 
         def carry_out() -> None:
             change()
@@ -268,7 +271,7 @@ class HostsLink:
             if (decision.restarts, decision.over) != (before.restarts, before.over):
                 self._report_decision()
         assert self._decision is not None
-        # Publish the decision even if it has not changed: a restart ends all connections to the store.
+        # Publish even an unchanged decision: a restart ends all connections to the store, which may lose a record.
         await store.set("decision", msgpack.packb(self._decision))
 
     async def _next_decision(self, store: Store, reports: Mapping[int, _HostReport], decision: _Decision) -> _Decision:

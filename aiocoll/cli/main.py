@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line.
+    """Run the subcommand that a command line names.
 
     Args:
         argv: the arguments; by default those of this process.

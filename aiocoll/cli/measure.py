@@ -1,4 +1,4 @@
-"""Timing of one benchmark case, the same on all ranks and for any library.
+"""Measurement of one benchmark case: works with any library, and returns the same timing on all ranks.
 
 The first call and the last one work on fresh arrays, and their results are checked. The calls in between run in blocks.
 The contents of the arrays are checked after each block, outside of the measured time. Nothing but the calls
@@ -25,7 +25,7 @@ __all__ = ["Combine", "Effort", "Figures", "Times", "Timing", "measure", "times_
 
 T = TypeVar("T")
 
-#: Array size in bytes from which filling or checking an array takes milliseconds.
+#: Minimum size in bytes of an array that takes milliseconds to fill or check.
 LARGE = 16 << 20
 #: A function that runs a number of iterations, and returns the nanoseconds of each on this rank.
 Times = Callable[[int], Awaitable[list[int]]]
@@ -43,7 +43,7 @@ class Effort(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The result of measuring one case.
+    """The result of measuring one benchmark case: times, CPU time and wrong elements.
 
     Attributes:
         nanoseconds: time of each iteration on its slowest rank.
@@ -57,7 +57,7 @@ class Timing:
 
 
 class Figures(NamedTuple):
-    """The figures of a case for the table: seconds per call, and bandwidths in bytes per second."""
+    """The figures of a benchmark case in the printed table: seconds per call, and bandwidths in bytes per second."""
 
     p50: float
     p95: float
@@ -72,13 +72,13 @@ class Figures(NamedTuple):
 
     @classmethod
     def from_percentiles(cls, case: Case, world_size: int, p50: float, p95: float, p99: float) -> Figures:
-        """Compute the table figures of a case from percentiles in seconds; the bandwidths are for the median."""
+        """Compute the table figures of a case from percentiles in seconds; the median gives the bandwidths."""
         algbw = case.size(world_size) / p50
         return cls(float(p50), float(p95), float(p99), float(algbw), float(algbw * bus_factor(case.kind, world_size)))
 
 
 async def measure(load: Workload, times: Times, combine: Combine, effort: Effort) -> Timing:
-    """Time one case; all ranks make this call, with the same `effort`.
+    """Time one benchmark case. All ranks must call this with the same `effort`.
 
     Args:
         load: the arrays of one iteration.
@@ -134,12 +134,12 @@ async def _check_results(load: Workload, times: Times) -> int:
 
 
 async def _run_outside_loop(load: Workload, work: Callable[[], T]) -> T:
-    """Call `work`, which fills or checks the arrays of `load`; use a thread for large arrays, so that the loop runs."""
+    """Call `work`, which fills or checks the arrays of `load`. Use a thread for large arrays, to keep the loop free."""
     return await asyncio.to_thread(work) if load.case.nbytes >= LARGE else work()
 
 
 def _is_enough(taken: Sequence[int], effort: Effort) -> bool:
-    # All ranks have the same times, so that all make the same decision.
+    # All ranks pass the same times, so that all ranks make the same decision.
     count = len(taken)
     return count >= effort.most or (count >= effort.least and sum(taken) >= effort.seconds * 1e9)
 

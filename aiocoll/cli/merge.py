@@ -32,14 +32,14 @@ Dump = dict[str, Any]
 Entry = dict[str, Any]
 
 _NUMBER, _TEXT = integer(1 << 64), text()
-#: Checks of the dump's fields that this module uses. `_ENTRY` and `_PERHAPS` check the fields of an entry.
+#: Checks of those dump fields that this module uses. `_ENTRY` and `_PERHAPS` check the fields of one dump entry.
 _DUMP: dict[str, Check] = {
     "group": _TEXT, "id": _NUMBER, "rank": _NUMBER, "world_size": _NUMBER, "global_ranks": list_of(_NUMBER),
     "host": _TEXT, "pid": _NUMBER, "state": _TEXT, "entered": _NUMBER, "keys": map_of(_NUMBER),
     "clock": fields(host=_TEXT, monotonic=seconds, wall=seconds), "cause": none_or(map_of(any_value)),
     "entries": list_of(any_value, 1 << 20),
 }  # fmt: skip
-#: Checks of fields that dumps of aiocoll 0.1 lack.
+#: Checks of optional dump fields: dumps of aiocoll 0.1 lack them.
 _LATER: dict[str, Check] = {
     "blocked": none_or(list_of(any_value, 2)),
     "longest_block": none_or(fields(began=seconds, seconds=seconds, line=_TEXT)),
@@ -59,7 +59,7 @@ class Unusable(Exception):
 
 @dataclass
 class MergedCall:
-    """A collective, with the entries of all ranks about it.
+    """A collective, with the dump entry of each rank that made the call.
 
     Attributes:
         key: the key of the call; None if it has none.
@@ -80,7 +80,7 @@ class MergedCall:
 
 
 class GroupDumps:
-    """The dumps of one group.
+    """The flight recorder dumps of one group, at most one per rank.
 
     Args:
         dumps: one per rank that has a dump, in the order of ranks.
@@ -114,7 +114,7 @@ class GroupDumps:
         return [entry for entry in self.dumps[rank]["entries"] if entry["kind"] == kind]
 
     def dumped(self, rank: int) -> float:
-        """Return the time at which the rank wrote its dump, on the common clock."""
+        """Return the time at which the rank wrote its dump, converted to the common clock of all ranks."""
         monotonic: float = self.dumps[rank]["clock"]["monotonic"]
         return monotonic + self.shifts[rank]
 
@@ -127,7 +127,7 @@ class GroupDumps:
 
 
 def collect(paths: Sequence[str]) -> list[GroupDumps]:
-    """Read dumps; return their groups, sorted by name.
+    """Read dump files; return the dumps by group, in the order of group names.
 
     Raises:
         Unusable: a file is no dump, or dumps contradict each other; the message names the file and the reason.
@@ -159,13 +159,13 @@ def _load(path: str) -> Dump:
     except (ValueError, RecursionError) as error:  # invalid JSON, or not text
         raise Unusable(f"{path}: is not JSON, or incomplete: {error}") from None
     if isinstance(dump, dict) and "traceEvents" in dump:
-        raise Unusable(f"{path}: is a trace for Perfetto; give the dumps it was made of")
+        raise Unusable(f"{path}: is a trace for Perfetto; give the dumps from which it was made")
     if not isinstance(dump, dict) or dump.get("format") != FORMAT:
         raise Unusable(f"{path}: is not a dump of pg.recorder")
     if dump.get("version") != VERSION:
         raise Unusable(
-            f"{path}: has version {dump.get('version')!r} of the format, and this aiocoll reads version {VERSION}: "
-            "use the aiocoll that wrote it"
+            f"{path}: has version {dump.get('version')!r} of the dump format; this aiocoll reads version {VERSION}: "
+            "use the aiocoll version that wrote the dump"
         )
     try:
         return _check_dump(dump)
@@ -182,7 +182,7 @@ def _check_dump(dump: Dump) -> Dump:
     found = _check_fields(dump, _DUMP, _LATER, Scope(0, None))
     size = found["world_size"]
     if not len(found["global_ranks"]) == size > found["rank"]:
-        raise SchemaError("rank: it is not a rank of the group")
+        raise SchemaError("rank: the group has no rank of this number")
     found["entries"] = [_check_fields(entry, _ENTRY, _PERHAPS, Scope(size, size)) for entry in found["entries"]]
     return found
 
@@ -196,7 +196,7 @@ def _check_fields(
         SchemaError: a field is missing or not valid.
     """
     if not isinstance(given, dict):
-        raise SchemaError("entries: an entry is not a map")
+        raise SchemaError("entries: each entry must be a map")
     found = {name: value for name, value in given.items() if name in needed or name in perhaps}
     fields(perhaps, **needed)(found, scope)
     return found

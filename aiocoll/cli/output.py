@@ -13,14 +13,14 @@ __all__ = ["OutputRelay"]
 
 #: Bytes per read, and maximum length of a line. Longer lines are split, so that memory stays bounded.
 _CHUNK = 1 << 16
-#: The first line of a traceback. In an exception group, it is indented.
+#: The first line of a traceback. Inside an exception group, this line is indented.
 _BEGINNING = b"Traceback (most recent call last):"
 #: Seconds without output after which a traceback counts as complete. Python writes it line by line, and further lines
 #: may belong to it: a cause, notes, the rest of a message.
 _QUIET = 0.2
 #: Limits in seconds and bytes for holding back a traceback, so that a rank that continues to write is not blocked.
 _LONGEST, _LARGEST = 1.0, 1 << 20
-#: Seconds without data after which a pipe counts as drained, and the maximum bytes in it when its writers have ended.
+#: Seconds without data after which a pipe counts as drained, and maximum bytes left in a pipe after its last write.
 _EMPTY, _HELD = 0.1, (1 << 20) + _CHUNK
 
 
@@ -43,7 +43,7 @@ class OutputRelay(threading.Thread):
         self._lines: list[bytes] = []
         self._held_since: float | None = None
         self._count = 0
-        #: Start of the read in which this thread waits; None outside of reads.
+        #: Time at which this thread began to wait for data from the pipe; None if it does not wait.
         self._reading: float | None = None
         self.start()
 

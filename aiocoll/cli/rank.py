@@ -1,4 +1,4 @@
-"""`RankProcess`: the launcher's handle of one rank's process: start, reports, signals and end."""
+"""`RankProcess`, the launcher's handle of one rank's process: start, reports, signals and end."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class RankProcess:
                 os.killpg(self._process.pid, number)
 
     def send_signal(self, number: signal.Signals) -> bool:
-        """Send a signal to the rank without its children, unless it would end the rank; return whether it was sent."""
+        """Send a signal to the rank alone. If the signal would end the rank, send nothing and return False."""
         if self._process.returncode is not None or not _expects(self._process.pid, number):
             return False
         with suppress(ProcessLookupError):
@@ -186,7 +186,7 @@ class RankProcess:
             log.close()
 
     def _wait(self, reports: int) -> None:
-        """Wait for the exit; write the exit code into the report pipe, because children may delay the pipe's end."""
+        """Wait for the exit; write the exit code into the report pipe, because a child may keep that pipe open."""
         code = self._process.wait()
         with open(reports, "w", encoding="ascii") as pipe:
             pipe.write(f"\n{json.dumps({'time': time.monotonic(), 'code': code, 'ended': True})}\n")
@@ -209,7 +209,7 @@ class RankProcess:
                 traceback = report.traceback
                 self._notify(report)
         if self._logs is not None and traceback:
-            # The launcher writes the traceback to the log, because the rank has not. It must follow all other output.
+            # The launcher writes the traceback to the log, because the rank has not. Other output must come first.
             self._relays[1].join(DRAIN)
             self._logs[1].write(traceback.encode(errors="replace"))
 

@@ -13,7 +13,7 @@ from aiocoll.cli.checks import CheckResult
 __all__ = ["Attempt", "HostFacts", "HostsMet", "findings"]
 
 _TOPIC = "between hosts"
-#: Short texts for failures in the table, by words that the reason of the failure contains.
+#: Short failure texts for the table of connections, by words that occur in the full error message.
 _SHORT = {
     "does not answer": "no answer",
     "Connection refused": "refused",
@@ -22,12 +22,12 @@ _SHORT = {
     "did not prove": "wrong key",
     "TLS:": "no TLS",
 }
-#: Failures that a firewall or a wrong address causes. With any other failure, a process has answered.
+#: Failures that a firewall or a wrong address can cause. After any other failure, some process has answered.
 _UNANSWERED = ("no answer", "refused", "no route")
 
 
 class HostFacts(NamedTuple):
-    """The report of a host about itself.
+    """The facts that a host reports about itself.
 
     Attributes:
         name: its host name.
@@ -47,7 +47,7 @@ class HostFacts(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """The result of dialling one host from another.
+    """The result of dialling one host from another: the round-trip time, or a failure.
 
     Attributes:
         seconds: time of a round trip; 0.0 if the host was not reached.
@@ -85,7 +85,7 @@ class HostsMet(NamedTuple):
         return len({facts.encryption == "none" for facts in self.hosts.values()}) > 1
 
     def named(self, host: int) -> str:
-        """Return the number and name of a host, as sentences name it."""
+        """Return the number and name of a host for use in a sentence, such as "host 1 (node7)"."""
         return f"host {host} ({self.hosts[host].name})"
 
 

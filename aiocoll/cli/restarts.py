@@ -59,7 +59,7 @@ class HostState(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """Return whether no rank runs."""
+        """Return whether all ranks of this host have ended."""
         return self.phase in (Phase.ENDED, Phase.FAILED)
 
 
@@ -107,7 +107,7 @@ class Restarts(Protocol):
     allowed: int
 
     def begin(self, notify: Callable[[News], object]) -> None:
-        """Pass a `Verdict` to `notify` when ranks may start, and then all news, from any thread."""
+        """Call `notify` with a `Verdict` when ranks may start, and later with all news. Any thread may call it."""
 
     def take(self, rank: int) -> None:
         """Request a restart to replace `rank`; `RestartGrant` is the reply."""
@@ -151,7 +151,7 @@ class SingleHostRestarts:
         self._notify(Verdict(number or None))
 
     def close(self) -> None:
-        """Do nothing: there are no other hosts to leave."""
+        """Do nothing: a job on one host has no exchange with other hosts to end."""
 
     def _next(self) -> int:
         if self._used == self.allowed:

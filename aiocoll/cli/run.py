@@ -39,7 +39,7 @@ from aiocoll.store.listening import local_address
 
 __all__ = ["configure"]
 
-#: Timeout in seconds until host 0 can resolve its own name.
+#: Timeout in seconds within which host 0 must become able to resolve its own name.
 _KNOWN_WITHIN = 60.0
 
 
@@ -164,7 +164,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _nprocs(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return the number of ranks of each host; if --nnodes is not given, set `args.nnodes` to the list's length."""
+    """Return the number of ranks of each host. Without --nnodes, set `args.nnodes` to the number of hosts."""
     listed: tuple[int, ...] | None = args.nproc_list
     if listed is None:
         args.nnodes = args.nnodes or 1
@@ -182,7 +182,7 @@ def _command(args: argparse.Namespace) -> tuple[str, ...]:
     if args.module:
         return ("-m", *args.program)
     if not os.path.isfile(args.program[0]):
-        raise ValueError(f"{args.program[0]}: no such file (-m runs a module)")
+        raise ValueError(f"{args.program[0]}: no such file; to run a module, write -m before its name")
     return tuple(args.program)
 
 

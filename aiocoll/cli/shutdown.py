@@ -1,4 +1,4 @@
-"""`Shutdown`: the end of a job after a signal, which ranks receive as well, with SIGKILL after a time limit."""
+"""`Shutdown`, the end of a job after a signal: ranks receive the signal, and SIGKILL after a time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["KILL_AFTER", "Shutdown"]
 KILL_AFTER = 30.0
 #: Seconds from the first signal to the report of ranks that still run. Each further interval is ten times longer.
 REPORT_AFTER = 1.0
-#: Seconds to wait until a report in progress is written, when all ranks have ended.
+#: Seconds for which the launcher waits for the thread that writes a report, after all ranks have ended.
 _JOIN_TIMEOUT = 1.0
 
 

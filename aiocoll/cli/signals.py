@@ -1,4 +1,4 @@
-"""Forwarding of signals that the launcher receives to its event queue.
+"""Signal forwarding: each signal that the launcher receives is put into its event queue.
 
 The interpreter runs handlers between two instructions of the main thread. If that thread has just begun to wait for an
 event, a handler would run only after the next event, which may never arrive. So the handlers do nothing. The

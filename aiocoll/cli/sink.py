@@ -141,7 +141,7 @@ class Sink(io.RawIOBase):
         began = time.monotonic()
         while not is_ready():
             if time.monotonic() - began > self.max_wait:
-                raise TimeoutError(errno.ETIMEDOUT, "its reader has stopped reading")
+                raise TimeoutError(errno.ETIMEDOUT, "the reader of the output has stopped reading")
 
     def _poller(self) -> Callable[[], object]:
         if self._fd < 0:
@@ -168,7 +168,7 @@ class CommandOutput:
         self._filled = _fill_closed()
         locks: dict[object, threading.Lock] = {}
         sys.stdout = self._replace(self._before[0], "standard output", _quit, locks)
-        # Code that writes an error message ends the command anyway, with its own exit code.
+        # Ignore errors of standard error: code that writes an error message ends the command anyway.
         sys.stderr = self._replace(self._before[1], "standard error", _ignore, locks)
         return self
 
@@ -184,7 +184,7 @@ class CommandOutput:
         return any(sink.has_no_reader for sink in self._sinks)
 
     def exit_code(self, code: int) -> int:
-        """Report lost output; return the command's exit code: `code`, but 1 instead of 0 if output was lost.
+        """Report lost output; return the exit code of the command: `code`, or 1 if `code` is 0 and output was lost.
 
         A reader that has closed its end, as in ``aiocoll bench | head``, is not a failure.
         """

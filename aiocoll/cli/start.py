@@ -37,7 +37,7 @@ __all__ = ["report_elastic"]
 
 _PR_SET_PDEATHSIG = 1
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-#: Prefixes of file names: traceback frames in these files are between the interpreter and the program.
+#: Reports omit traceback frames whose file name has one of these prefixes: frames between interpreter and program.
 _ON_THE_WAY = (os.path.abspath(__file__), __file__, "<frozen runpy>", "<frozen importlib._bootstrap")
 #: Errors of the library that report a failure of another rank.
 _NEWS = ("GroupError", "RendezvousError", "StoreTimeoutError", "StoreUnavailableError")
@@ -211,7 +211,7 @@ def _previous_error(error: BaseException) -> BaseException | None:
 
 
 def _degree(error: BaseException) -> int:
-    """Return how likely `error` is only a consequence of another rank's failure: 0 (not), 1 (maybe) or 2 (surely).
+    """Return whether `error` is only a consequence of another rank's failure: 0 (no), 1 (maybe) or 2 (surely).
 
     An exception may have followed another, by ``raise ... from`` or in an ``except`` block, as ``sys.exit(1)`` often
     does. The result describes this chain. 0: no exception in it reports another rank's failure. 2: the first one does.
@@ -247,7 +247,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return the program's innermost line in a traceback; for Ctrl-C under `asyncio.run`, the cancelled line."""
+    """Return the innermost program line in the traceback of `error`; for Ctrl-C in asyncio.run, the cancelled line."""
     trace = error.__traceback__
     inner = error.__context__
     if isinstance(error, KeyboardInterrupt) and inner is not None and type(inner).__name__ == "CancelledError":
@@ -256,7 +256,7 @@ def _place(error: BaseException) -> str:
 
 
 def _places(trace: TracebackType | None) -> list[tuple[str, int | None, str]]:
-    """Return file, line and function of the program's frames in a traceback; of all frames if it has none."""
+    """Return file, line and function of the program's frames in a traceback; of all frames if none is the program's."""
     places: list[tuple[str, int | None, str]] = []
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -12,7 +12,7 @@ from aiocoll.top.viewer import State, Viewer
 
 __all__ = ["find_stuck"]
 
-#: Seconds to wait for the answers of processes. With a free core, a process answers in about a thousandth of that.
+#: Seconds to wait for the answers of processes. With a free core, a process answers within about 0.5 ms.
 MAX_WAIT = 0.5
 
 

@@ -40,7 +40,7 @@ from aiocoll.cli.verdict import (
 __all__ = ["GRACE", "RELEASE", "supervise"]
 
 #: Seconds that ranks have to end by themselves after a rank has failed. Most of them receive the cause and report an
-#: error. The rank at fault may be the last to report, because it leaves its groups before.
+#: error. The rank at fault may be the last to report, because it first leaves its groups.
 RELEASE = 1.0
 #: Seconds from SIGTERM to SIGKILL. The documentation promises that a failure ends all ranks within 5 s.
 GRACE = 3.0
@@ -63,7 +63,7 @@ class _Outcome(NamedTuple):
 
 
 def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFTER, *, verbose: bool = False) -> int:
-    """Run the ranks of this host, restart them as decided, and wait until all have ended.
+    """Run the ranks of this host, restart them when `restarts` decides so, and wait until all have ended.
 
     Args:
         program: the program of the ranks.
@@ -114,7 +114,7 @@ def _await_start(events: _Events) -> _Outcome:
 
 
 def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals) -> None:
-    """Put a signal into the event queue; runs in another thread, because a write may block the main thread."""
+    """Put a signal into the event queue. Runs in a second thread, because a write may block the main thread."""
     if number in (signal.SIGTERM, signal.SIGHUP) or (number == signal.SIGINT and number in before):
         limit_waits(STUCK)
     before.add(number)
@@ -122,7 +122,7 @@ def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals
 
 
 class _Attempt:
-    """A run of all ranks of this host, from their start to the end of the last rank, with its deadlines."""
+    """A single run of all ranks of this host, from their start to the end of the last rank."""
 
     def __init__(
         self,
@@ -140,19 +140,19 @@ class _Attempt:
         self._processes: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._outcomes = {rank: RankOutcome(rank) for rank in program.ranks}
-        #: Deadlines of the next and of the last step in ending all ranks. `_stopped`: the time of SIGTERM to all ranks.
+        #: Deadlines of the next step and of the last step in ending all ranks. `_stopped`: the time of SIGTERM.
         self._deadline = self._end = inf
         self._stopped = inf
         #: Ranks that were stuck at the time of SIGTERM, each with the reason.
         self._stuck: Mapping[int, str] = {}
         self._shutdown = shutdown
         self._verbose = verbose
-        #: Whether a failure on this host, or on another host, ends the job. `_verdict`: the decision about a restart.
+        #: Whether a failure ends the job: on this host, or on another host. `_verdict`: the decision about a restart.
         self._failing = self._failing_elsewhere = False
         self._verdict: Verdict | None = None
-        # State of an elastic job: whether the job is elastic, the living members of its group, lost ranks, the time to
-        # request restarts for them, ranks with a requested restart, replacements without a group, and the time to end
-        # those.
+        # State of an elastic job, one attribute each: whether the job is elastic, living members of its group, lost
+        # ranks, time to request restarts for lost ranks, ranks with a requested restart, dismissed replacements, and
+        # time to dismiss replacements that have no group to join.
         self._elastic = False
         self._members: set[int] = set()
         self._lost: set[int] = set()
@@ -323,7 +323,7 @@ class _Attempt:
                 write_stderr([f"aiocoll run: failed, but still running: rank {ranks}", *tracebacks(late)])
 
     def _stop(self) -> None:
-        """Send SIGTERM to all ranks that have not reported an exception, which are ending anyway."""
+        """Send SIGTERM to all ranks, except to ranks that have reported an exception, because these end anyway."""
         if all(outcome.degree == 2 for outcome in self._outcomes.values() if outcome.failed):
             self._stuck = self._make_stuck_finder(self._ranks_without_report())()
         self._stopped = time.monotonic()
@@ -352,7 +352,7 @@ class _Attempt:
         return self._elastic or any(state.elastic for state in self._elsewhere.values())
 
     def _has_members(self, but: int = -1) -> bool:
-        """Return whether a living rank other than `but` is in the group; a host without a report counts as one."""
+        """Return whether the group has a living member other than `but`. A host without a report counts as a member."""
         members = {rank for rank in self._members - {but} if not self._outcomes[rank].failed}
         return bool(members) or any(
             state.members or (self._elastic and not state.elastic and not state.over)
@@ -388,7 +388,7 @@ class _Attempt:
         self._start(RankStart(rank, number, joins=True))
 
     def _look_for_members(self) -> None:
-        """Schedule the end of replacements if no group member is left; late join reports cancel it again."""
+        """If no group member is left, schedule the end of all replacements; a later report of a member cancels it."""
         if self._is_ending() or not self._running or not self._is_elastic() or self._has_members():
             self._dismissal = inf
         elif self._dismissal == inf:
@@ -414,7 +414,7 @@ class _Attempt:
         if number == signal.SIGUSR2:
             self._request_dumps()
         elif number == signal.SIGPIPE:
-            # The output has no reader any more, as in `aiocoll run ... | head`: end, as other programs do.
+            # The output has no reader any more, as in `aiocoll run ... | head`: end the job, as SIGPIPE ends programs.
             self._shutdown.leave(number, GRACE)
             self._send(signal.SIGTERM)
         elif self._shutdown.take(number):

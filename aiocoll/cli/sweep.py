@@ -22,7 +22,7 @@ HEADING = (
 
 
 def row(case: Case, world_size: int, timing: Timing) -> str:
-    """Return the table row of a case, under `HEADING`."""
+    """Return the row of a benchmark case in the printed table, with the columns of `HEADING`."""
     figures = Figures.of(case, world_size, timing.nanoseconds)
     times = " ".join(f"{value * 1e6:>10.1f}" for value in (figures.p50, figures.p95, figures.p99))
     place = f"{case.size(world_size):>10} {case.count(world_size):>10}"

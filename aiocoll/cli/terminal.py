@@ -82,7 +82,7 @@ class Progress:
 
     @asynccontextmanager
     async def watching(self, look: Callable[[int], Awaitable[str]]) -> AsyncIterator[None]:
-        """Within the block, show the text `look(seconds)` once a second, with the seconds since the step began."""
+        """Within the block, show `look(seconds)` once a second, with the seconds since the block began."""
         watcher = asyncio.create_task(self._watch(look), name="aiocoll progress") if self._shown else None
         try:
             yield

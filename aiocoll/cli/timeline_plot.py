@@ -18,7 +18,7 @@ from aiocoll.dump.timeline import lanes, named
 
 __all__ = ["draw", "make_pictures"]
 
-#: Maximum number of calls that a picture shows as bars, and number of calls to show before the call of the verdict.
+#: Maximum number of calls that a picture shows as bars, and number of calls shown before the call in the verdict.
 READABLE, BEFORE = 24, 12
 #: Number of time bins in the overview.
 BINS = 240
@@ -28,7 +28,7 @@ WIDTH, ROW, FRAME, LINE = 14.0, 0.62, 1.1, 0.32
 COLUMNS = 125
 #: Font size of labels in points, and width of a letter in inches. A label is drawn only if its bar has room for it.
 FONT, LETTER = 8, 0.075
-#: Shares of a row's height: of collectives in a row that also has messages, and of all bars together.
+#: Fractions of a row's height: for collectives if the row also has messages, and for all bars together.
 COLLECTIVES, ALL = 0.6, 0.88
 COLOURS = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#66ccee", "#999933", "#44aa99", "#882255", "#88ccee", "#6699cc")
 FAULT, TINT, MESSAGE = "#c1121f", "#fdecea", "#999999"
@@ -77,7 +77,7 @@ def make_pictures(group: GroupDumps) -> Iterator[_Picture]:
         yield _Picture(group, finding, part, verdict, f"the last {READABLE} collectives")
     else:
         first = group.calls[max(0, group.calls.index(finding.call) - BEFORE)].first
-        # Give the wait only half of the picture. At its full length, the calls before it would be too narrow.
+        # Give the wait in this call only half of the picture: drawn in full, it would make earlier calls too narrow.
         last = min(finding.call.first + max(finding.call.first - first, 1e-4), whole[1])
         yield _Picture(group, finding, (first, last), verdict, f"around {named(_any(finding.call))}")
     yield _Overview(group, finding, whole, "", f"all {len(group.calls)} recorded collectives: share of time")
@@ -114,7 +114,7 @@ class _Picture:
 
     @property
     def height(self) -> float:
-        """Return the height in inches."""
+        """Return the height of the picture in inches."""
         lines = self._verdict.count("\n") + 1 if self._verdict else 0
         return FRAME + ROW * self._group.world_size + LINE * lines
 
@@ -172,7 +172,7 @@ class _Picture:
                 self._draw_call(entry, (left, middle, right), rank + top + lane * lane_height, lane_height)
 
     def _wait_end(self, rank: int, entry: Entry) -> float:
-        """Return when a rank's wait for other ranks in a call ended: when the last rank entered, or the call ended."""
+        """Return when a rank stopped to wait in a call: when the last rank entered the call, or when the call ended."""
         end = _end(self._group, rank, entry)
         if entry["kind"] == "message" or entry["seq"] is None:
             return end if entry["state"] != "finished" else float(entry["entered"]) + self._group.shifts[rank]
@@ -292,5 +292,5 @@ class _Overview(_Picture):
 
 
 def _overlap(edges: Any, left: float, right: float) -> Any:
-    """Return for each bin how much of the interval from `left` to `right` lies in it."""
+    """Return for each time bin the length of its overlap with the interval from `left` to `right`."""
     return np.clip(np.minimum(edges[1:], right) - np.maximum(edges[:-1], left), 0.0, None)

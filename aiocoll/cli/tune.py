@@ -36,14 +36,14 @@ from aiocoll.tuning import default_path, dumps
 
 __all__ = ["add_arguments", "exchange", "measure", "run"]
 
-#: Bytes of a short message, and of a long message, whose latency is only a few percent of its time.
+#: Bytes of a short message and of a long message. The latency is only a few percent of a long message's time.
 SHORT, LONG = 8, 4 << 20
-#: Number of short messages in a burst after the first one.
+#: Number of short messages in a burst, not counting the first message.
 BURST = 16
 #: Bytes per reduction, as many as in a segment of a message; and bytes of the target array, which exceeds the private
 #: caches of a core.
 PIECE, ARRAY = 256 << 10, 8 << 20
-#: Warm-up turns per launch, launches per transport, seconds per launch, and seconds after which no further launch
+#: Warm-up rounds per launch, launches per transport, seconds per launch, and seconds after which no further launch
 #: starts. All launches together, with the start of their processes, take about ten seconds.
 WARM_UP, LAUNCHES, SECONDS, ENOUGH = 5, 5, 0.5, 12.0
 #: Seconds after which a launch counts as hung.
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure this machine, print the results, and write them to the file that the library reads.
+    """Measure this machine, print the results, and write them to the tuning file that every group reads.
 
     Returns:
         The exit code: 1 if the measurement or the file has failed, else 0.
@@ -112,7 +112,7 @@ async def measure(launches: int, seconds: float) -> dict[Medium, list[Machine]]:
 
 
 async def exchange(pg: ProcessGroup, seconds: float) -> Machine:
-    """Measure together with the other rank. A short message of rank 0 states whether to continue."""
+    """Measure messages between two ranks until rank 0 ends the measurement; return latency and bandwidth."""
     pair = _Pair(pg)
     for _ in range(WARM_UP):
         await pair.turn(more=True)
@@ -124,7 +124,7 @@ async def exchange(pg: ProcessGroup, seconds: float) -> Machine:
 
 
 class _Pair:
-    """A rank's side of the measurements between two ranks."""
+    """The part of one rank in the measurements between two ranks, with the times measured so far."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         self._pg = pg
@@ -138,7 +138,7 @@ class _Pair:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all times measured so far."""
+        """Drop all times measured so far, such as the times of the warm-up."""
         self._shorts: list[float] = []
         self._longs: list[float] = []
         self._singles: list[float] = []
@@ -146,7 +146,7 @@ class _Pair:
         self._reductions: list[float] = []
 
     async def turn(self, more: bool) -> bool:
-        """Measure all times once; return whether rank 0 wants another turn."""
+        """Measure all times once; return whether rank 0 requests another round."""
         if self._first:
             self._short[0] = more
         self._shorts.append(await self._measure_round_trip() / 2)
@@ -162,8 +162,8 @@ class _Pair:
     def machine(self) -> Machine:
         """Compute alpha, overhead, beta and gamma from the measured times."""
         alpha = _lower_quartile(self._shorts)
-        # Noise can make the difference too small or too large. The overhead is more than 0, and at most half of alpha,
-        # because alpha includes two overheads.
+        # Limit the overhead, because noise can falsify the measured difference. The true overhead is more than 0, and
+        # at most half of alpha, because alpha includes two overheads.
         overhead = min(
             max((_lower_quartile(self._bursts) - _lower_quartile(self._singles)) / BURST, alpha / 100), alpha / 2
         )

@@ -35,11 +35,11 @@ __all__ = ["SIZES", "disabled_accelerator", "measure_single_copy", "paying", "us
 
 #: Array sizes in bytes: each is 4 times the size before, and the last exceeds all caches.
 SIZES = tuple(LEAST_BY_REFERENCE << 2 * step for step in range(5))
-#: Bytes to move per size and launch, and minimum number of repetitions.
+#: Bytes that each kind of call transfers per launch, over all sizes; and minimum number of calls per size.
 _NBYTES, _TIMES = 64 << 20, 4
 _HUNG = 60.0
 
-#: Seconds per call, in the order of the fields of `SingleCopy`, by size.
+#: By array size, the seconds of each call in the order of the fields of `SingleCopy`.
 _Seconds = dict[int, list[float]]
 
 
@@ -81,7 +81,7 @@ def disabled_accelerator() -> Iterator[None]:
 
 
 async def use(pg: ProcessGroup) -> _Seconds:
-    """Time gather, alltoall and allreduce with messages of all sizes; return the lower quartile for each."""
+    """Time gather, alltoall and allreduce with messages of all sizes; return the lower quartiles by size."""
     found = {}
     for size in SIZES:
         ours, both = np.zeros(size // 4, np.float32), np.zeros(size // 2, np.float32)
@@ -106,7 +106,7 @@ async def _lower_quartile(pg: ProcessGroup, call: Callable[[], Work[Any]], times
 
 
 def paying(ratios: Mapping[int, float]) -> float:
-    """Return the size from which single copy is faster: no ratio exceeds 1 from there on; inf without such a size."""
+    """Return the smallest size from which single copy is never slower (no ratio above 1); inf if there is none."""
     least = inf
     for size in sorted(ratios, reverse=True):
         if ratios[size] > 1:

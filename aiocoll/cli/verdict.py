@@ -42,7 +42,7 @@ class RankOutcome:
 
     @property
     def time(self) -> float:
-        """Return the time of the failure."""
+        """Return the time of the rank's failure, or of its end; infinity while it runs."""
         known = self.report or self.exit
         return known.time if known is not None else inf
 
@@ -56,13 +56,13 @@ class RankOutcome:
         """Return the rank's exit status as a shell shows it: 128 plus n for signal n."""
         code = 0 if self.exit is None else self.exit.code
         if self.report is not None and code != -signal.SIGINT:
-            # Another process may have killed the rank after it had sent its report.
+            # Use the reported code even if a signal ended the process: the signal may have come after the report.
             return 1 if self.report.code is None else self.report.code
         return 128 - code if code < 0 else code
 
 
 def find_culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome | None:
-    """Return the rank that failed first and by itself, else the rank that failed first; None if no rank failed.
+    """Return the first rank that failed by itself, else the first rank that failed; None if no rank failed.
 
     Args:
         outcomes: of all ranks.
@@ -138,7 +138,7 @@ def replaced(outcome: RankOutcome, restart: str) -> Iterator[str]:
 
 
 def format_interruption(outcomes: Mapping[int, RankOutcome], began: float, verbose: bool) -> Iterator[str]:
-    """Yield the lines about ranks after a signal to the launcher.
+    """Yield the final lines about the ranks of a job that a signal to the launcher has stopped.
 
     A rank that reported an exception has one line, shared with ranks that ended in the same way.
 
@@ -156,7 +156,7 @@ def format_interruption(outcomes: Mapping[int, RankOutcome], began: float, verbo
 
 
 def tracebacks(outcomes: Mapping[int, RankOutcome]) -> Iterator[str]:
-    """Yield the traceback of each rank that has one."""
+    """Yield the lines of each rank's traceback, prefixed with the rank; skip ranks without a traceback."""
     for rank, outcome in sorted(outcomes.items()):
         if outcome.report is not None:
             yield from (f"[{rank}] {line}" for line in outcome.report.traceback.splitlines())

@@ -36,7 +36,7 @@ KINDS = (
 OPS = ("sum", "avg", "min", "max", "product")
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int16", "int32", "int64")
 
-#: Period of the patterns: a prime, so that block boundaries do not coincide with it, and small enough for int8.
+#: Period of the array patterns: a prime, so that blocks do not begin at the same element, and small enough for int8.
 PERIOD = 113
 #: Shift between the patterns of two blocks, in elements.
 SHIFT = 7
@@ -78,7 +78,7 @@ class Case(NamedTuple):
 
 @dataclass(slots=True)
 class _Block:
-    """A part of an array, with its patterns before and after a call; None stands for any content."""
+    """A block of an array, with its patterns before and after a call. None means that the content does not matter."""
 
     array: Array
     before: Array | None
@@ -169,7 +169,7 @@ class Workload:
 
     def _make_block_arrays(self, count: int) -> None:
         r, p, spec = self.rank, self.world_size, self._spec
-        # The patterns of a rank's blocks are r*p to r*p + p-1, or r where it has only one.
+        # The blocks of rank r have the patterns r*p to r*p + p-1. If rank r has a single block, its pattern is r.
         inputs = [r if spec.input is Part.BLOCK else r * p + j for j in range(len(spec.inputs(r, p, ROOT)))]
         if inputs:
             self.inputs = np.empty(count * len(inputs), self._dtype)

@@ -41,7 +41,7 @@ __unittest = True  # makes unittest omit the frames of this module from its repo
 
 
 class RanksTestCase(unittest.TestCase):
-    """The common base of test cases whose ranks are tasks, and of those whose ranks are processes.
+    """The common base class of `InProcessTestCase` (ranks are tasks) and `MultiProcessTestCase` (ranks are processes).
 
     Attributes:
         world_size: number of ranks.
@@ -82,7 +82,7 @@ class RanksTestCase(unittest.TestCase):
             super().debug()
 
     async def asyncSetUp(self) -> None:
-        """Prepare the test on each rank, where `pg` is ready; override as needed."""
+        """Prepare the test on each rank, with the group `self.pg`; override as needed."""
 
     async def asyncTearDown(self) -> None:
         """Clean up after the test on each rank; override as needed."""
@@ -92,7 +92,7 @@ class RanksTestCase(unittest.TestCase):
         self._exits.callback(function, *args, **kwargs)
 
     def addAsyncCleanup(self, function: Callable[..., Awaitable[Any]], /, *args: Any, **kwargs: Any) -> None:
-        """Register an async function to await after the test on this rank, in one reverse order with `addCleanup`."""
+        """Register an async function to await after the test on this rank, in reverse order of all registrations."""
         self._exits.push_async_callback(function, *args, **kwargs)
 
     async def enterAsyncContext(self, manager: Any) -> Any:
@@ -101,7 +101,7 @@ class RanksTestCase(unittest.TestCase):
 
     @contextmanager
     def subTest(self, msg: object = None, **params: Any) -> Iterator[None]:
-        """Name a part of the test in failure reports. A failed part ends the test, because other ranks may wait."""
+        """Name a part of the test in failure reports. A failure in it ends the test, because other ranks may wait."""
         try:
             yield
         except Exception as error:

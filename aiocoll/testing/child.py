@@ -35,7 +35,7 @@ __all__ = ["HEADER", "MAIN", "ChildJob", "RemoteCall", "main"]
 
 #: Header of every message: its length in bytes.
 HEADER = struct.Struct("<Q")
-#: Name of the parent's `__main__` in a child, so that it does not run as a program; multiprocessing uses the same name.
+#: Module name for the parent's main program in a child, so that it does not run as `__main__`; as in multiprocessing.
 MAIN = "__mp_main__"
 
 
@@ -134,11 +134,11 @@ class _Rank:
         self._calls: asyncio.Queue[RemoteCall | None] = asyncio.Queue()
         self._calling: asyncio.Task[tuple[Any, ...]] | None = None
         self._collector = Collector()
-        #: Time at which the function failed, on the clock that all processes of a machine share.
+        #: Time at which the called function failed, on the clock that all processes of a machine share.
         self.failed: float | None = None
 
     def run(self, job: ChildJob) -> tuple[Any, bool, list[str]]:
-        """Carry out `job`; return the result, whether the group is clean, and the unretrieved failures."""
+        """Carry out `job`; return the result, whether the group can be used again, and the unretrieved failures."""
         if isinstance(job.loop, bytes):
             _load(job)  # the module may define the class of the loop
         with (
@@ -169,7 +169,7 @@ class _Rank:
                     raise
 
     async def _serve_calls(self, options: GroupOptions) -> None:
-        """Make the parent's calls until it sends "stop". Calls with the same group number use the same group."""
+        """Make the calls that the parent sends, until it sends "stop". Calls with equal group numbers use one group."""
         number = 0
         while (call := await self._calls.get()) is not None:
             if call.group != number:
@@ -249,7 +249,7 @@ def _threads() -> Iterator[str]:
 
 
 def _load(job: ChildJob) -> None:
-    """Import the module of the function under its name, even if pytest or a shell has loaded it from a file."""
+    """Import the module of the called function by name, even if pytest or a shell has loaded the module from a file."""
     if job.module != "__main__":
         with suppress(ModuleNotFoundError):
             importlib.import_module(job.module)

@@ -1,4 +1,4 @@
-"""The parent's handles of the processes of ranks.
+"""`Child`, the parent's handle of the process of one rank.
 
 Parent and child communicate over a socket pair, by pickled messages with a length in front. The parent sends the job,
 and requests a report at the timeout. A thread of the child answers, so a report also shows the position of a blocked
@@ -32,7 +32,7 @@ GRACE = 2.0
 ANSWER = 2.0
 #: Seconds between two checks whether a process that has closed its channel has ended.
 LOOK = 0.002
-#: Code that a child runs. `sys.path` is set before, because the child must import this package from the same place.
+#: Python code that a child runs after setting the parent's `sys.path`, so that both import the same package.
 START = "from aiocoll.testing.child import main; main"
 
 
@@ -49,11 +49,11 @@ class Child:
     def __init__(self, rank: int, world_size: int, environment: dict[str, str], death: Death | None = None) -> None:
         self.rank = rank
         self._death = death
-        #: Time of its failure, on the monotonic clock that all processes of a machine share; 0 if the process died.
+        #: Time of the rank's failure, on the monotonic clock that processes of a machine share; 0 if the process died.
         self.failed = 0.0
-        #: Whether its group can be used again: the last call succeeded and left no operation pending.
+        #: Whether the rank's group can be used again: the last call succeeded and left no operation pending.
         self.clean = False
-        #: The unretrieved failures of its last call, if that call returned.
+        #: The unretrieved failures of the rank's last call, if that call returned.
         self.unretrieved: list[str] = []
         self._name = f"rank {rank} of {world_size}"
         self._answer: asyncio.Future[str] | None = None
@@ -74,7 +74,7 @@ class Child:
             remote.close()
 
     async def carry_out(self, job: ChildJob) -> Any:
-        """Run `job` in the child until it ends; return its result or the expected death, or raise its exception."""
+        """Run `job` until the child ends; return the job's result or the child's expected death, or raise an error."""
         await self.send_job(job)
         outcome = await self._next_outcome()
         if outcome is not None:
@@ -87,8 +87,8 @@ class Child:
         return self._unwrap(outcome)
 
     def _check_death(self, death: Death, outcome: tuple[Any, ...] | None, code: int) -> Death:
-        """Return the expected death if the process has died in this way; otherwise raise an error with its outcome."""
-        # A function that raises SystemExit has an outcome as well.
+        """Return the expected death if the process has died in this way; otherwise raise an error with the outcome."""
+        # A death may come with an outcome: a function that raises SystemExit first reports this exception.
         if is_death(code, death) and (outcome is None or code):
             return death
         if outcome is None or outcome[0] == "returned":
@@ -113,7 +113,7 @@ class Child:
         return self._unwrap(outcome)
 
     async def report(self) -> str:
-        """Return what the rank does now (operations in flight, stacks) as text; abort a rank that does not answer."""
+        """Return the operations in flight and the stacks of the rank as text; abort a rank that does not answer."""
         self._answer = asyncio.get_running_loop().create_future()
         self.send("report")
         await asyncio.wait([self._answer], timeout=ANSWER)
@@ -148,7 +148,7 @@ class Child:
         self._writer.write(HEADER.pack(len(data)) + data)
 
     async def _next_outcome(self) -> tuple[Any, ...] | None:
-        """Return the next outcome; None if the child has closed its channel. Deliver reports that come before it."""
+        """Return the next outcome of a call; None if the child has closed its channel. Pass on earlier reports."""
         assert self._reader is not None
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:

@@ -88,7 +88,7 @@ def _on_host(value: Any) -> tuple[npt.NDArray[Any], str]:
         value = value.toarray()
     array = np.asarray(value)
     if array.dtype == object:
-        raise TypeError("not an array of numbers")
+        raise TypeError("the array has elements that are not numbers")
     return array, str(array.dtype)
 
 

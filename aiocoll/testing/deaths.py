@@ -39,7 +39,7 @@ def is_death(code: int, death: Death) -> bool:
 
 
 def describe_end(code: int, *, returned: bool = False) -> str:
-    """Return a text about the end of a process; `returned` means that its function had returned before."""
+    """Return a text about the end of a process; `returned`: whether the test function had returned before."""
     if code == 0:
         return "returned" if returned else "exited with code 0 before its function had returned"
     if code > 0:

@@ -78,8 +78,8 @@ def on_all_ranks(
             test.hypothesis.inner_test = inner
 
 
-#: A function that runs an example on all ranks. It gets the values that ranks share, and the values that a rank may
-#: change.
+#: A function that runs an example on all ranks. Its arguments are the values that ranks share, and the values that each
+#: rank gets as a copy.
 _Run = Callable[[dict[str, Any], dict[str, Any]], Awaitable[object]]
 
 

@@ -24,23 +24,23 @@ __all__ = [
     "trim",
 ]
 
-#: Directory of this package.
+#: Path prefix of all files of the package aiocoll.
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-#: Modules of event loops, which call the test, or which this package calls to end a task.
+#: File name prefixes of event loop modules. They call the test, and this package calls them to end a task.
 _CALLERS = (str(Path(asyncio.__file__).parent) + os.sep, "uvloop")
-#: Modules between the user's code and this package: ``asyncio.run``, ``async with``.
+#: File name prefixes of modules between the user's code and this package, as for ``asyncio.run`` and ``async with``.
 _ENTRY_MODULES = (*_CALLERS, contextlib.__file__)
 
 _all_frames: ContextVar[bool] = ContextVar("all frames", default=False)
 
 
 def keep_all_frames() -> None:
-    """From now on, let reports in this context show all frames."""
+    """Set a context variable that makes failure reports show all frames."""
     _all_frames.set(True)
 
 
 def keeps_all_frames() -> bool:
-    """Return whether reports in this context show all frames."""
+    """Return whether failure reports show all frames, by the context variable that `keep_all_frames` sets."""
     return _all_frames.get()
 
 
@@ -85,7 +85,7 @@ def format_error(error: BaseException) -> str:
 
 
 def is_without_frames(error: BaseException) -> bool:
-    """Return whether this package itself raised `error`, so that no frame of the test is left after `trim`."""
+    """Return whether aiocoll.testing itself raised `error`, so that `trim` leaves no frame of the test."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -102,7 +102,7 @@ def _cause(error: BaseException) -> BaseException | None:
 
 
 def _remove_package_frames(trace: TracebackType | None, *, in_package: bool) -> TracebackType | None:
-    """Return `trace` without this package's frames, and without the asyncio frames next to them.
+    """Return `trace` without frames of this package, and without asyncio frames right before or after those.
 
     Args:
         trace: the traceback of an exception.

@@ -40,7 +40,7 @@ def loop_factory(loop: str | bytes) -> Callable[[], asyncio.AbstractEventLoop]:
         except TypeError as error:
             raise TypeError(
                 f"the test's event loop is a {kind.__qualname__}, which the process of a rank cannot make without "
-                f"arguments: {error}; give it defaults, or use ranks that are tasks"
+                f"arguments: {error}; give the arguments defaults, or use ranks that are tasks"
             ) from error
         return made
 

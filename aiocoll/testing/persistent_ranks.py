@@ -44,7 +44,7 @@ class PersistentRanks:
         self._runner.run(self._start())
 
     def call(self, call: bytes, limit: float) -> None:
-        """Make a call on all ranks. If a rank was lost in the last call, start new processes for all ranks before."""
+        """Make a call on all ranks. If a rank was lost in the last call, first start new processes for all ranks."""
         self._runner.run(self._call(call, limit))
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-    """Add pytest-asyncio's mark to a test with ranks, unless anyio runs it; keep items with a requested world size.
+    """Add pytest-asyncio's mark to a test with ranks, unless anyio runs it; drop items of unrequested world sizes.
 
     pytest-asyncio looks for its mark in the rest of this hook.
     """
@@ -133,7 +133,7 @@ def _marks_of_parameters(marks: Iterable[pytest.Mark]) -> Iterator[pytest.Mark]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize a test with the world sizes of its marks `ranks`."""
+    """Parametrize a test with the world sizes that its `ranks` marks contain."""
     closest = metafunc.definition.get_closest_marker("ranks")
     marks = [mark for mark in _marks_of_parameters(metafunc.definition.iter_markers()) if mark.name == "ranks"]
     if closest is not None:

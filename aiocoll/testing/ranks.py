@@ -78,7 +78,7 @@ async def run_within(
     store: Store | None,
     allow_unretrieved: bool,
 ) -> list[R]:
-    """Run `fn` as `run_ranks` does, with a limit of `limit` seconds on the loop's clock."""
+    """Run `fn` as `run_ranks` does, but at most for `limit` seconds of the event loop's clock."""
     running_loop()
     check_call(world_size, fn)
     own = HashStore() if store is None else None

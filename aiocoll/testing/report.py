@@ -91,7 +91,7 @@ def first_failure(
 
 
 def unretrieved(found: Mapping[int, list[str]], world_size: int) -> AssertionError:
-    """Return the error for a test on which all ranks returned, but some never retrieved the failure of a call."""
+    """Return the error for a test in which all ranks returned, but some never retrieved the failure of a call."""
     advice = "await these calls, or pass allow_unretrieved=True"
     return AssertionError("\n".join([*_describe_unretrieved(found, world_size), advice]))
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound=Callable[..., Any])
-#: Function from a world size to the reason why the test cannot run, or None.
+#: A function that takes a world size, and returns the reason why the test cannot run, or None.
 Check = Callable[[int], str | None]
 
 _CHECKS = "__aiocoll_checks__"
@@ -96,7 +96,7 @@ def _make_decorator(check: Check) -> Callable[[T], T]:
         if not isinstance(test, type):
             if not inspect.iscoroutinefunction(test):
                 raise TypeError(
-                    f"{test!r} must be an `async def` test or a class of them: put this decorator next to it"
+                    f"{test!r} must be an `async def` test or a class of such tests: put the skip directly above one"
                 )
             test = _wrap_test(test)
         setattr(test, _CHECKS, (check, *getattr(test, _CHECKS, ())))

@@ -22,7 +22,7 @@ from aiocoll.testing.team import Team
 
 __all__ = ["spawn_ranks"]
 
-#: Attribute of the function that `spawn_ranks` returns; the decorated function is its `__wrapped__`.
+#: Attribute that marks the functions which `spawn_ranks` returns. Their `__wrapped__` is the decorated function.
 _SPAWNS = "__aiocoll_spawns__"
 
 
@@ -57,7 +57,7 @@ def spawn_ranks(
         raise TypeError("spawn_ranks needs the number of ranks: write @spawn_ranks(4)")
     check_call(world_size, spawn_ranks)
     if check_deaths(expect_death, world_size) and not processes:
-        raise ValueError("expect_death: only ranks that are processes can die; add processes=True")
+        raise ValueError("expect_death: ranks that are tasks cannot die; add processes=True")
 
     def decorate(test: Callable[..., Awaitable[object]]) -> Callable[..., Coroutine[Any, Any, None]]:
         if not inspect.iscoroutinefunction(
@@ -125,5 +125,5 @@ async def _in_process(pg: ProcessGroup, where: tuple[str, str], arguments: dict[
 
 
 def _portable(value: Any) -> Any:
-    """Return a picklable factory in place of a unittest test case, which refers to its runner; else `value` itself."""
+    """Return `value`, but for a unittest test case, whose runner cannot be pickled, return a picklable factory."""
     return functools.partial(type(value), value._testMethodName) if isinstance(value, unittest.TestCase) else value

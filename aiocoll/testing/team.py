@@ -85,7 +85,7 @@ class Team:
         await self._server.aclose()
 
     async def start_persistent(self) -> None:
-        """Let the ranks wait for calls."""
+        """Send each persistent rank its job, so that the rank waits for calls."""
         for child in self._children:
             await child.send_job(self._job)
 
@@ -102,14 +102,14 @@ class Team:
         results = await self._results(lambda child: child.call(RemoteCall(call, self._calls)), limit)
         found = self._unretrieved()
         if not all(child.clean for child in self._children):
-            # Operations that the call has left pending may still fail. Let all ranks leave the group, which ends them.
+            # Operations that the call has left pending may still fail. Leave the group on all ranks, to end them now.
             await self._results(lambda child: child.call(RemoteCall(None, self._calls)), limit)
             for rank, texts in self._unretrieved().items():
                 found[rank] = found.get(rank, []) + texts
         return self._check_results(results, found)
 
     async def carry_out(self, call: bytes, limit: float) -> list[Any]:
-        """Make one call on all ranks, whose processes end after it."""
+        """Make a single call on all ranks, whose processes end after the call."""
         job = self._job._replace(call=call)
         results = await self._results(lambda child: child.carry_out(job), limit)
         return self._check_results(results, self._unretrieved())
@@ -149,7 +149,7 @@ class Team:
         return [task.result() for task in tasks]
 
     def _failure_time(self, failure: tuple[int, BaseException]) -> float:
-        """Return the time when a rank failed (0 if it died), to sort failures whose reports overtook each other."""
+        """Return the time of a rank's failure (0 if it died), to sort failures whose reports arrived out of order."""
         return self._children[failure[0]].failed
 
     def _find_late(self, tasks: list[asyncio.Task[Any]]) -> list[Child]:

@@ -27,8 +27,8 @@ __all__ = ["VirtualLoop", "VirtualRuntime", "run_virtual"]
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-#: Seconds that pass with each reading of `Runtime.ticks`. Long work thus reaches its time budget after some dozens of
-#: readings, so that the simulation includes its pauses and yields.
+#: Seconds that pass with each reading of `Runtime.ticks`. Long work thus uses up its time budget after some dozens of
+#: readings, so that its pauses and yields occur in the simulation.
 TICK = 10e-6
 
 
@@ -58,7 +58,7 @@ def run_virtual(
         allow_unretrieved: as for `run_ranks`.
     """
     if latency is not None and not 0 <= latency[0] <= latency[1]:
-        raise ValueError(f"latency={latency}: give the shortest and the longest time in seconds")
+        raise ValueError(f"latency={latency}: give (shortest, longest) in seconds, with 0 <= shortest <= longest")
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed, latency)) as runner:
         limit = seconds(timeout, "timeout")
         return runner.run(run_within(limit, world_size, fn, args, options, None, allow_unretrieved))
@@ -95,7 +95,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, seed: int = 0, latency: tuple[float, float] | None = None) -> None:
         self.random = random.Random(seed)
-        # A generator of its own, so that a draw from `random` does not change the order of tasks.
+        # The order of tasks has a separate random generator, so that draws from `self.random` do not change the order.
         self._order = random.Random(f"order {seed}")
         self._now = 0.0
         self._ticks = 0
@@ -113,7 +113,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @property
     def latency(self) -> Callable[[int, int], float] | None:
-        """Return a function for the latency in seconds of the next frame between two ranks, or None."""
+        """Return a function that draws the latency in seconds of the next frame; None if frames have no latency."""
         if self._range is None:
             return None
         shortest, longest = self._range
@@ -153,7 +153,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return handles
 
 
-#: Names of the callbacks that are a step of a task, in asyncio's C code and in its Python code.
+#: Names of the callbacks with which asyncio runs the next step of a task: those of its C code and of its Python code.
 _STEPS = {"TaskStepMethWrapper", "task_wakeup", "__step", "__wakeup"}
 
 

@@ -1,4 +1,4 @@
-"""The benchmark against other libraries: statistics, tables, failures, load, and calls of the peers."""
+"""The benchmark against other libraries: statistics, tables, failures, load, and calls of peer libraries."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make_launch(
 
 
 def make_results(bench: Any, case: Case, *times: Mapping[str, float]) -> Any:
-    """Return benchmark results with one round per mapping, from a system's name to its microseconds."""
+    """Return benchmark results with one round per mapping. Each mapping has microseconds by system name."""
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking", "mpich blocking", "open mpi blocking"])
     results.rounds += [{name: make_launch(bench, case, value) for name, value in each.items()} for each in times]
     return results
@@ -84,7 +84,7 @@ def test_benchmark_ratio_is_the_median_over_the_rounds(bench: Any) -> None:
     assert results.ratio(SMALL, "aiocoll auto", "gloo blocking") == pytest.approx((10, 2, 30))
 
 
-def test_ratio_uses_the_fastest_peer_library_of_each_round(bench: Any) -> None:
+def test_benchmark_ratio_uses_the_fastest_peer_library_of_each_round(bench: Any) -> None:
     results = make_results(
         bench,
         SMALL,
@@ -178,7 +178,7 @@ def test_awaited_and_blocking_peer_libraries_are_listed_in_separate_tables(bench
     assert row == ("| allreduce | 64 B | 10.0 (10.0) | 1.0 (1.0) | 2.0 (2.0) | 5.0 (5.0) | **0.20** (0.20–0.20) | 0 |")
 
 
-def test_table_without_a_peer_library_is_omitted(bench: Any) -> None:
+def test_comparison_table_without_results_of_peer_libraries_is_omitted(bench: Any) -> None:
     results = bench.results.Results(2, ["aiocoll auto", "gloo blocking"])
     results.rounds.append({name: make_launch(bench, SMALL, 1) for name in results.systems})
     assert bench.tables.awaited_table(results, "aiocoll auto") is None
@@ -241,7 +241,7 @@ def test_benchmark_launch_is_repeated_while_the_machine_load_is_high(
     assert (best.load, best.repeats) == (load(loads[kept]), launches - 1)
 
 
-def test_launch_of_any_timings_is_repeated(bench: Any) -> None:
+def test_launch_without_benchmark_cases_is_also_repeated_while_the_load_is_high(bench: Any) -> None:
     launches = iter(
         [bench.launch.Launch({"step": [2e-3]}, None, 1.0), bench.launch.Launch({"step": [1e-3]}, None, 1.0)]
     )
@@ -311,7 +311,7 @@ def test_busy_processes_of_a_benchmark_run_only_during_the_measurement(bench: An
 
 
 async def test_busy_process_ends_with_its_parent() -> None:
-    """Wait for the end of standard output, which the busy process shares with its parent."""
+    """Wait until standard output is closed: the busy process has inherited it from its parent."""
     program = "import busy, os\nwith busy.busy(1): os.kill(os.getpid(), 9)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=FOLDER, stdout=subprocess.PIPE)
     async with asyncio.timeout(20):

@@ -23,11 +23,11 @@ from tests.ports import free_port
 __all__ = ["LIMIT", "Report", "Reports", "run_chosen", "run_forked", "run_scenarios"]
 
 ROOT = Path(__file__).parents[2]
-#: Seconds after which a run has failed. A run takes less than one, unless ranks wait for a rank to be declared lost.
+#: Seconds after which a run has failed. A run takes less than 1 s, unless ranks wait until a rank is declared lost.
 LIMIT = 60
 
 Report = Callable[[dict[str, Any]], None]
-#: The reports of the ranks until now.
+#: The reports that the ranks have sent so far.
 Reports = list[dict[str, Any]]
 
 
@@ -73,7 +73,7 @@ def run_forked(
     *,
     collects: bool = False,
 ) -> dict[str, Any]:
-    """Run forked ranks to their end; return their reports, and the exit codes of their processes.
+    """Fork the ranks of a scenario, and wait until all have ended; return their reports and exit codes.
 
     Each rank checks that it leaves no file, mapping or thread behind.
 
@@ -90,7 +90,7 @@ def run_forked(
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            # A result line is short enough for one atomic write to the pipe.
+            # All ranks write to one pipe without a lock: a report is short enough for one atomic write.
             _run_rank(
                 rank(number, port, lambda report: os.write(writing, (json.dumps(report) + "\n").encode())), collects
             )

@@ -24,7 +24,7 @@ from tests.chaos.forked_ranks import LIMIT, Report, run_chosen, run_forked
 from ..internals import comm_of
 
 WORLD_SIZE = 4
-#: Numbers of float64 elements: one message, or many segments that wait for their receiver.
+#: Numbers of float64 elements. A small array is one message; a large one is many segments, which wait for a receiver.
 SMALL, LARGE = 8, 131_072
 
 TRANSPORTS = ("unix", "tcp", "shm")

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or closed between a post and a read, in overlapping groups.
+"""Ranks that end or stop between posting data in shared memory and reading the data of peers, in overlapping groups.
 
 The program reads scenarios, runs each on its own processes, and writes the errors of every rank in every group. The
 victim acts just after it has started a call. It has posted its contribution, peers may have read it, and it has read
@@ -28,9 +28,9 @@ from ..internals import comm_of
 #: Events that happen to the victim; "long" stops the victim until the other ranks declare it lost.
 WHAT = ("kill", "stop", "close", "long")
 WORLD_SIZES = (3, 4)
-#: Calls per group: more than there are larger slots, and over all groups more than there are small slots.
+#: Calls per group: more than a lane has large slots. The calls of all groups together exceed its small slots.
 CALLS = 48
-#: Numbers of float64 elements: for the line of a slot, for small and larger slots, and too many for a slot.
+#: Numbers of float64 elements that fit the line of a slot, a small slot or a large slot, or exceed every slot.
 COUNTS = (1, 3, 6, 100, 513, 2000, 9000)
 #: Seconds after which a call counts as hung.
 TIMEOUT = 30
@@ -42,7 +42,7 @@ def scenarios() -> list[dict[str, Any]]:
     return [
         {"what": what, "world": world, "victim": victim, "call": call, "seed": number}
         for number, (what, world, victim, call) in enumerate(every)
-        # A stopped rank is declared lost only after some seconds.
+        # Stop ranks for long in few scenarios only, because a stopped rank is declared lost after some seconds.
         if victim < world and (what != "long" or call == 11)
     ]
 

@@ -16,14 +16,14 @@ from aiocoll.transport.shm.fence import Fences, fences
 
 from ..internals import comm_of
 
-#: Numbers of float64 elements: for the line of a slot, for slots of both sizes, and for chunks of a queue.
+#: Numbers of float64 elements that fit the line of a slot, slots of both sizes, and chunks of a queue.
 COUNTS = (1, 2, 5, 6, 17, 100, 511, 513, 3000, 40_000)
 #: The environment variable with the seed of a rank's random pauses.
 SEED = "PAUSES_SEED"
 #: The relative frequencies of the counts in `COUNTS`.
 WEIGHTS = (8, 8, 8, 8, 8, 8, 4, 4, 2, 1)
 
-#: The number of pauses of this process until now.
+#: The number of pauses that this process has made so far.
 pauses = 0
 
 
@@ -89,6 +89,6 @@ async def soak(pg: ProcessGroup, operations: int) -> Any:
     return done, sorted(carriers), pauses > operations // 10
 
 
-# This runs in a rank's process before it has any link.
+# Insert the pauses on import, which happens in a rank's process before the rank has any link.
 if SEED in os.environ:
     transport.fences = lambda: pausing(random.Random(f"{os.environ[SEED]} {os.environ['RANK']}"))

@@ -29,7 +29,7 @@ kinds: dict[bytes, ConnKind] = {}
 
 @pytest.fixture
 def recorded_connection_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record the kind of each connection that this process dials, for the proxies."""
+    """Record the kind of each connection that this process dials, so that proxies can apply faults by kind."""
 
     def record_kind(hello: Any, handshake: ClientHandshake) -> bytes:
         said: bytes = hello(handshake)

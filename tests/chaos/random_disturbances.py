@@ -62,7 +62,7 @@ def total(pg: ProcessGroup, step: int) -> float:
 
 
 def own_array(pg: ProcessGroup, count: int, step: int) -> Array:
-    """Return this rank's array."""
+    """Return this rank's input array of a call: all elements have the value for rank and step."""
     return np.full(count, value(pg.rank(), step))
 
 
@@ -75,7 +75,7 @@ def check(array: Array, expected: float) -> None:
 
 
 def blocks_of(pg: ProcessGroup, array: Array) -> Sequence[Array]:
-    """Return one array per rank from the parts of a call."""
+    """Split an array into one block per rank."""
     return np.split(array, pg.size())
 
 
@@ -194,7 +194,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, report: Report)
 
 
 async def abort(waiting: Awaitable[None], pg: ProcessGroup) -> None:
-    """Abort the group during a call; free the call's arrays as soon as it has failed."""
+    """Abort the group during a call; free the arrays of the call as soon as the call has failed."""
     task = asyncio.ensure_future(waiting)
     await asyncio.sleep(0)
     pg.abort("for the test")

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.forked_ranks import run_scenarios
 from tests.chaos.random_disturbances import CALLS, WHAT, scenarios
 
-#: The number of runs of each kind in `make test`.
+#: The number of runs of each disturbance in `make test`.
 FEW = 4
 #: The error that the other ranks raise, by disturbance.
 RAISED = {"kill": "PeerLostError", "abort": "GroupError"}

@@ -29,7 +29,7 @@ async def meet(store: Store, rank: int, world_size: int, timeout: float) -> str:
 
 
 async def test_rank_lost_during_the_rendezvous_delays_no_other_rank() -> None:
-    """Lose rank 1 while rank 2 has no link yet; rank 0 must not wait for its 300 seconds."""
+    """Lose rank 1 while rank 2 has no link yet; rank 0 must not wait until its timeout of 300 s."""
     store = HashStore()
     plain = Detour(store, None)
     stalled = Detour(store, Fault("stall", ConnKind.CONTROL, True, 0, again=True))
@@ -47,7 +47,7 @@ async def test_rank_lost_during_the_rendezvous_delays_no_other_rank() -> None:
 
 
 async def test_missing_store_host_is_reported_with_address_and_time(port: int) -> None:
-    """Check that a rank reports the address of the store, and how long it tried to connect."""
+    """Check that a rank reports the address of the store, and for how many seconds the rank tried to connect."""
     group = new_group(init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=SHORT, options=OPTIONS)
     where = rf"no store at 127\.0\.0\.1:{port}: nothing listens there"
     with pytest.raises(RendezvousError, match=rf"did not meet the others within 0\.5 s: {where}"):

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or closed between a post and a read: no other group is disturbed."""
+"""Ranks that end or stop between posting data in shared memory and reading it: no other group is disturbed."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SHORT = 0.3
 
 
 async def meet(transport: str, timeout: float) -> list[Any]:
-    """Let two ranks meet at their own store, reduce and leave; return the outcome of each."""
+    """Let two ranks meet at a new store, reduce an array and leave; return the outcome of each rank."""
     master = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, key=KEY)
     stores: list[TCPStore] = [master]
 

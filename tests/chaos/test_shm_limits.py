@@ -23,7 +23,7 @@ async def rank(pg):
     return sorted({channel.link.carrier for channel in parts_of(pg).comm.channels if channel.link is not None})
 
 async def main():
-    # The first rendezvous keeps resources for the life of the process, which must not count.
+    # Meet once before the limit is set: the first rendezvous takes resources that the process never returns.
     await run_ranks(2, rank, options=GroupOptions(transport="unix"))
     what, more = getattr(resource, sys.argv[1]), int(sys.argv[2])
     if what == resource.RLIMIT_AS:

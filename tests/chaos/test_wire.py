@@ -121,7 +121,7 @@ async def offsets(kind: ConnKind, upstream: bool) -> tuple[set[int], set[int]]:
 
 
 async def faults(whats: Iterable[str], kinds: Iterable[ConnKind], step: int) -> list[Fault]:
-    """Return faults at every `step`-th offset, with a different first offset for each connection and fault kind.
+    """Return faults at every `step`-th byte offset. The first offset varies between connections and kinds of fault.
 
     With step 1, all bytes are garbled in all ways.
     """

@@ -19,7 +19,7 @@ LIMIT = 60
 
 
 class Job:
-    """A started launcher."""
+    """A running launcher process, with its output."""
 
     def __init__(self, process: subprocess.Popen[Any]) -> None:
         self.process = process

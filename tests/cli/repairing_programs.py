@@ -69,7 +69,7 @@ REPAIRING = """
     asyncio.run(main())
 """
 
-#: The program of `MENDS`, written with `aiocoll.elastic`.
+#: The program `REPAIRING`, written with `aiocoll.elastic`.
 ELASTIC = """
     import asyncio, json, os, sys, time
     from pathlib import Path

@@ -85,8 +85,8 @@ async def test_bench_counts_the_wrong_elements_of_all_ranks(pg: ProcessGroup) ->
             x[17] = -1
 
     timing = await measure(load, times_of(call), combine_of(pg), FEW)
-    # Rank 1 after the first call, in a fresh array: 2. Then both ranks, since the sum spreads the error, in the warm-up
-    # block and the measured block: 4.
+    # Wrong elements: 2 on rank 1 after the first call, in a fresh array. Then 4 on both ranks, in the warm-up block
+    # and in the measured block, since the sum spreads the error.
     assert timing.wrong == 6
 
 
@@ -109,7 +109,7 @@ async def test_measurement_ends_soon_if_calls_become_slow() -> None:
         """Do nothing: a single rank combines no values."""
 
     timing = await measure(Workload(Case("barrier", 0), 0, 2), times, combine, Effort(0.5, 5, 1000))
-    # One call on fresh arrays, the warm-up, the least number of calls, twice that number, one call on fresh arrays.
+    # Blocks of calls: a checked call, the warm-up, the least number of calls, twice that number, a checked call.
     assert blocks == [1, 1 + 1, 1 + 5, 1 + 10, 1]
     assert len(timing.nanoseconds) == 15
 

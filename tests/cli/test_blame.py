@@ -46,7 +46,7 @@ BARRIER = "await pg.barrier()"
 
 
 def blocks(err: str) -> list[list[str]]:
-    """Return the sections of standard error that begin with a line of the launcher."""
+    """Split standard error into sections, each of which begins with a line of the launcher."""
     found: list[list[str]] = []
     for line in err.splitlines():
         if line.startswith("aiocoll run:") or not found:
@@ -107,7 +107,7 @@ REACTIONS = {
 }
 
 
-#: Rank 1 ends only when no other rank holds the pipe open, so that the launcher finds the others ended first.
+#: Rank 1 ends only when no other rank holds the pipe open, so that the launcher notices the other ends first.
 ENDING = """
 import select
 others = os.environ['RANK'] != '1'
@@ -127,7 +127,7 @@ finally:
 def test_rank_that_fails_because_of_another_rank_is_not_blamed(
     launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str], reaction: str
 ) -> None:
-    """Let rank 1 fail first and end last."""
+    """Let rank 1 fail by itself, but let its process end last."""
     limits(run_release_timeout=30)
     script = SCRIPT.format(fault="raise ValueError('no data')", other=REACTIONS[reaction])
     script = script.replace("asyncio.run(main())", ENDING)
@@ -458,7 +458,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 def test_failed_rank_whose_process_does_not_end_is_reported(launch: Launch) -> None:
-    """Let a thread keep the interpreter of a failed rank; the job ends when the thread does."""
+    """Let a thread keep the interpreter of a failed rank alive; the job ends when the thread ends."""
     script = """
         import sys, threading
         threading.Thread(target=lambda: open(sys.argv[1]).read()).start()

@@ -57,7 +57,7 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def report(*arguments: str, **env: str) -> tuple[int, dict[str, Any], dict[str, CheckResult]]:
-    """Run doctor as JSON; return the exit code, the pairs by their ranks, and the findings by their names."""
+    """Run `aiocoll doctor --json`; return the exit code, the rank pairs by ranks, and the findings by name."""
     done = run("--json", *arguments, **env)
     assert done.stderr == ""
     output = json.loads(done.stdout)
@@ -240,7 +240,7 @@ def test_doctor_reports_unix_sockets_of_another_user_as_a_problem(monkeypatch: p
     monkeypatch.setattr(users, "peer_uid", lambda sock: os.geteuid() + 1)
     finding = finding_of("unix sockets")
     assert not finding.fine
-    assert f"its own unix socket belongs to user {os.geteuid() + 1}, not to this user" in finding.value
+    assert f"a unix socket of this process belongs to user {os.geteuid() + 1}, not to this user" in finding.value
 
 
 def test_doctor_checks_leave_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,7 +529,7 @@ def test_doctor_reports_a_missing_accelerator_as_a_hint(monkeypatch: pytest.Monk
     assert "docs/native.md" in finding.advice
 
 
-def test_interface_without_an_address_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_omits_network_interfaces_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (99, "absent0")])
     names = [finding.name for finding in look(1) if finding.name.startswith("interface ")]
     assert names == ["interface lo"]

@@ -35,7 +35,7 @@ from ..ranks import wait_until
 
 KEY = b"of this test and no other"
 LIMIT = 60
-#: The facts about a host of which only the arrival is known.
+#: Facts about a host that has arrived, but has not reported its address.
 FACTS = ["elsewhere", "1 cores", "auto", "", "", "it has not reported its address; see its output"]
 
 Meet = Callable[..., Awaitable[HostsMet]]
@@ -186,7 +186,7 @@ async def test_doctor_refuses_a_second_host_with_the_same_number(meet: Meet) -> 
 async def test_doctor_refuses_a_host_with_a_different_number_of_hosts(meet: Meet, limits: Limits) -> None:
     limits(doctor_slack=0.2)
     first, second = await asyncio.gather(meet(0, 2), meet(1, 3), return_exceptions=True)
-    assert str(second) == "--nnodes 3: host 0 was given --nnodes 2"
+    assert str(second) == "--nnodes 3: host 0 was given --nnodes 2; use the same on all hosts"
     assert isinstance(first, HostsMet)
     assert advice(first)["host 1"].endswith("cannot be dialled: it has not reported its address; see its output")
 
@@ -204,7 +204,7 @@ async def test_doctor_refuses_a_host_that_comes_too_late(meet: Meet, port: int) 
 
 
 async def publish_as_host_1(port: int, *values: Any) -> None:
-    """Publish the records of host 1 for as many rounds as there are values, the last round first."""
+    """Publish `values` as the records of host 1 in the first rounds, beginning with the record of the last round."""
     async with doctor_store(port) as store:
         records = dict(zip(("came/1", "listening/1", "row/1", "left/1"), map(packed, values), strict=False))
         await store.multi_set([*reversed(records)], [*reversed(records.values())])
@@ -287,7 +287,7 @@ async def test_doctor_reports_a_connection_without_an_answer(
 
 
 class Doctors:
-    """Processes of `aiocoll doctor`, each with one rank."""
+    """Processes of `aiocoll doctor`, one per host, each with one test rank."""
 
     def __init__(self, path: Path, port: int, stack: ExitStack) -> None:
         self._stack = stack

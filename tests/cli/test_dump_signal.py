@@ -127,7 +127,7 @@ def test_rank_without_a_group_prints_its_stack_on_the_dump_signal(launch: Launch
 
 
 def test_dump_signal_is_not_sent_to_a_rank_that_became_another_program(launch: Launch) -> None:
-    """Check that no signal is sent to a rank that it would end, nor to processes that a rank has started."""
+    """Check that SIGUSR2 is sent neither to a rank without a handler, nor to processes that a rank has started."""
     script = """
         import os, subprocess, sys
         if os.environ["RANK"] == "0":

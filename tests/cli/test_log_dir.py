@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the log files of the only job in a folder."""
+    """Return the contents of the log files of the only job in a folder, by path."""
     (job,) = folder.iterdir()
     return {str(file.relative_to(job)): file.read_bytes() for file in job.rglob("*") if file.is_file()}
 

@@ -47,7 +47,7 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="writes to /dev/full")
 
 
 class EndedCommand:
-    """A command that has ended."""
+    """The result of a command that has ended: exit code and standard error."""
 
     def __init__(self, code: int, stderr: str) -> None:
         self.code = code
@@ -82,7 +82,7 @@ def small_pipe() -> tuple[int, int]:
 
 
 def small_socket() -> tuple[int, int]:
-    """Return a socket pair with small buffers: Node gives its children sockets in place of pipes."""
+    """Return a socket pair with small buffers, as standard output is in child processes of Node.js."""
     reading, writing = socket.socketpair()
     writing.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return reading.detach(), writing.detach()
@@ -112,7 +112,7 @@ def test_output_blocks_of_threads_are_not_interleaved_on_non_blocking_descriptor
 def test_write_error_is_reported_once_and_lost_bytes_are_counted(
     number: int, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let a write fail after each possible number of bytes."""
+    """Let the write fail at its first byte, or after one or seven bytes."""
     written = []
 
     def write(fd: int, data: memoryview) -> int:
@@ -530,7 +530,7 @@ def test_drain_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytes
 def test_time_limit_applies_to_output_waits_that_have_already_started(
     has_error: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Limit the waits as after SIGTERM; a thread that writes the other stream to the same pipe also continues."""
+    """Limit the waits while one thread waits to write; a thread that writes to the same pipe must continue, too."""
     reading, writing = small_pipe()
     other = os.dup(writing)
     try:

@@ -62,7 +62,7 @@ def test_connection_table_has_one_row_per_host() -> None:
 
 
 def test_verdict_is_correct_for_every_set_of_failed_connections() -> None:
-    """Check all sets of failed connections among three hosts; hosts 1 and 2 must reach host 0, and one the other."""
+    """Fail every set of connections of three hosts: hosts 1 and 2 must reach host 0, and one of them the other."""
     for count in range(len(PAIRS) + 1):
         for failing in itertools.combinations(PAIRS, count):
             met = hosts_met(failing)

@@ -372,7 +372,7 @@ USAGE = [
     (["-n", "2", "--nproc-per-node", "2", "script"], "unknown argument: --nproc-per-node"),
     (["-n", "2", "--kill-after", "inf", "script"], "argument --kill-after: inf must be a finite number of seconds"),
     (["-n", "2", "--kill-after", "-1", "script"], "argument --kill-after: -1 must be a finite number of seconds"),
-    (["-n", "2", "absent.py"], r"absent\.py: no such file \(-m runs a module\)"),
+    (["-n", "2", "absent.py"], r"absent\.py: no such file; to run a module, write -m before its name"),
     (["-n", "2", "--node-rank", "1", "script"], "--node-rank 1: must be from 0 to 0, one less than --nnodes"),
     (["-n", "2", "--nnodes", "2", "script"], "--master-addr: needed with several hosts"),
     (["-n", "2", "--nnodes", "2", "--master-addr", "h", "script"], "pass --job-key-file job.key"),
@@ -434,7 +434,7 @@ def test_help_and_a_missing_command_show_the_usage(capsys: pytest.CaptureFixture
     )
 
 
-def test_page_lists_every_command() -> None:
+def test_command_line_page_lists_every_subcommand() -> None:
     commands, codes = (ROOT / "docs" / "command-line.md").read_text().split("## Ending a job")[0].split("## Exit codes")
     assert set(re.findall(r"^\| `aiocoll (\w+)` \|", commands, re.MULTILINE)) == set(COMMANDS)
     assert set(COMMANDS) <= set(re.findall(r"`(\w+)`", codes))

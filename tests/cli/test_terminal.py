@@ -163,7 +163,7 @@ def test_bench_reports_wrong_results_in_the_json_object_and_the_exit_code(
     }
 
 
-def test_json_object_of_a_collective_without_reduction_has_no_op(
+def test_bench_json_has_a_null_op_for_a_collective_without_reduction(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fake_timings(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
@@ -178,7 +178,7 @@ def test_json_object_of_a_collective_without_reduction_has_no_op(
 def test_bench_with_tune_refuses_the_json_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--tune", "--json"])
-    assert "--json: not with --tune" in capsys.readouterr().err
+    assert "--json: not allowed with --tune" in capsys.readouterr().err
 
 
 def test_bench_prints_one_json_object_and_progress_at_a_terminal() -> None:

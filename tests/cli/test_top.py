@@ -89,7 +89,7 @@ def watch(running_job: tuple[Job, dict[int, int]], env: Mapping[str, str]) -> It
 
 
 def group_when(watch: Watch, condition: Callable[[GroupView], bool]) -> GroupView:
-    """Return the reported group as soon as `condition` holds for it."""
+    """Wait until `condition` holds for the first group that `watch` shows; return the group."""
     end = time.monotonic() + 30
     while True:
         groups = watch.sample()
@@ -231,7 +231,7 @@ def test_top_shows_the_outcome_of_a_job_after_the_removal_of_its_folder(env: Map
 def test_top_requires_a_job_number_if_several_jobs_run(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> None:
     nothing = top(tmp_path, env, "--once")
     assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert nothing.stderr.startswith("aiocoll top: this user runs no job on this host that `aiocoll run` has started")
+    assert nothing.stderr.startswith("aiocoll top: `aiocoll run` has started no running job of this user on this host")
     script = "import os, sys\nprint('ready', flush=True)\nos.read(os.open(sys.argv[1], os.O_RDWR), 1)\n"
     os.mkfifo(tmp_path / "fifo")
     both = [launch("-n", 1, script=script, args=[tmp_path / "fifo"], env=env) for _ in range(2)]
@@ -244,7 +244,7 @@ def test_top_requires_a_job_number_if_several_jobs_run(launch: Launch, env: Mapp
     assert all(f"\n  {number}  1 ranks  " in several.stderr for number in (first, second))
     one = top(tmp_path, env, "--once", str(first))
     assert (one.returncode, one.stdout) == (0, "no rank has an open group\n")
-    assert "no job 1 of this user runs here; these do:" in top(tmp_path, env, "--once", "1").stderr
+    assert "no job 1 of this user runs here; these jobs run:" in top(tmp_path, env, "--once", "1").stderr
     assert "use --once for text" in top(tmp_path, env, str(first)).stderr
     both[0].process.kill()  # a killed launcher removes nothing; the next launcher removes its folder
     both[0].process.wait()
@@ -269,7 +269,7 @@ def test_top_distinguishes_launchers_with_equal_pids_in_several_containers(
             ]
             several = top(tmp_path, env, "--once", "1")
             assert several.returncode == 2
-            assert f"jobs in several containers have number 1; pass the folder of one as JOB:\n  {first}  a.py\n" in (
+            assert f"jobs in several containers have number 1; pass the folder of a job as JOB:\n  {first}  a.py\n" in (
                 several.stderr
             )
             assert top(tmp_path, env, "--once", second).stdout == "no rank has an open group\n"

@@ -372,7 +372,7 @@ def test_host_line_shows_load_and_cores() -> None:
     assert formatting.format_host_load(HostLoad(10.0, 2)) == "host: load 10.0 on 2 cores; ranks wait for a free core"
 
 
-def test_page_explains_every_state() -> None:
+def test_top_page_explains_every_state_of_a_rank() -> None:
     page = (ROOT / "docs" / "top.md").read_text()
     table = page.split("| state | meaning | remedy |\n|---|---|---|\n")[1].split("\n\n")[0]
     explained = {state for line in table.splitlines() for state in re.findall(r"`(\w+)`", line.split("|")[1])}

@@ -1,4 +1,4 @@
-"""`aiocoll trace`: reports from dumps of ranks that hang, differ or live, errors of unusable files, and pictures."""
+"""`aiocoll trace`: reports on ranks that hang, make different calls or run; errors for unusable files; pictures."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_trace_reports_the_first_of_several_mismatches(
 def test_trace_does_not_report_a_rank_with_a_shorter_history_as_missing(
     late: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Let one rank's history begin with an earlier collective than its peer's, ahead of the peer and behind it."""
+    """Let the dump of one rank begin with an earlier collective than the other dump, with either rank late."""
 
     async def rank(pg: ProcessGroup) -> None:
         for number in range(HISTORY // 2 + 5):
@@ -285,8 +285,8 @@ def test_trace_aligns_the_clocks_of_two_hosts(tmp_path: Path) -> None:
         await pg.barrier()
 
     dumps = record(3, rank, tmp_path)
-    # The clock of rank 2's host started 100 s later. The clocks of the other two are the same, whatever their wall
-    # times.
+    # Rank 2 is on a second host, whose monotonic clock started 100 s later. Ranks 0 and 1 share a monotonic clock,
+    # although their wall clocks differ.
     for path, host, monotonic, wall in zip(dumps, "aab", (0.0, 0.0, -100.0), (5.0, 5.5, 5.0), strict=True):
         dump = json.loads(path.read_text())
         dump["clock"]["host"] = host
@@ -419,12 +419,12 @@ def valid_dump(**changes: Any) -> dict[str, Any]:
         (b"\xff\xfe\xfd", "is not JSON, or incomplete"),
         (b"[1, 2]", "is not a dump of pg.recorder"),
         (b'{"a": 1}', "is not a dump of pg.recorder"),
-        (b'{"traceEvents": []}', "is a trace for Perfetto; give the dumps it was made of"),
-        (valid_dump(version=2), "has version 2 of the format, and this aiocoll reads version 1"),
-        (valid_dump(rank=2), "is damaged: rank: it is not a rank of the group"),
+        (b'{"traceEvents": []}', "is a trace for Perfetto; give the dumps from which it was made"),
+        (valid_dump(version=2), "has version 2 of the dump format; this aiocoll reads version 1"),
+        (valid_dump(rank=2), "is damaged: rank: the group has no rank of this number"),
         (valid_dump(rank=True), "is damaged: rank: True is not a number"),
         (valid_dump(clock={}), "is damaged: clock: host is missing"),
-        (valid_dump(entries=[1]), "is damaged: entries: an entry is not a map"),
+        (valid_dump(entries=[1]), "is damaged: entries: each entry must be a map"),
         (valid_dump(longest_block={"began": 1.0, "seconds": 1.0}), "is damaged: longest_block: line is missing"),
         (valid_dump(longest_block={"began": 1.0, "seconds": "x", "line": ""}), "is damaged: longest_block: seconds: "),
         (valid_dump(entries=[{"kind": "collective"}]), "is damaged: rank is missing"),

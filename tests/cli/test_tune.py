@@ -29,7 +29,7 @@ TUNING = Tuning(tcp=QUIET, unix=QUIET, single_copy=SingleCopy(1 << 20, 1 << 18, 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """Replace the command's measurements by fake measurements, and return them."""
+    """Replace the measurements of `aiocoll bench --tune` by fake measurements; return the fake results by medium."""
     launches = {"tcp": [BUSY, QUIET, BUSY], "unix": [QUIET]}
 
     async def measure(*_: object) -> dict:
@@ -62,7 +62,7 @@ async def test_tune_measures_every_transport_with_two_processes(limits: Limits) 
         assert machine.overhead <= machine.alpha / 2
 
 
-def test_tune_writes_the_launch_with_the_least_load_to_the_tuning_file(
+def test_tune_writes_the_fastest_launch_to_the_tuning_file(
     launches: dict, tuning_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     for _ in range(2):  # the second run replaces the file
@@ -119,7 +119,7 @@ async def test_tune_measures_single_copy_with_two_processes() -> None:
         ({1: 0.5, 4: 0.5, 16: 1.1}, math.inf),
     ],
 )
-def test_minimum_single_copy_size_is_the_first_from_which_all_sizes_are_faster(
+def test_minimum_single_copy_size_is_the_smallest_from_which_single_copy_is_always_faster(
     ratios: dict[int, float], least: float
 ) -> None:
     assert paying(ratios) == least

@@ -52,7 +52,7 @@ async def hang(pg: ProcessGroup, steps: int, absent: int) -> int:
 
 
 async def reduce_different_sizes(pg: ProcessGroup) -> None:
-    """Let the last rank reduce a larger array than the others, after they have made their calls."""
+    """Let the last rank reduce a larger array than the other ranks, after these have made their calls."""
     await train(pg, 3)
     last = pg.size() - 1
     if pg.rank() == last:

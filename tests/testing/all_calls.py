@@ -38,7 +38,7 @@ async def reductions(pg: ProcessGroup, count: int) -> None:
     for root in {0, size - 1}:
         got = await pg.reduce(block(rank, count), root)
         np.testing.assert_array_equal(got, total if rank == root else block(rank, count))
-    # Each rank contributes block r, plus its own rank, to rank r.
+    # Rank s contributes block(s + r) to the sum on rank r.
     inputs = [block(rank + r, count) for r in range(size)]
     expected = size * np.arange(count) + ranks + size * rank
     np.testing.assert_array_equal(await pg.reduce_scatter(np.empty(count), inputs), expected)
@@ -59,7 +59,7 @@ async def movements(pg: ProcessGroup, count: int) -> None:
         np.testing.assert_array_equal(await pg.scatter(np.empty(count), inputs, root), mine)
     np.testing.assert_array_equal(np.concatenate(await pg.allgather(None, mine)), everything)
     np.testing.assert_array_equal(await pg.allgather_into_tensor(np.empty(size * count), mine), everything)
-    # Rank s sends block s + r to rank r.
+    # Rank s sends block(s + r) to rank r.
     inputs = [block(rank + r, count) for r in range(size)]
     outputs = await pg.alltoall([np.empty(count) for _ in range(size)], inputs)
     np.testing.assert_array_equal(outputs, inputs)

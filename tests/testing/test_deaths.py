@@ -128,7 +128,7 @@ async def test_impossible_expected_death_is_refused(deaths: Any, error: type[Exc
 
 
 def test_expected_death_of_a_task_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="expect_death: only ranks that are processes can die; add processes=True"):
+    with pytest.raises(ValueError, match="expect_death: ranks that are tasks cannot die; add processes=True"):
         spawn_ranks(3, expect_death=KILLED)
 
 

@@ -201,7 +201,7 @@ async def test_unretrieved_failures_of_groups_outside_of_the_run_are_ignored() -
 class Forgetting(InProcessTestCase):
     world_size = 2
 
-    async def test_it(self) -> None:
+    async def test_failing_call_is_forgotten(self) -> None:
         await forget_at_the_end(self.pg)
 
 
@@ -223,15 +223,21 @@ def failures_of(cls: type[unittest.TestCase]) -> dict[str, str]:
 
 def test_unretrieved_failure_fails_a_test_of_a_test_case_class() -> None:
     failed = failures_of(Forgetting)
-    assert failed.keys() == {"test_it"}
-    assert "rank 1 of 2, group 'world:0': exception of ALLREDUCE (sequence 1) called at" in failed["test_it"]
+    assert failed.keys() == {"test_failing_call_is_forgotten"}
+    assert (
+        "rank 1 of 2, group 'world:0': exception of ALLREDUCE (sequence 1) called at"
+        in failed["test_failing_call_is_forgotten"]
+    )
     assert failures_of(Forgiving) == {}
 
 
 def test_unretrieved_failure_fails_its_own_test_on_continuous_ranks() -> None:
     """Check that a failure of a pending call is not reported for the next test."""
     failed = failures_of(samples.ContinuousForgetting)
-    assert failed.keys() == {"test_1_forget_and_go_on", "test_2_forget_at_the_end"}
+    assert failed.keys() == {
+        "test_1_forgotten_mismatch_revokes_the_group",
+        "test_2_forgotten_mismatch_is_pending_at_the_end",
+    }
     for name, text in failed.items():
         assert text.count("exception of ALLREDUCE") == 2, name
         assert ADVICE in text

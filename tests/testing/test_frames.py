@@ -69,7 +69,7 @@ class TestProcesses(MultiProcessTestCase):
     async def test_method(self):
         await self.pg.allreduce(np.ones(2 + self.rank))
 """
-#: A line with the place of a frame in the package, in the format of pytest or Python.
+#: Pattern of a report line that shows a frame of aiocoll, in the format of pytest or Python.
 PACKAGE_FRAME = re.compile(r"^.*/aiocoll/[\w/]+\.py(?::\d+|\", line).*$", re.MULTILINE)
 
 

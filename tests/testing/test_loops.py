@@ -85,7 +85,7 @@ def test_wrong_loop_name_is_refused() -> None:
         portable_loop("trio")
 
 
-def test_kind_of_loop_is_known_before_the_loop_runs() -> None:
+def test_loop_kind_is_derived_from_fixtures_before_the_loop_runs() -> None:
     uvloop = pytest.importorskip("uvloop")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert loop_of_fixtures({"tmp_path": 1, "_function_scoped_runner": runner}) == "uvloop"

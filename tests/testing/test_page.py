@@ -17,9 +17,9 @@ REPORTS = [
     for block in blocks(PAGE)
     if block.heading == "Reading a report" and block.language == "text"
 ]
-#: The only file of the page with failing tests, which show the reports.
+#: The only file on the testing page whose tests fail, because the page shows the reports of failures.
 FAILING = "test_reports"
-#: The only file of the page for another pytest plugin.
+#: The only file on the testing page that uses anyio's pytest plugin instead of pytest-asyncio.
 ANYIO = "test_anyio.py"
 #: A conftest that runs task ranks in virtual time, so that a busy machine causes no timeout.
 CONFTEST = """
@@ -74,7 +74,7 @@ def test_commands_of_the_testing_page_print_the_shown_output(tmp_path: Path) -> 
     first, program, coverage = commands(PAGE)
     assert "1 passed" in shell(first, tmp_path)
     assert shell(program, tmp_path) == code(PAGE, "The first test", language="text")
-    # The report covers the files of one section only.
+    # The report shown on the page covers only the files of its own section.
     for name in FILES.keys() - {"shards.py", "test_shards.py", "job.py"}:
         (tmp_path / name).unlink()
     assert code(PAGE, "Coverage", language="text") in shell(coverage, tmp_path)

@@ -317,7 +317,7 @@ def test_hypothesis_examples_run_on_all_ranks(project: Project, mode: str) -> No
 
 
 @pytest.mark.slow
-def test_hypothesis_examples_run_on_waiting_processes(project: Project) -> None:
+def test_hypothesis_examples_run_in_the_same_persistent_processes(project: Project) -> None:
     source = """
 import os
 import pytest

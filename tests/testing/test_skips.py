@@ -38,7 +38,7 @@ def no_devices() -> int:
         (requires_module("json"), 1, None),
     ],
 )
-async def test_each_skip_requirement_has_a_reason(
+async def test_skip_reason_names_the_requirement_that_is_not_met(
     skip: Any, world_size: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_parts(monkeypatch, gpu_count=no_devices)
@@ -91,7 +91,7 @@ def test_device_skip_depends_on_the_devices_of_the_machine() -> None:
 
 
 async def test_error_explains_a_misplaced_skip_decorator() -> None:
-    with pytest.raises(TypeError, match="must be an `async def` test or a class of them"):
+    with pytest.raises(TypeError, match="must be an `async def` test or a class of such tests"):
         skip_if_world_is_odd()(lambda pg: None)
 
     @skip_if_world_is_odd()

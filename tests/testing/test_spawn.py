@@ -20,7 +20,7 @@ async def test_pytest_awaits_a_test_with_spawned_ranks(pg: ProcessGroup) -> None
 
 @pytest.mark.parametrize("x", [5])
 @spawn_ranks(2, options=GroupOptions(transport="tcp"))
-async def test_other_arguments_of_a_spawned_test_are_fixtures(
+async def test_spawned_test_receives_fixtures_as_its_other_arguments(
     x: int, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(monkeypatch, pytest.MonkeyPatch)

@@ -309,5 +309,7 @@ def test_use_of_threads_in_a_virtual_run_is_refused() -> None:
 
 @pytest.mark.parametrize("latency", [(2, 1), (-1, 1)])
 def test_error_names_a_wrong_latency(latency: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match=r"latency=.*: give the shortest and the longest time in seconds"):
+    with pytest.raises(
+        ValueError, match=r"latency=.*: give \(shortest, longest\) in seconds, with 0 <= shortest <= longest"
+    ):
         run_virtual(1, make_all_calls, latency=latency)

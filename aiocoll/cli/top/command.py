@@ -76,7 +76,7 @@ class Watch:
         self._viewer.request_answers(MAX_WAIT)
         self.load = _read_load()
         groups = self._model.look(self._viewer.processes.values(), time.monotonic(), self.load)
-        # At the end of a job, ranks close their groups one after another. Keep the state from before that.
+        # At the end of a job, ranks close their groups one after another. Keep the state from before the first close.
         if any(_is_running(group) for group in groups):
             self._last = groups
         return groups
@@ -100,12 +100,12 @@ class Watch:
 
     @property
     def end(self) -> JobOutcome | None:
-        """Return the outcome of a job that has ended; None if it runs, or `aiocoll run` has not started it."""
+        """Return the outcome of the job; None while the job runs, or if `aiocoll run` has not started it."""
         return read_end(self._description) if self.over and self._description is not None else None
 
     @property
     def last(self) -> list[GroupView]:
-        """Return the groups as they were when a group was last open."""
+        """Return the last state of the groups from before they were closed."""
         return self._last
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
 
 
 def _print(args: argparse.Namespace, watch: Watch) -> int:
-    """Print the groups once, or once a second until the job has ended; the first rates need two answers."""
+    """Print the groups once, or every second until the job has ended. Request once before, because rates need that."""
     watch.sample()
     while True:
         time.sleep(INTERVAL)
@@ -202,15 +202,17 @@ def _find(job: str | None) -> tuple[str, str]:
         return f"job {found[0].number}: {found[0].command}", found[0].folder
     if not running:
         raise _JobNotFoundError(
-            "this user runs no job on this host that `aiocoll run` has started; for ranks that another program "
+            "`aiocoll run` has started no running job of this user on this host; for ranks that another program "
             "has started, set AIOCOLL_TOP_DIR to a folder in their environment, and pass that folder as JOB"
         )
     if job is None:
         raise _JobNotFoundError(f"several jobs run here; pass the number of one of them as JOB:{_list_jobs(running)}")
     if found:
         lines = "".join(f"\n  {each.folder}  {each.command}" for each in found)
-        raise _JobNotFoundError(f"jobs in several containers have number {job}; pass the folder of one as JOB:{lines}")
-    raise _JobNotFoundError(f"no job {job} of this user runs here; these do:{_list_jobs(running)}")
+        raise _JobNotFoundError(
+            f"jobs in several containers have number {job}; pass the folder of a job as JOB:{lines}"
+        )
+    raise _JobNotFoundError(f"no job {job} of this user runs here; these jobs run:{_list_jobs(running)}")
 
 
 def _list_jobs(running: Sequence[Job]) -> str:

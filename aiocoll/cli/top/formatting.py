@@ -32,7 +32,7 @@ BAD: Final = ("gone", "lost")
 ROWS: Final = 40
 #: Minimum terminal width at which process ids are shown.
 WIDE: Final = 100
-#: Minimum number of rounds for which the bar chart is shown.
+#: Minimum number of request rounds before the bar chart of rates is shown.
 ROUNDS: Final = 3
 _BARS: Final = "▁▂▃▄▅▆▇█"
 
@@ -118,7 +118,7 @@ def notes(group: GroupView, most: int = ROWS) -> Iterable[tuple[str, str]]:
 
 
 def format_groups(groups: Sequence[GroupView], width: int, load: HostLoad | None = None) -> str:
-    """Return all groups as text."""
+    """Return the tables and notes of all groups as plain text."""
     lines: list[str] = []
     if not groups:
         lines.append("no rank has an open group")

@@ -29,7 +29,7 @@ _FOLDER, _FILE = "aiocoll-top", "job.json"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A running job.
+    """A running job, as its launcher has described it in a file.
 
     Attributes:
         number: process id of its launcher, as the launcher sees it.
@@ -47,7 +47,7 @@ class Job:
 
 
 class JobOutcome(NamedTuple):
-    """The outcome of a job.
+    """The outcome of a job: the exit code and the last messages of its launcher.
 
     Attributes:
         code: the exit code of the launcher.
@@ -118,7 +118,7 @@ def open_description(folder: str) -> TextIO | None:
 
 
 def read_end(file: TextIO) -> JobOutcome | None:
-    """Read the outcome of a job from the file that `open_description` has opened; return None before its end."""
+    """Read the outcome of a job from the file that `open_description` has opened; None while the job runs."""
     with suppress(OSError, ValueError, KeyError, IndexError):
         file.seek(0)
         found = json.loads(file.read().splitlines()[1])
@@ -161,7 +161,7 @@ def _read(parent: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
 
 
 def _has_launcher_ended(about: Mapping[str, Any], file: TextIO) -> bool:
-    """Return whether the launcher has ended. If it is in another container, only its lock shows that it runs."""
+    """Return whether the launcher has ended. If it runs in another container, only its file lock shows this."""
     found = state(ProcessId._make(about["process"]))
     if found != UNKNOWN:
         return found == GONE
@@ -169,7 +169,7 @@ def _has_launcher_ended(about: Mapping[str, Any], file: TextIO) -> bool:
 
 
 def _lock(file: TextIO, operation: int) -> bool:
-    """Lock a file; return whether that succeeded, since another process may hold the lock, or locks may be missing."""
+    """Lock a file; return False if another process holds the lock, or if the file system has no locks."""
     try:
         fcntl.flock(file, operation)
     except OSError:

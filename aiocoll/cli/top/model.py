@@ -1,4 +1,4 @@
-"""Content of `aiocoll top`: a verdict per group, the states of its ranks, and rates between two answers."""
+"""Content of `aiocoll top`: a verdict per group, the states of its ranks, and rates computed from two answers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ KEPT: Final = 5.0
 #: Maximum number of kinds of operations, and of pending operations, shown per group.
 KINDS: Final = 6
 PENDING: Final = 5
-#: Number of rounds in the history of a group.
+#: Number of request rounds in the rate history of a group.
 HISTORY: Final = 60
 #: A rank is late if others wait for it for at least this share of the time, and this many times longer than for any
 #: other rank. In a healthy job with as many ranks as cores, shares of 46 % and 32 % on two ranks were measured.
 LATE_SHARE: Final = 0.5
 LATE_FACTOR: Final = 2.0
-#: Share of the time in waits from which the verdict names the load of the host as the reason.
+#: Minimum share of time in which a rank waits, for the verdict to blame a high load of the host.
 WAIT_SHARE: Final = 0.2
 #: Load average per core above which the host counts as overloaded.
 OVERLOAD: Final = 1.5
@@ -163,20 +163,20 @@ class _Report:
     process: Process
     now: dict[str, Any]
     before: dict[str, Any] | None = None
-    #: Shares of the time between the two answers: waits of the rank for each other rank, and for any. None: unknown.
+    #: Share of the time between both answers in which the rank waited: for each rank, and for any. None if unknown.
     waited: dict[int, float] | None = None
     waits: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Return the seconds between the two answers."""
+        """Return the seconds between the last two answers of the rank."""
         return 0.0 if self.before is None else self.now["time"] - self.before["time"]
 
 
 @dataclass(slots=True)
 class _Group:
     reports: dict[int, _Report] = field(default_factory=dict)
-    #: Waits that are counted in advance, by waiting rank; see `_measure_waits`.
+    #: Seconds of unfinished waits that are already counted, by waiting rank; see `_measure_waits`.
     ahead: dict[int, dict[int, float]] = field(default_factory=dict)
     seen: float = 0.0
     has_news: bool = False
@@ -184,7 +184,7 @@ class _Group:
 
 
 class Model:
-    """The last answers of all ranks, by group, from which each round computes the views of the groups."""
+    """A store of the last answers of all ranks, which computes the group views that `aiocoll top` shows."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int], _Group] = {}
@@ -329,7 +329,7 @@ def _waiters(waited: PendingView) -> str:
 
 
 def _waiting_shares(reports: Sequence[_Report]) -> tuple[dict[int, float] | None, dict[int, int]]:
-    """Return by rank the average share of time in which others waited for it, and by rank its number of missed calls.
+    """Return two maps by rank: the average share of time in which others waited for it, and its missed calls.
 
     The shares are None before there are two answers.
     """
@@ -476,7 +476,7 @@ def _rank_view(
 
 
 def _operations_between_reports(report: _Report) -> dict[_Kind, tuple[_Histogram, float]]:
-    """Return, by kind, a histogram of the times and the bytes of operations that ended between two answers."""
+    """Return for each kind the time histogram and the byte count of operations that ended between two answers."""
     found: dict[_Kind, tuple[_Histogram, float]] = {}
     assert report.before is not None
     before = {tuple(row[:3]): row for row in report.before["operations"]}

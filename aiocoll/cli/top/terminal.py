@@ -32,7 +32,7 @@ except ImportError as error:
 
 __all__ = ["render", "watch"]
 
-#: Minimum number of rank rows of a group, and number of lines around these rows.
+#: Minimum number of rank rows shown per group, and number of screen lines above and below these rows.
 LEAST: Final = 4
 AROUND: Final = 16
 

@@ -28,7 +28,7 @@ LONGEST: Final = 8192
 MAX_WAIT: Final = 5.0
 #: Maximum number of connections. A browser opens at most six.
 MOST: Final = 32
-#: Seconds for which an update is reused for further requests.
+#: Seconds for which the answer to an update request is reused for further requests.
 FRESH: Final = 0.9
 
 _HEADERS: Final = (
@@ -54,7 +54,7 @@ class _RequestError(Exception):
 
 
 class Page:
-    """The HTTP server of the page.
+    """The HTTP server of the `aiocoll top` web page.
 
     Args:
         title: title of the job.
@@ -83,7 +83,7 @@ class Page:
 
     @property
     def address(self) -> str:
-        """Return the address to open in a browser."""
+        """Return the address to open in a browser, with the token."""
         return f"http://{HOST}:{self.port}/?token={self.token}"
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -109,7 +109,7 @@ class Page:
             path, query, headers = _parse(head)
             if headers.get("host") != f"{HOST}:{self.port}":
                 raise _RequestError(
-                    HTTPStatus.FORBIDDEN, f"open the page as http://{HOST}:{self.port}, by no other name"
+                    HTTPStatus.FORBIDDEN, f"wrong Host header: open the page as http://{HOST}:{self.port}"
                 )
             if path == "/":
                 self._check(query.get("token", [""])[0])
@@ -117,7 +117,7 @@ class Page:
             if path == "/news":
                 self._check(headers.get("authorization", "").removeprefix("Bearer "))
                 return _response(HTTPStatus.OK, await self._newest(), "application/json")
-            raise _RequestError(HTTPStatus.NOT_FOUND, "no page has this address")
+            raise _RequestError(HTTPStatus.NOT_FOUND, "there is no page at this path")
         except _RequestError as refused:
             return _response(refused.status, f"{refused}\n".encode())
 
@@ -142,7 +142,7 @@ class Page:
 
 
 def serve(title: str, news: Callable[[], dict[str, Any]], show_address: Callable[[str], object]) -> None:
-    """Serve the page until Ctrl-C; call `show_address` with its address."""
+    """Serve the `aiocoll top` web page until Ctrl-C; call `show_address` with the address of the page."""
 
     async def run() -> None:
         page = Page(title, news)
@@ -166,13 +166,13 @@ def _parse(head: bytes) -> tuple[str, dict[str, list[str]], dict[str, str]]:
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or name.strip() != name or name.lower() in headers:
-            raise _RequestError(HTTPStatus.BAD_REQUEST, "a header is malformed, or occurs twice")
+            raise _RequestError(HTTPStatus.BAD_REQUEST, "a request header is malformed, or occurs twice")
         headers[name.lower()] = value.strip()
     try:
         url = urlsplit(words[1])
         return url.path, parse_qs(url.query), headers
     except ValueError:
-        raise _RequestError(HTTPStatus.BAD_REQUEST, "the address is malformed") from None
+        raise _RequestError(HTTPStatus.BAD_REQUEST, "the URL of the request is malformed") from None
 
 
 def _response(

@@ -35,7 +35,7 @@ _COUNTS = (0, 1, 7, 1000, 100_000)
 
 
 class DeviceContract:
-    """Tests that every device backend passes, with the adapter of its arrays.
+    """Tests that every device backend must pass, together with the adapter of its arrays.
 
     A subclass has three fixtures: `kind`, the kind of device, and the functions `to_device` and `to_host`, which copy
     arrays. `to_device` may place the arrays of all ranks on one device. The fixture `dtypes` may be overridden.

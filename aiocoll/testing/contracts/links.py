@@ -30,7 +30,7 @@ MakeLinks = Callable[[], Awaitable[Sequence[Any]]]
 #: A context manager that makes both ends of a link, each with a `Recorder`, and closes them at its end.
 Linked = Callable[[], AbstractAsyncContextManager[tuple[Any, Any]]]
 
-#: Payload sizes next to every limit between two code paths of links.
+#: Payload sizes at, below and above each size at which links change to another code path.
 _SIZES = sorted(
     {0, 1, 2, 31, 32, 33, 1000, SEGMENT - 1, SEGMENT}
     | {edge + around for edge in (16 * 1024, 64 * 1024, 64 * 1024 - HEADER_SIZE) for around in (-1, 0, 1)}
@@ -109,7 +109,7 @@ class LinkContract:
 
     @pytest.fixture
     def copies_frames(self) -> bool:
-        """Return whether a link accepts any number of frames without a reader, as a link in memory does."""
+        """Return whether a link accepts any number of frames that are not read, as a link in memory does."""
         return False
 
     @pytest.fixture
@@ -205,7 +205,7 @@ class LinkContract:
             data = [payload(op, SEGMENT) for op in range(40)]
             whole = [near.write(*frame(op, each)) for op, each in enumerate(data)]
             assert near.writable == all(whole)
-            # After the first frame that is queued, all later frames are queued as well.
+            # Frames must stay in order: after one frame had to be queued, all later frames must be queued as well.
             assert whole == sorted(whole, reverse=True)
             if not copies_frames:
                 assert Counter(whole)[False] > 10
