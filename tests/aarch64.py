@@ -33,7 +33,7 @@ print(platform.machine(), describe_implementation())
 
 
 def apt(folder: Path, *arguments: str) -> None:
-    """Run apt-get for packages of aarch64, with separate state."""
+    """Run apt-get for aarch64 packages, with its state and cache below `folder`."""
     state = folder / "apt"
     for name in ("lists/partial", "cache/archives/partial"):
         (state / name).mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def python(folder: Path) -> Path:
 
 
 def packages(folder: Path, version: str, wheel: Path) -> Path:
-    """Unpack the wheel and its dependencies from the index; return the folder."""
+    """Unpack the wheel, and its dependencies from the package index; return the folder with both."""
     platforms = [text for each in PLATFORMS for text in ("--platform", each)]
     options = ["--quiet", "--only-binary", ":all:", "--no-deps", "--python-version", version, *platforms]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder / "wheels")]
@@ -73,7 +73,7 @@ def packages(folder: Path, version: str, wheel: Path) -> Path:
 
 
 def main(wheel: str) -> None:
-    """Run allreduces with the wheel."""
+    """Run the test program under qemu with aarch64's Python and the wheel."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         interpreter = python(folder)

@@ -1,4 +1,4 @@
-"""Web pages in a headless Chromium, controlled over its debugging pipe: only loopback and files are loaded.
+"""A headless Chromium for tests, controlled over its debugging pipe, and limited to loopback and files.
 
 See the DevTools protocol: a message is JSON and a zero byte, on file descriptors 3 and 4 of the browser.
 """
@@ -24,9 +24,9 @@ WIDTHS = {"phone": 390, "desk": 1280}
 SCHEMES = ("light", "dark")
 #: Reason for skipping tests without a browser.
 MISSING = "no Chromium is on the PATH (apt-get install chromium): pages are not looked at in a browser"
-#: Seconds within which a browser must answer, or an awaited condition must hold.
+#: The time limit, in seconds, for each reply of the browser and for each awaited condition.
 PATIENCE = 60.0
-#: A program that executes the browser, with the ends of two pipes as descriptors 3 and 4.
+#: A program that becomes the browser (`execv`). Chromium expects its debugging pipes as descriptors 3 and 4.
 _EXEC = """
 import fcntl, os, sys
 ends = [fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3]]
@@ -50,8 +50,8 @@ _FLAGS = (
     "--no-default-browser-check",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-#: A promise that resolves when an expression is true. The expression is evaluated after each change or load of the
-#: page.
+#: JavaScript: a promise that resolves when an expression is true. The page evaluates the expression after each load and
+#: each change.
 _UNTIL = """new Promise(done => {
     const look = () => { if (%s) { observer.disconnect(); done(true) } }
     const observer = new MutationObserver(look)
@@ -59,7 +59,7 @@ _UNTIL = """new Promise(done => {
     document.addEventListener("readystatechange", look)
     look()
 })"""
-#: The elements that reach beyond the right edge of the window, except inside boxes that scroll.
+#: JavaScript: a list of the elements that reach beyond the right edge of the window, except inside scrolling boxes.
 _OUTSIDE = """[...document.querySelectorAll("%s *")].filter(each => {
     if (each.getBoundingClientRect().right <= innerWidth + 1) return false
     for (let box = each; box; box = box.parentElement)
@@ -69,7 +69,7 @@ _OUTSIDE = """[...document.querySelectorAll("%s *")].filter(each => {
 
 
 def executable() -> str | None:
-    """Return the path of the browser of this machine; None without one."""
+    """Return the path of the browser of this machine, or None if no browser is installed."""
     return shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -80,11 +80,11 @@ class _Pipe:
         self._out, self._in = out, into
         self._read = b""
         self._number = 0
-        #: Received events, by session.
+        #: The events that each browser session has sent, by session id.
         self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """Send a command and return its answer."""
+        """Send a command to the browser; return the reply."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         text = json.dumps(message if session is None else {**message, "sessionId": session})
@@ -111,7 +111,7 @@ class _Pipe:
 
 
 class Page:
-    """A page in a separate window."""
+    """A web page in a separate browser window."""
 
     def __init__(self, pipe: _Pipe, width: int, scheme: str) -> None:
         self._pipe = pipe
@@ -126,7 +126,7 @@ class Page:
         return self._pipe.call(method, self._session, **params)
 
     def open(self, address: str) -> None:
-        """Open an address and wait until it is loaded."""
+        """Load a URL in the page, and wait until the page is loaded."""
         answer = self._call("Page.navigate", url=address)
         assert "errorText" not in answer, f"{address}: {answer['errorText']}"
         self.until("document.readyState == 'complete'")
@@ -161,7 +161,7 @@ class Page:
         return [json.dumps(each["params"]) for each in mine if each["method"] in kinds]
 
     def loaded_urls(self) -> list[str]:
-        """Return the addresses of all loaded resources."""
+        """Return the URLs of all resources that the page has loaded."""
         mine = [each for each in self._pipe.events if each.get("sessionId") == self._session]
         return [each["params"]["request"]["url"] for each in mine if each["method"] == "Network.requestWillBeSent"]
 
@@ -170,12 +170,12 @@ class Page:
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
-        """Close the page."""
+        """Close the browser window of the page."""
         self._pipe.call("Target.closeTarget", targetId=self._target)
 
 
 class Browser:
-    """A running browser."""
+    """A running Chromium process, which opens pages."""
 
     def __init__(self, pipe: _Pipe) -> None:
         self._pipe = pipe

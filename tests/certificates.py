@@ -1,4 +1,4 @@
-"""A certificate authority for tests, and its certificates."""
+"""A certificate authority (CA) for tests, which makes certificates and keys."""
 
 from __future__ import annotations
 
@@ -133,17 +133,17 @@ def _name(text: str) -> x509.Name:
 
 
 def as_options(files: TlsFiles) -> dict[str, Any]:
-    """Return the group options that name these certificate files."""
+    """Return the group options that contain the paths of the certificate files."""
     return {f"tls_{name}": path for name, path in files._asdict().items()}
 
 
 def as_variables(files: TlsFiles) -> dict[str, str]:
-    """Return the environment variables that name these certificate files."""
+    """Return the environment variables that contain the paths of the certificate files."""
     return {f"AIOCOLL_{name.upper()}": path for name, path in as_options(files).items()}
 
 
 def secret_of(files: TlsFiles) -> list[bytes]:
-    """Return all forms in which the private key could appear: the lines of its file, and the encoded number."""
+    """Return byte strings that would reveal the private key: the lines of its file, and the encoded number."""
     text = Path(files.key).read_bytes()
     key = serialization.load_pem_private_key(text, None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)

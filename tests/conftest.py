@@ -1,4 +1,4 @@
-"""Settings of all tests: the event loop, the marks by folder, and the check that a test leaves nothing behind.
+"""Settings of all tests: the event loop, the marks of each test folder, and the check for leaked resources.
 
 `AIOCOLL_TEST_LOOP` chooses the loop: ``asyncio`` (the default) or ``uvloop``.
 """
@@ -32,10 +32,11 @@ from .ranks import options
 
 _FDS = Path("/proc/self/fd")
 _HERE = Path(__file__).parent
-#: Folders and files whose tests start processes. `make test` runs these tests after the others.
+#: Folders whose tests start processes. `make test` runs these tests after the tests of other folders.
 _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
-#: The folders in `_PROCESSES` whose tests run in parallel; tests that measure time or check the machine run alone.
+#: The folders in `_PROCESSES` whose tests may run in parallel, except the files in `_ALONE`.
 _BESIDE = ("cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
+#: Files whose tests run one after the other, since they measure time or check the machine.
 _ALONE = (
     "cli/test_bench.py",
     "cli/test_tune.py",
@@ -45,30 +46,32 @@ _ALONE = (
 )
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py",
           "test_site.py", "test_tutorials.py")  # fmt: skip
-#: Marks that depend on the folder alone, so that `-m` leaves out whole files.
+#: Marks that a test gets only from its folder, so that pytest can skip whole files by `-m`.
 _BY_PLACE = {"processes", "beside"}
-#: The folder of tests ported from torch. They are marked slow, since other tests cover the same features.
+#: The folder of tests ported from torch. These tests are marked slow, since other tests cover the same features.
 _SECOND_LOOK = "reference"
-#: Tests of features above the transports: `make test` runs them over the first transport that a test names.
+#: Folders and files whose tests do not depend on the transport. Each test runs over its first transport in `make
+#: test`, and over its other transports as a slow test.
 _ABOVE = ("engine", "group", "gpu", "meeting", "test_threads.py", "test_work.py")
-#: Files of these folders that test a contract of all transports, so that `make test` runs them over each.
+#: Exceptions to `_ABOVE`: these files test a contract of all transports, so `make test` runs them over every transport.
 _CONTRACT = ("test_collectives.py", "test_point_to_point.py")
 
-# Background processes of a shell ignore SIGINT, and processes that tests start and interrupt would inherit this.
+# A shell lets its background processes ignore SIGINT. Processes that the tests interrupt would inherit this setting.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Use a path below which no file exists, so that no tuning file of this machine changes the tests.
 os.environ["XDG_CACHE_HOME"] = os.devnull
 
-# The first uvloop of a process opens a pipe that libuv never closes. It must not count as a leak of the first test.
+# The first uvloop of a process opens a pipe that libuv never closes. Open this pipe here, so that the leak check does
+# not blame the first test.
 with suppress(ImportError):
     import uvloop
 
     uvloop.new_event_loop().close()
 
-# In debug mode, asyncio records a traceback for every callback, future and task, with ten lines or more. That takes
-# longer than many tests. The first line is enough.
+# In debug mode, asyncio records a traceback of ten or more lines for every callback, future and task. Recording takes
+# longer than many tests. The first line of each traceback is enough.
 asyncio.constants.DEBUG_STACK_DEPTH = 1  # type: ignore[misc]
 traceback.extract_stack.__defaults__ = (None, 1)  # asyncio's C code holds this function, so its defaults are changed
 
@@ -111,7 +114,7 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files whose tests ``-m`` leaves out, since each process of pytest would take seconds to read all files."""
+    """Skip files whose tests ``-m`` deselects, since every pytest worker would take seconds to import all files."""
     expression = config.option.markexpr
     if collection_path.suffix != ".py" or re.search(r"\bor\b|\(", expression):
         return None
@@ -133,8 +136,8 @@ def _marks(path: Path) -> set[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set the transport parameter of marked tests, and add the marks for processes and slow tests."""
-    # Long files first: a long file at the end would leave all other workers idle.
+    """Sort the tests, set the transport of tests marked with `ranks`, and add the marks of each folder."""
+    # Start long files first: a long file at the end would leave all other pytest workers idle.
     items.sort(key=lambda item: item.path.name not in _PAGES)
     first: dict[tuple[Path, str], str] = {}
     for item in items:
@@ -159,19 +162,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_report_header() -> str:
-    """Return a line with the tested package."""
+    """Return the header line that shows the implementation and path of the tested package."""
     return f"aiocoll: {describe_implementation()}, {Path(aiocoll.__file__).parent}"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_older_objects() -> None:
-    """Exempt existing objects from garbage collection: the tests themselves are tens of thousands of objects."""
+    """Exempt existing objects from garbage collection, since pytest holds tens of thousands of test objects."""
     gc.collect()
     gc.freeze()
 
 
 def _open_files() -> dict[str, str]:
-    """Return the target of each file descriptor of this process; {} without /proc."""
+    """Return the target of each file descriptor of this process, or an empty dictionary without /proc."""
     found = {}
     if _FDS.exists():
         for fd in os.listdir(_FDS):
@@ -184,20 +187,23 @@ def _open_files() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _hide_processor(_nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the processor, so that tuning defaults are the same on every machine."""
+    """Hide the processor model from aiocoll, so that tuning defaults are the same on every machine."""
     replace_parts(monkeypatch, processors_file=os.devnull)
 
 
 @pytest.fixture(autouse=True)
 def _slow_tests_without_debug_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn off asyncio's debug mode in slow tests: it takes 12 % of the time, and covers the other tests."""
+    """Turn off asyncio's debug mode in slow tests, since the debug mode takes 12 % of their time."""
     if request.node.get_closest_marker("slow") is not None:
         monkeypatch.delenv("PYTHONASYNCIODEBUG", raising=False)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a thread or an open file; the check runs outside the loop and the patches of the test."""
+    """Fail a test that leaves a thread or an open file behind.
+
+    The check runs after the event loop of the test is closed and its patches are undone.
+    """
     # CUDA and NCCL keep some files open until the process ends.
     keeps = request.node.get_closest_marker("gpu") is not None
     threads, files = set(threading.enumerate()), None if keeps else _open_files()
@@ -220,16 +226,19 @@ def _leaks(threads: set[threading.Thread], files: Mapping[str, str] | None) -> l
 
 @pytest.fixture(autouse=True)
 def _no_task_left_behind(_nothing_left_behind: None, request: pytest.FixtureRequest) -> None:
-    """Fail a coroutine test that leaves a task; the check itself is in `_finished_tasks`, which needs a loop."""
+    """Request the fixture `_finished_tasks` for coroutine tests, since other tests have no event loop."""
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("_finished_tasks")
 
 
 @pytest.fixture
 async def _finished_tasks() -> AsyncIterator[None]:
-    """Check for unfinished tasks after the test; as the first fixture, it is torn down after all other fixtures."""
+    """Fail a coroutine test that leaves an unfinished task behind.
+
+    This fixture is the first one of the event loop, so pytest tears it down after all other fixtures.
+    """
     yield
-    # One loop iteration ends the tasks that the test cancelled or closed last.
+    # Tasks that the test cancelled at its end need one loop iteration to finish.
     await asyncio.sleep(0)
     left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert not left, f"the test left tasks running: {left}"

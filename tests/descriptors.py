@@ -1,4 +1,4 @@
-"""Limits of open files."""
+"""A limit on the open files of this process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def descriptor_limit(more: int) -> Iterator[None]:
-    """Limit this process to `more` further open files."""
+    """Let this process open at most `more` additional files inside the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = os.dup(0)
     os.close(limit)
     used = {int(name) for name in os.listdir("/proc/self/fd")}
-    # The limit is on descriptor numbers, and a new descriptor takes the lowest free number.
+    # RLIMIT_NOFILE limits descriptor numbers rather than their count. A new descriptor takes the lowest free number.
     while more:
         more -= limit not in used
         limit += 1

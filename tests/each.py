@@ -1,4 +1,4 @@
-"""Loops over many small cases in one test."""
+"""The decorator `each`, which loops over many small cases in one test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test], Test]:
     """Run a test once for each value in a loop; `pytest.mark.parametrize` makes a separate test of each value.
 
-    The set-up of thousands of short tests takes longer than the tests themselves. A note of the error names the case.
+    The set-up of thousands of short tests takes longer than the tests themselves. An error note names the failing case.
     """
     cases = list(values)
     fields = (names,) if isinstance(names, str) else names

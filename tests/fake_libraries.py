@@ -1,7 +1,7 @@
-"""Fake CuPy and torch modules with CUDA, and a fake array of JAX, which refuse the same calls as the real ones.
+"""Fake CuPy and torch modules with CUDA, and a fake JAX array, which refuse the same calls as the real ones.
 
-Put a module into `sys.modules`. Its work is done at once, or by `enqueue(stream, device, work)`. New memory is host
-memory, or comes from `allocate(nbytes, device)`.
+Put a module into `sys.modules`. Its device work is done at once, or by `enqueue(stream, device, work)`. New memory is
+host memory, or comes from `allocate(nbytes, device)`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Module:
         self._enqueue, self._allocate = enqueue, allocate
         self.current = 0
         self.streams: dict[int, int] = {}
-        #: (operation, device, stream) of all enqueued work.
+        #: All enqueued device work, as tuples (operation, device, stream).
         self.enqueued: list[tuple[str, int, int]] = []
 
     def new(self, shape: tuple[int, ...], dtype: Any, device: int) -> np.ndarray:
-        """Return new memory of a device, filled with the byte 77."""
+        """Return a new array in the memory of a device, filled with the byte 77."""
         kind = np.dtype(dtype)
         made = self._allocate(math.prod(shape) * kind.itemsize, device)
         made[:] = 77
@@ -65,7 +65,7 @@ class Module:
 
 
 class JaxArray:
-    """An array of JAX 0.10 on the CPU: read-only; dtypes of ml_dtypes have neither a buffer nor DLPack."""
+    """A fake JAX 0.10 array on the CPU: read-only, and without buffer and DLPack for dtypes of ml_dtypes."""
 
     def __init__(self, source: Any) -> None:
         self.host = np.array(source)
@@ -100,7 +100,7 @@ def _unreadable(*args: object, **kwargs: object) -> Any:
 
 
 class Cupy(Module):
-    """A fake CuPy 14."""
+    """A fake of the module `cupy`, version 14."""
 
     def __init__(self, enqueue: Enqueue = run_at_once, allocate: Allocate = host_memory) -> None:
         super().__init__(enqueue, allocate)
@@ -138,7 +138,7 @@ class Cupy(Module):
                 self._block.__exit__(*exc)
 
         class ndarray:
-            """An array whose elements are in `host`, which stands for memory of `device`."""
+            """A fake CuPy array: the NumPy array `host` stands for memory of the CUDA device `device`."""
 
             __module__ = "cupy"
 
@@ -186,7 +186,7 @@ class Cupy(Module):
 
 
 class Torch(Module):
-    """A fake torch 2."""
+    """A fake of the module `torch`, version 2."""
 
     strided, sparse_coo = "torch.strided", "torch.sparse_coo"
 
@@ -195,7 +195,7 @@ class Torch(Module):
         outer = self
 
         class Tensor:
-            """A tensor with elements in `host`, as memory of CUDA device `device`, with any dtype of torch."""
+            """A fake torch tensor: the NumPy array `host` stands for memory of the CUDA device `device`."""
 
             __module__ = "torch"
 

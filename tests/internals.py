@@ -1,4 +1,4 @@
-"""Access of tests to internals of aiocoll: limits and parts to change by plain names, private objects of groups."""
+"""Access to private limits, functions and objects of aiocoll, for tests."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ __all__ = [
     "wrap_parts",
 ]
 
-#: Limits (seconds, sizes and counts) that tests change, by a plain name, with all places that read them.
+#: Internal limits (seconds, sizes and counts) that tests change: for each short name, all module attributes to set.
 LIMITS = {
-    # links of a group, and the data kept for a peer
+    # links between ranks, and data kept for one peer
     "ready_window": ("aiocoll.engine.links.flow_control.ASK_WINDOW", "aiocoll.engine.links.channel.ASK_WINDOW"),
     "group_id_bits": ("aiocoll.engine.job.ids.GROUP_BITS",),
     "early_grants": ("aiocoll.engine.links.flow_control.EARLY_GRANTS",),
@@ -84,7 +84,7 @@ LIMITS = {
     "report_strays_after": ("aiocoll.engine.stray_posts.AFTER",),
     "unreachable_after": ("aiocoll.engine.failure.watchdog.UNREACHABLE_AFTER",),
     "watchdog_interval": ("aiocoll.engine.failure.watchdog.ROUND", "aiocoll.engine.failure.failure_detector.ROUND"),
-    # seconds for which packing, decoding and chunk queues may hold the event loop
+    # seconds for which one packing, decoding or chunk queue callback may block the event loop
     "loop_budget": (
         "aiocoll.engine.fusion.packer.BUDGET",
         "aiocoll.engine.operations.incremental.BUDGET",
@@ -126,15 +126,15 @@ LIMITS = {
     "tune_time_limit": ("aiocoll.cli.tune.ENOUGH",),
 }
 
-#: Private names, and names that another module imports, which tests watch, replace or let fail, by a plain name. Tests
-#: patch public methods at their class, and public functions at the module that defines them.
+#: Internal functions that tests observe, replace or make fail: for each short name, the attribute to patch. Public
+#: methods and functions are not listed: tests patch them at their class or module.
 PARTS = {
-    # facts about the machine and the system
+    # properties of the machine and the operating system
     "gpu_count": "aiocoll.testing.skips._gpus",
     "populate_memory": "aiocoll.transport.shm.region._populate",
     "processors_file": "aiocoll.tuning._PROCESSORS",
     "round_trip": "aiocoll.transport.stream.link_table.round_trip",
-    # data on links and in memory
+    # messages and frames on links, and the environment of a rank
     "send_control_message": "aiocoll.engine.control.star.send_message",
     "receive_memory_frame": "aiocoll.transport.memory.MemoryLink._arrive",
     "rank_environment": "aiocoll.testing.team._environment",
@@ -177,13 +177,13 @@ PARTS = {
 
 
 class Limits(Protocol):
-    """The fixture `limits`: change limits of `LIMITS` for one test."""
+    """The type of the fixture `limits`, which changes limits in `LIMITS` for one test."""
 
     def __call__(self, **values: float) -> None: ...
 
 
 def set_limits(patch: pytest.MonkeyPatch, **values: float) -> None:
-    """Change limits by their names in `LIMITS`."""
+    """Set internal limits, given by their names in `LIMITS`."""
     _check_names(values, LIMITS)
     for name, value in values.items():
         for place in LIMITS[name]:
@@ -191,49 +191,49 @@ def set_limits(patch: pytest.MonkeyPatch, **values: float) -> None:
 
 
 def replace_parts(patch: pytest.MonkeyPatch, **parts: Any) -> None:
-    """Replace parts by their names in `PARTS`."""
+    """Replace internal functions, given by their names in `PARTS`."""
     _check_names(parts, PARTS)
     for name, part in parts.items():
         patch.setattr(PARTS[name], part)
 
 
 def wrap_parts(patch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> None:
-    """Replace parts by functions that get the original part as their first argument."""
+    """Replace functions in `PARTS` by wrappers that get the original function as first argument."""
     _check_names(calls, PARTS)
     for name, call in calls.items():
         replace_parts(patch, **{name: _wrap(resolve_name(PARTS[name]), call)})
 
 
 def observe_calls(patch: pytest.MonkeyPatch, **spies: Callable[..., object]) -> None:
-    """Call functions with the arguments of each call of a part, before the call itself; they may raise."""
+    """Let each function in `PARTS` first call a spy with the same arguments; the spy may raise."""
     wrap_parts(patch, **{name: _call_before(spy) for name, spy in spies.items()})
 
 
 def make_calls_fail(patch: pytest.MonkeyPatch, error: BaseException, *parts: str) -> None:
-    """Let calls of parts raise `error`."""
+    """Make functions in `PARTS` raise `error` whenever they are called."""
     replace_parts(patch, **dict.fromkeys(parts, _raising(error)))
 
 
 def wrap_methods(patch: pytest.MonkeyPatch, owner: type, **calls: Callable[..., Any]) -> None:
-    """Replace methods of a class by functions that get the original method as their first argument."""
+    """Replace methods of a class by wrappers that get the original method as first argument."""
     for name, call in calls.items():
         patch.setattr(owner, name, _wrap(getattr(owner, name), call))
 
 
 def observe_methods(patch: pytest.MonkeyPatch, owner: type, **spies: Callable[..., object]) -> None:
-    """Call functions with the arguments of each call of a method, before the call itself; they may raise."""
+    """Let each method first call a spy with the same arguments; the spy may raise."""
     wrap_methods(patch, owner, **{name: _call_before(spy) for name, spy in spies.items()})
 
 
 def make_methods_fail(patch: pytest.MonkeyPatch, error: BaseException, owner: type, *names: str) -> None:
-    """Let calls of methods raise `error`."""
+    """Make methods of a class raise `error` whenever they are called."""
     for name in names:
         patch.setattr(owner, name, _raising(error))
 
 
 @contextmanager
 def replace_call(module: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace a function in one module that calls it, and nowhere else.
+    """Replace a function for the calls of one module; other modules still call the original function.
 
     Args:
         module: name of the calling module.
@@ -252,7 +252,7 @@ def replace_call(module: str, name: str, make: Callable[[Callable[..., Any]], Ca
 
 
 class _ModuleWithReplacement:
-    """A module or class with another function under one name."""
+    """A stand-in for a module or class in which one function is replaced."""
 
     def __init__(self, holder: Any, function: str, instead: Callable[..., Any]) -> None:
         self._holder = holder
@@ -291,13 +291,13 @@ def _check_names(given: Mapping[str, object], known: Mapping[str, object]) -> No
 
 
 def comm_of(holder: Any) -> Communicator:
-    """Return the communicator of a group, or of a part of a group."""
+    """Return the communicator of a group, or of an internal object that a group owns."""
     comm: Communicator = parts_of(holder).comm if isinstance(holder, ProcessGroup) else holder._comm
     return comm
 
 
 def use_same_slots(pg: ProcessGroup) -> None:
-    """Let operations of two groups use the same slots, by their sequence numbers alone."""
+    """Choose slots of a group by the sequence number alone, so that two groups use the same slots."""
     comm = comm_of(pg)
     comm.slots._shift = 0
     if comm.in_flight.native is not None:
@@ -305,18 +305,18 @@ def use_same_slots(pg: ProcessGroup) -> None:
 
 
 def native_calls_of(pg: ProcessGroup) -> Any:
-    """Return the accelerator's table of a group's calls; None without the accelerator."""
+    """Return the table of a group's calls in the C accelerator, or None without the accelerator."""
     return comm_of(pg).in_flight.native
 
 
 def is_native(work: Any) -> bool:
-    """Return whether the accelerator carries out the call of a work, or has carried out the whole call."""
+    """Return whether the C accelerator alone carries out, or has carried out, the call of a work."""
     kinds = {type(each).__name__ for each in gc.get_referents(work)}
     return "Calls" in kinds and "Completion" not in kinds
 
 
 def disable_accelerator(pg: ProcessGroup) -> None:
-    """Let Python carry out all calls of a group; call this before the first call."""
+    """Disable the C accelerator for a group that has made no call yet."""
     comm, dispatcher = comm_of(pg), dispatcher_of(pg)
     if (native := comm.in_flight.native) is None:
         return
@@ -328,36 +328,36 @@ def disable_accelerator(pg: ProcessGroup) -> None:
 
 
 def plan_without_accelerator(pg: ProcessGroup) -> None:
-    """Plan the calls of a group as if some rank had no accelerator, which excludes most large calls."""
+    """Plan the calls of a group as if some rank had no C accelerator, so that most large calls run in Python."""
     comm = comm_of(pg)
-    # New cards, since ranks of one process share the original ones.
+    # Copy the ranks' cards, since all ranks of one process share the same card objects.
     comm.endpoint.cards = {rank: {**card, "native": False} for rank, card in comm.endpoint.cards.items()}
 
 
 def clear_stall_reports(pg: ProcessGroup) -> None:
-    """Clear the reports of stalled operations that a rank keeps: some remain after each pause of a rank."""
+    """Delete the stall reports that a rank keeps, since some remain after each pause of a rank."""
     stalls = comm_of(pg).stalls
     for table in (stalls._reports, stalls._findings, stalls._asked, stalls.asked_early):
         table.clear()
 
 
 def dispatcher_of(pg: ProcessGroup) -> Dispatcher:
-    """Return the dispatcher of a group, through which all calls go."""
+    """Return the dispatcher of a group, which starts all calls of the group."""
     return parts_of(pg).dispatcher
 
 
 def group_of(part: Any) -> Any:
-    """Return the group of a part."""
+    """Return the group that owns an internal object."""
     return part._group
 
 
 def callbacks_of(work: Any) -> Any:
-    """Return the callbacks for the end of a work; None, or a placeholder for a waiting thread."""
+    """Return the completion callbacks of a work: None, a list, or a placeholder for a waiting thread."""
     return completion_of(work).callbacks
 
 
 def channels_of(pg: ProcessGroup) -> dict[int, Any]:
-    """Return the channels of a rank, by peer."""
+    """Return the channels (message queues) of a rank, by peer rank."""
     return comm_of(pg).endpoint.channels._channels
 
 
@@ -372,42 +372,42 @@ def links_of(pg: ProcessGroup) -> list[Any]:
 
 
 def matched_units(pg: ProcessGroup) -> Any:
-    """Return the units of device messages that have not started."""
+    """Return the matched units of device messages that have not started."""
     return matching_of(pg)._units
 
 
 def matching_of(pg: ProcessGroup) -> Any:
-    """Return the matcher of device messages."""
+    """Return the object of a group that matches sends and receives of device arrays."""
     return dispatcher_of(pg).device_calls.state.messages._matching  # type: ignore[union-attr]
 
 
 def nccl_end(pg: ProcessGroup) -> Any:
-    """Return a rank's end of an NCCL communicator."""
+    """Return the NCCL communicator handle of a rank."""
     return dispatcher_of(pg).device_calls.state.communicator._tools.end  # type: ignore[union-attr]
 
 
 def plans_of(pg: ProcessGroup) -> Any:
-    """Return the kept plans of a group."""
+    """Return the plans in the call cache of a group."""
     return dispatcher_of(pg).plans.known.values()
 
 
 def socket_of(link: Any) -> Any:
-    """Return the socket of a link."""
+    """Return the socket of a stream link."""
     return link._stream.sock
 
 
 def ungranted_bytes(channel: Any) -> int:
-    """Return the number of bytes sent eagerly over a channel, before the receiver has granted them."""
+    """Return the number of eager bytes sent over a channel that the receiver has not granted yet."""
     return channel._unasked
 
 
 def unmade_groups(pg: ProcessGroup) -> Any:
-    """Return the messages received for groups that are not made yet, by group id."""
+    """Return the messages for groups that this rank has not created yet, by group id."""
     return comm_of(pg).endpoint.registry.early._unmade
 
 
 def waiter_of(device: Any, stream: int) -> Any:
-    """Return the waiter for the calls on a device stream."""
+    """Return the object that waits for the device calls on one CUDA stream."""
     return device._waiters[stream]
 
 
@@ -417,10 +417,10 @@ def waiting_bytes(channel: Any) -> int:
 
 
 def pending_waits(store: Any) -> Any:
-    """Return the pending waits of an in-process store, by their numbers."""
+    """Return the pending waits for keys of an in-process store, by wait number."""
     return store._waits
 
 
 def set_nccl_only(pg: ProcessGroup, on: bool) -> None:
-    """Let a group use NCCL for all CUDA arrays or fail, as backend="nccl" does."""
+    """Set whether a group must use NCCL for CUDA arrays, as with backend="nccl"."""
     dispatcher_of(pg)._backends = {"cpu": "aio", "cuda": "nccl" if on else "aio"}

@@ -12,7 +12,7 @@ _PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 
 
 def _rows(page: str) -> list[tuple[int, list[list[str]]]]:
-    """Return number and modules of each layer, lowest first, with separate lists for base, core and edge."""
+    """Return (number, modules) of each layer, lowest first; the modules are split into base, core and edge."""
     rows = re.findall(r"^\| (\d+) \| (.*?) ?\| (.*?) ?\| (.*?) ?\|", page, re.MULTILINE)
     return [
         (int(number), [[module(name.strip("`")) for name in cell.split()] for cell in cells])
@@ -21,7 +21,7 @@ def _rows(page: str) -> list[tuple[int, list[list[str]]]]:
 
 
 def layers(page: str) -> list[set[str]]:
-    """Return the layers of the table in `page`, lowest first; refuse a table that names a module twice."""
+    """Return the module names of each layer in the page's table, lowest layer first; no module may occur twice."""
     numbers, named = zip(*((number, [*itertools.chain(*cells)]) for number, cells in _rows(page)), strict=True)
     assert [*numbers] == list(range(len(numbers))), "layers are not numbered from the lowest one"
     assert len(set().union(*named)) == sum(map(len, named)), "a module is in two layers"
@@ -29,18 +29,18 @@ def layers(page: str) -> list[set[str]]:
 
 
 def houses(page: str) -> dict[str, set[str]]:
-    """Return the modules of base, core and edge by the table in `page`."""
+    """Return the module names in each of the table's columns base, core and edge."""
     parts = zip(*(cells for _, cells in _rows(page)), strict=True)
     return {name: set(itertools.chain(*part)) for name, part in zip(("base", "core", "edge"), parts, strict=True)}
 
 
 def module(path: str) -> str:
-    """Return the name in `LAYERS` of a file or folder at the top of the package."""
+    """Return the name by which `LAYERS` lists a top-level file or folder of the package."""
     return "aiocoll" if path == "__init__.py" else path.removesuffix(".py").removesuffix("/")
 
 
 #: The layers, lowest first: a module may import modules of lower layers, and of its own folder. A folder stands for all
 #: its modules, `aiocoll` for the public names.
 LAYERS = layers(_PAGE.read_text())
-#: The modules of base, core and edge.
+#: The module names in each of the columns base, core and edge.
 HOUSES = houses(_PAGE.read_text())

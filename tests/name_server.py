@@ -1,4 +1,4 @@
-"""A name server for tests, in place of the one of this host."""
+"""A simulated name server, which replaces the DNS lookups of the test process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NameServer:
         self._unknown = unknown
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Answer all lookups of this process."""
+        """Replace `socket.getaddrinfo`, so that this object answers all name lookups of this process."""
         patch.setattr(socket, "getaddrinfo", self._getaddrinfo)
 
     def _getaddrinfo(self, host: Any, port: Any, *_: Any, **__: Any) -> list[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Arrays that combine NaNs of all kinds, and the check of the reduced arrays."""
+"""Input arrays with many kinds of NaNs, and the check of NaNs in reduced arrays."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["COUNTS", "cases", "inputs", "is_right", "reduce_op"]
 DTYPES = ("float32", "float64", "complex64", "complex128", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
           "float8_e4m3fnuz", "float8_e5m2fnuz")  # fmt: skip
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
-#: Numbers of elements: one, less than a vector, more than a vector, and many vectors.
+#: Array lengths: one element, less than one SIMD vector, more than one SIMD vector, and many SIMD vectors.
 COUNTS = (1, 2, 3, 5, 16, 17, 33, 131, 1000)
 
-#: By dtype, the bits of numbers that produce NaNs, and of NaNs of both signs with payloads.
+#: For each dtype, bit patterns of NaNs with both signs and several payloads, and of numbers that can produce NaNs.
 _BITS = {
     np.dtype("float32"): (0x7FC00000, 0xFFC00000, 0x7FC00001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x3F800000, 0),
     np.dtype("float64"): (
@@ -44,13 +44,13 @@ def _values(dtype: np.dtype[Any], rng: np.random.Generator, count: int) -> NDArr
 
 
 def inputs(dtype: str, count: int, size: int, seed: int = 0) -> list[NDArray[Any]]:
-    """Return the input array of each rank, equal in every process."""
+    """Return one input array per rank; every process computes the same arrays."""
     rng = np.random.default_rng([seed, count, size, *dtype.encode()])
     return [_values(numpy_dtype(dtype), rng, count) for _ in range(size)]
 
 
 def is_right(op: str, arrays: list[NDArray[Any]], result: NDArray[Any]) -> bool:
-    """Return whether NaNs are exactly where an input has a NaN, or infinities of both signs meet.
+    """Return whether `result` has NaNs exactly where an input is NaN or opposite infinities are added.
 
     It checks only operations and dtypes that produce no other NaNs.
     """

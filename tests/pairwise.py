@@ -1,4 +1,4 @@
-"""A pairwise cover: any two values of different dimensions share a case, with far fewer cases than the product."""
+"""Pairwise test cases: few cases that together contain every pair of values of two different parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Pair = frozenset[tuple[str, Hashable]]
 
 
 def cover(space: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool]) -> Iterator[Case]:
-    """Yield cases that cover every valid pair of values.
+    """Yield cases that together contain every valid pair of values of two dimensions.
 
     Args:
         space: the values of each dimension.
@@ -32,7 +32,7 @@ def cover(space: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool]) -> 
 def _extend(
     case: Case, space: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool], open_pairs: Mapping[Pair, None]
 ) -> Case:
-    """Complete `case`: for each dimension in turn, add the value that covers the most pairs."""
+    """Complete `case`: for each missing dimension, add the value that covers the most open pairs."""
     for name, values in space.items():
         if name in case:
             continue

@@ -1,4 +1,4 @@
-"""Free ports that the kernel does not assign to other sockets."""
+"""Free ports outside of the range from which the kernel assigns ports itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 from contextlib import ExitStack
 
-#: Below the range that kernels assign (from 32768 on Linux, from 49152 elsewhere), so that a free port stays free.
+#: The kernel assigns ports from 32768 (Linux) or 49152 (elsewhere), so a free port below stays free.
 _FIRST, _LAST = 15_000, 30_000
 
 
@@ -17,7 +17,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> int:
-    """Return the first of `count` ports in a row on which nothing listens at `host`."""
+    """Return the first of `count` consecutive ports on which nothing listens at `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         # Start at a random port, since tests that run at the same time must not choose the same ports.

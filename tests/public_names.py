@@ -1,4 +1,4 @@
-"""The public names with parameters and defaults, one per line: `python -m tests.public_names` records them.
+"""The list of all public names with parameters and defaults; `python -m tests.public_names` records the list.
 
 `tests/test_public_names.py` compares them with `public_names.txt`. The lines of a class have its constructor, methods
 and attributes, also inherited from other classes of aiocoll, and the names under ``Attributes:`` in its docstring. They
@@ -27,22 +27,21 @@ MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors
            "aiocoll.metrics.opentelemetry", "aiocoll.metrics.prometheus", "aiocoll.options", "aiocoll.plugins",
            "aiocoll.store", "aiocoll.testing", "aiocoll.testing.contracts", "aiocoll.typing")  # fmt: skip
 
-#: Classes whose instances programs get from calls, so that their constructors are not public. They are found by name,
-#: in any module.
+#: Classes with a private constructor: programs get instances from calls. These names are looked up in all modules.
 HANDED_OUT = ("CallPlan", "CartesianGroup", "Estimate", "FlightRecorder", "GroupStats", "OperationStats", "PeerStats",
               "PlannedCall", "Predicted", "ProcessGroup", "Work")  # fmt: skip
 
-#: The methods behind operators and statements that may be public.
+#: The special methods (operators, statements) that count as public names if a class defines them.
 OPERATORS = {"__add__", "__aenter__", "__aexit__", "__aiter__", "__await__", "__bool__", "__call__", "__contains__",
              "__enter__", "__eq__", "__exit__", "__getitem__", "__hash__", "__iter__", "__len__", "__or__"}  # fmt: skip
 
 
-#: Modules not to import: a program, and modules that need CuPy, Ray, Dask or torch.
+#: Modules that this module does not import: a program, and modules that need CuPy, Ray, Dask or torch.
 _LEFT = ("aiocoll.__main__", "aiocoll.gpu.cupy_api", "aiocoll.integrations.", "aiocoll.torch")
 
 
 def public_names() -> list[str]:
-    """Return a line for each public name, sorted."""
+    """Return sorted lines, each with a public name and its parameters."""
     lines = {line for name in MODULES for line in _of_module(importlib.import_module(name))}
     everywhere = _classes()
     for name in HANDED_OUT:
@@ -66,7 +65,7 @@ def _of_module(module: ModuleType) -> Iterator[str]:
 
 
 def _home(found: type) -> str | None:
-    """Return the name under which a class is recorded: its name in the first module that exports it."""
+    """Return the full name of a class in the first public module that exports the class, or None."""
     for module in map(importlib.import_module, MODULES):
         for name in module.__all__:
             if getattr(module, name) is found:
@@ -88,7 +87,7 @@ def _documented(cls: type) -> list[str]:
 
 
 def _parameters(found: Any, *, method: bool = False) -> str:
-    """Return the parameters of a callable, without annotations and `self`; an empty string for other objects."""
+    """Return the signature of a callable without annotations and `self`, or "" for other objects."""
     if isinstance(found, classmethod | staticmethod):
         method = method and isinstance(found, classmethod)
         found = found.__func__
@@ -102,7 +101,7 @@ def _parameters(found: Any, *, method: bool = False) -> str:
 
 
 def _has_constructor(cls: type) -> bool:
-    """Return whether a class defines its constructor in the package; constructors of the standard library vary."""
+    """Return whether a class of aiocoll defines its constructor, since inherited ones vary with the Python version."""
     return not issubclass(cls, Enum) and any(
         {"__init__", "__new__"} & vars(base).keys() for base in cls.__mro__ if _is_of_package(base)
     )
@@ -120,7 +119,7 @@ def _is_of_package(cls: type) -> bool:
 
 
 def _classes() -> dict[str, type]:
-    """Return the classes of the package by name."""
+    """Return all classes that modules of aiocoll define, by name."""
     found = {}
     for info in pkgutil.walk_packages(aiocoll.__path__, "aiocoll."):
         if not info.name.startswith(_LEFT):

@@ -1,4 +1,4 @@
-"""Groups of ranks that are tasks of the test's loop, over a transport that the test names."""
+"""Groups for tests: all ranks are tasks of one event loop, over the transport that the test chooses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiocoll.transport.memory import Hub
 
 from .internals import comm_of
 
-#: Transports for `run_ranks`. Within one loop, "auto" means memory.
+#: Transports for `run_ranks`. "memory" stands for the option "auto", which uses memory within one event loop.
 TRANSPORTS = ("memory", "unix", "tcp", "shm")
 #: One transport of each kind (object queue, byte stream, shared memory), for tests of higher layers.
 LINKS = ("memory", "unix", "shm")
@@ -24,12 +24,12 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def options(transport: str) -> GroupOptions:
-    """Return the options of a group over `transport`."""
+    """Return group options that select `transport`."""
     return GroupOptions(transport="auto" if transport == "memory" else transport)  # type: ignore[arg-type]
 
 
 def parametrize_transports(*transports: Any) -> Callable[[Test], Test]:
-    """Run a test marked with `ranks` over each of these transports, which may be a `pytest.param` with marks."""
+    """Run a test marked with `ranks` once over each transport; a transport may be a `pytest.param`."""
 
     def decorate(test: Test) -> Test:
         parametrized = pytest.mark.parametrize("transport", transports, indirect=True)(test)
@@ -53,7 +53,7 @@ async def run_ranks(
 
 
 async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
-    """Check that all data arrives at the right ranks of a group; return its global ranks."""
+    """Check the results of several calls in a group; return the global ranks of the group."""
     rank, size = pg.rank(), pg.size()
     for count in (1, 100_000):
         tensor = np.full(count, 2.0**rank)
@@ -71,7 +71,7 @@ async def check_group(pg: ProcessGroup) -> tuple[int, ...]:
 
 
 def run_in_fork(call: Callable[[], object]) -> str:
-    """Make a call in a forked child; return the text of its error, or an empty string."""
+    """Call a function in a forked child process; return its error text, or "" if the call succeeds."""
     out, into = os.pipe()
     child = os.fork()
     if child == 0:
@@ -89,21 +89,21 @@ def run_in_fork(call: Callable[[], object]) -> str:
 
 
 async def wait_until(condition: Callable[[], object]) -> None:
-    """Run the loop until `condition` holds, where no event reports it."""
+    """Poll `condition` in every loop iteration until it is true, for at most 20 s."""
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
 def hub_of(pg: ProcessGroup) -> Hub:
-    """Return the in-process network of a group."""
+    """Return the hub that connects the ranks of a group over the transport "memory"."""
     return comm_of(pg).endpoint.context.transport._hub  # type: ignore[attr-defined]
 
 
 async def run_in_two_groups(
     body: Callable[[ProcessGroup, ProcessGroup], Awaitable[Any]], transport: str = "memory"
 ) -> list[Any]:
-    """Run `body(one, two)` on each of two ranks, which share two groups; return the results in rank order."""
+    """Run `body(one, two)` on two ranks that are both in the groups `one` and `two`; return the results by rank."""
     store = HashStore()
 
     async def rank(number: int) -> Any:

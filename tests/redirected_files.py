@@ -1,4 +1,4 @@
-"""Other files in place of files of the system, such as those below /proc."""
+"""Replacement of system files, such as files below /proc, by files of a test."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 
 def redirect_files(patch: pytest.MonkeyPatch, places: Mapping[str, Path]) -> None:
-    """Open other files and directories in place of some; the other one need not exist.
+    """Redirect `open` from some files and directories to others, which need not exist.
 
     Args:
         patch: ends the redirection.
-        places: the path to open, by the path of a file or directory.
+        places: for each file or directory to redirect, the path to open instead.
     """
     original = io.open
 

@@ -1,4 +1,4 @@
-"""A Redis server for tests, which can be stopped, started again, and lose its data."""
+"""A Redis server for tests, with methods to kill, freeze, restart and query the server."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from aiocoll.credentials import TlsFiles
 from .certificates import Authority
 from .ports import free_ports
 
-#: Seconds within which a server must answer.
+#: Seconds within which a Redis server must reply.
 LIMIT = 20
 
 
 class RedisServer:
-    """A process of redis-server on free ports of the loopback; call `start`.
+    """A redis-server process on free loopback ports, which `start` starts.
 
     Args:
         folder: the directory for its data, which it writes only at a `save`.
@@ -70,27 +70,27 @@ class RedisServer:
         raise AssertionError("".join(lines))
 
     def kill(self) -> None:
-        """Kill the server; it loses all data that it has not saved."""
+        """Kill the server process, which then loses all data that is not saved to a file."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(LIMIT)
 
     def freeze(self) -> None:
-        """Stop the process, so that it keeps its connections open and does not answer."""
+        """Suspend the server process, so that its connections stay open and it sends no replies."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let the process continue."""
+        """Resume the suspended server process."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def execute(self, *command: str) -> str:
-        """Send a Redis command on a separate connection; return the answer, or the items of a list joined by spaces."""
+        """Send a Redis command on a new connection; return the reply, with the items of a list joined by spaces."""
         return self.send(request(*command))
 
     def send(self, encoded: bytes) -> str:
-        """Send an encoded command on a separate connection; return the answer."""
+        """Send an encoded Redis command on a new connection; return the reply."""
         with (
             socket.create_connection(("127.0.0.1", self.port), LIMIT) as connection,
             connection.makefile("rwb") as file,
@@ -100,15 +100,15 @@ class RedisServer:
             return _answer(file)
 
     def clients(self) -> int:
-        """Return the number of connections, except the connection of this request."""
+        """Return the number of client connections of the server, without the connection of this query."""
         return self.execute("CLIENT", "LIST").count(" fd=") - 1
 
     def requests(self) -> int:
-        """Return the number of scripts that the server has carried out."""
+        """Return the number of Lua scripts (EVAL) that the server has run."""
         return int(self.execute("INFO", "commandstats").partition("cmdstat_eval:calls=")[2].partition(",")[0])
 
     def listeners(self, job: str = "") -> int:
-        """Return the number of connections that are notified of changes."""
+        """Return the number of connections that subscribe to the changes of a job's store."""
         return int(self.execute("PUBSUB", "NUMSUB", f"aiocoll:{job}").split()[1])
 
 
@@ -138,7 +138,7 @@ def need_redis() -> None:
 
 @contextmanager
 def redis_server(folder: Path, files: TlsFiles | None = None, *options: str, **how: Any) -> Iterator[RedisServer]:
-    """Run a server during the block, or skip the test."""
+    """Run a Redis server during the block, or skip the test if Redis is not installed."""
     need_redis()
     server = RedisServer(folder, files, *options, **how)
     server.start()
@@ -150,7 +150,7 @@ def redis_server(folder: Path, files: TlsFiles | None = None, *options: str, **h
 
 @pytest.fixture(scope="session")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Yield a Redis server that all tests share which do not change its configuration."""
+    """Yield the shared Redis server, for tests that do not change its configuration."""
     folder = tmp_path_factory.mktemp("redis")
     files = Authority(folder).make("DNS:localhost")
     with redis_server(folder, files) as server:

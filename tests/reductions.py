@@ -24,14 +24,14 @@ DTYPES = (
     *HALVES,
     *NARROW,
 )
-#: Dtypes except integers of fewer than 8 bits, for which torch has no arrays.
+#: All dtypes except integers of fewer than 8 bits, which torch arrays cannot hold.
 WIDE = tuple(name for name in DTYPES if name not in NARROW)
 LOGICAL = ("LAND", "LOR", "LXOR")
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", *LOGICAL, "PREMUL_SUM", "larger", "affine")
 
 
 def allowed(op: str, dtype: str) -> bool:
-    """Return whether the contract defines `op` on `dtype`."""
+    """Return whether reductions with `op` must support arrays of `dtype`."""
     if op == "affine":
         return dtype in ("uint16", "int32", "int64", "uint32", "uint64")  # packed values need 16 unsigned bits
     if dtype == "bool":
@@ -44,17 +44,17 @@ def allowed(op: str, dtype: str) -> bool:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype called `name`, of NumPy or ml_dtypes."""
+    """Return the NumPy or ml_dtypes dtype with the given name."""
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
 def larger(a: Array, b: Array, out: Array) -> None:
-    """Write the larger elements to `out`; the op is commutative."""
+    """Write the element-wise maximum to `out`: a commutative custom op."""
     np.maximum(a, b, out=out)
 
 
 def affine(a: Array, b: Array, out: Array) -> None:
-    """Compose x -> m x + c modulo 251, packed as m * 256 + c: associative, but not commutative."""
+    """Compose functions x -> m x + c modulo 251, packed as m * 256 + c: an associative, non-commutative custom op."""
     m1, c1, m2, c2 = a // 256, a % 256, b // 256, b % 256
     out[:] = m1 * m2 % 251 * 256 + (c1 * m2 + c2) % 251
 
@@ -66,19 +66,19 @@ _CUSTOM = {
 
 
 def reduce_op(name: str, rank: int) -> ReduceOp:
-    """Return the op called `name` for the call of `rank`."""
+    """Return the op with the given name; the factor of PREMUL_SUM depends on `rank`."""
     if name == "PREMUL_SUM":
         return ReduceOp.PREMUL_SUM(factor(rank))
     return _CUSTOM[name] if name in _CUSTOM else getattr(ReduceOp, name)
 
 
 def factor(rank: int) -> float:
-    """Return the factor of a rank for PREMUL_SUM, by which multiplication is exact."""
+    """Return the PREMUL_SUM factor of a rank: a power of two, so that products are exact."""
     return 0.5 if rank % 2 else 2.0
 
 
 def data(dtype: str, op: str, rank: int, start: int, count: int) -> Array:
-    """Return elements `start` to `start + count` of a rank's data.
+    """Return elements `start` to `start + count` of a rank's test data.
 
     Results are exact in any order of reduction. On the narrow floats they are rounded, but still unique.
     """
@@ -104,7 +104,7 @@ def data(dtype: str, op: str, rank: int, start: int, count: int) -> Array:
 
 
 def reduced(op: str, dtype: str, inputs: list[Array], world_size: int, first_rank: int = 0) -> Array:
-    """Reduce the data of several ranks, in rank order."""
+    """Return the expected reduction of the arrays of several ranks, in rank order."""
     if op == "PREMUL_SUM":
         inputs = [x * x.dtype.type(factor(first_rank + rank)) for rank, x in enumerate(inputs)]
     if op == "affine":
@@ -139,7 +139,7 @@ def reduced(op: str, dtype: str, inputs: list[Array], world_size: int, first_ran
 
 
 def equal(a: Array, b: Array) -> bool:
-    """Return whether dtype, length and all values are equal; zeros of both signs count as equal."""
+    """Return whether two arrays have equal dtype, length and values; 0.0 and -0.0 count as equal."""
     if a.dtype != b.dtype:
         return False
     narrow = a.dtype.name in HALVES + NARROW

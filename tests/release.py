@@ -1,4 +1,4 @@
-"""The checks of `make release-check` with one Python version: each installable archive of dist/ works.
+"""The check of `make release-check` for one Python version: each archive in dist/ can be installed and used.
 
 It needs only the standard library, and never imports the tree around it.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-#: The modules that programs import, and the plugin that pytest loads.
+#: The public modules that programs import, and the module that pytest loads as a plugin.
 MODULES = (
     *(
         "aiocoll",
@@ -42,7 +42,7 @@ LIMIT = 600
 
 
 def installable(folder: Path) -> Iterator[Path]:
-    """Yield the archives in a folder that this Python version can install: source, pure wheel, native wheel."""
+    """Yield the archives in a folder that this Python can install: source archive, pure wheel, native wheel."""
     machine = f"_{platform.machine()}.whl"
     for path in sorted(folder.iterdir()):
         is_native = "-abi3-" in path.name and path.name.endswith(machine)
@@ -51,13 +51,13 @@ def installable(folder: Path) -> Iterator[Path]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return environment variables that do not refer to the source tree."""
+    """Return the environment variables for the new virtual environment, without settings of the source tree."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AIOCOLL", "VIRTUAL"))}
     return kept | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
 
 
 def first_program() -> tuple[str, list[str]]:
-    """Return the first program of the README, and the output of its two ranks."""
+    """Return the first program of the README, and the sorted output lines that the README shows."""
     text = (ROOT / "README.md").read_text()
     found = re.search(r"^```python\n(.*?)^```$.*?^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert found is not None
@@ -65,7 +65,7 @@ def first_program() -> tuple[str, list[str]]:
 
 
 def check(archive: Path) -> None:
-    """Install an archive into a new environment, and use it."""
+    """Install an archive into a new virtual environment; import, run and test the installed package."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         venv.create(folder / "env", with_pip=True)

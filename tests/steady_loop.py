@@ -1,4 +1,4 @@
-"""An event loop whose clock stops while other processes use the processor, for tests with time limits."""
+"""An event loop for tests with time limits, whose clock stops while other processes use the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """A selector that adds up the seconds of its waits, without the time by which a wait was too long."""
+    """A selector that sums up the seconds of its waits, each counted up to the requested timeout."""
 
     waited = 0.0
 
@@ -25,7 +25,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class SteadyLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time is the sum of its waits and its CPU time."""
+    """An event loop whose clock shows its CPU time plus the time that it waited for events."""
 
     def __init__(self) -> None:
         self._waits = _Selector()
@@ -36,6 +36,6 @@ class SteadyLoop(asyncio.SelectorEventLoop):
 
 
 def run_steadily(coro: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a `SteadyLoop`, as `asyncio.run`."""
+    """Run a coroutine on a `SteadyLoop`, as `asyncio.run` does on the default loop."""
     with asyncio.Runner(loop_factory=SteadyLoop) as runner:
         return runner.run(coro)

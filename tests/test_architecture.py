@@ -1,4 +1,4 @@
-"""The architecture page: its drawing shows the functions of a call, and its tables and lists are complete."""
+"""The contributors' pages agree with the code: the call drawing, the tables, and all names and paths."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from .test_house import MODULES, imports
 PACKAGE = generate.ROOT / "aiocoll"
 FAKES = generate.ROOT / "tests" / "fakes"
 PAGE = (generate.DOCS / "architecture.md").read_text()
-#: The text block of the page that begins with a call, which is the drawing.
+#: The drawing on docs/architecture.md: the text block that shows the functions of `pg.allreduce(x)`.
 DRAWING = next(block for block in re.findall(r"^```text\n(.*?)^```$", PAGE, re.S | re.M) if "pg.allreduce(x)" in block)
 
 
 def drawn_calls() -> list[str]:
-    """Return the lines of the drawing that name a function, indented by two spaces for each caller."""
+    """Return the functions that the drawing names, each indented by two spaces per calling function."""
     return [found[1][2:] for found in re.finditer(r"^(  +[a-z_.]+: [\w.]+)", DRAWING, re.M)]
 
 
 class Tree(NamedTuple):
-    """The calls below one call of a function of the package."""
+    """The call tree below one call from outside of the package: text lines, and the objects that were called."""
 
     lines: list[str]
     objects: list[Any]
 
 
 class Profiler:
-    """A profiler that records the calls of functions of the package, with their callers, in one thread.
+    """A profile function (`sys.setprofile`) that records calls of aiocoll's functions as call trees.
 
     Attributes:
-        trees: a tree for each call from outside the package, in order.
+        trees: one tree for each call from outside of the package, in order.
     """
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class Profiler:
             self._open.pop()
 
     def lines_of(self, work: Work[Any]) -> list[str]:
-        """Return the lines of the call trees that involve a work or its completion."""
+        """Return the lines of all call trees that involve the given work or its completion."""
         mine = {id(work), id(completion_of(work))}
         return [line for tree in self.trees if mine & set(map(id, tree.objects)) for line in tree.lines]
 
 
 async def test_architecture_drawing_shows_the_functions_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record an allreduce of rank 0 over TCP on loopback, which equals an earlier one and waits for rank 1."""
+    """Record a repeated allreduce on rank 0, over TCP, that waits for rank 1."""
     asyncio.get_running_loop().set_debug(False)  # debug mode watches works that are not awaited
     replace_parts(monkeypatch, is_watching=False)
     waits, ended = asyncio.Event(), asyncio.Event()
@@ -98,7 +98,7 @@ async def test_architecture_drawing_shows_the_functions_of_a_call(monkeypatch: p
             await pg.send(message, 0)
             return []
         await pg.recv(message, 1)  # the link has been read, so the next frame is the first one
-        # Keep an operation in flight, so that the timer for all operations runs and the next call does not start it.
+        # Keep an operation in flight: the operation timer then runs already, so the recorded call does not start it.
         in_flight = pg.recv(message, 1)
         gc.disable()
         sys.setprofile(profiler)
@@ -116,11 +116,11 @@ async def test_architecture_drawing_shows_the_functions_of_a_call(monkeypatch: p
 
     profiler = Profiler()
     done, _ = await run_ranks(2, body, transport="tcp")
-    # Lines about works may be missing, since the accelerator makes its works without a Python function.
+    # The C accelerator makes its works without the Python function `Handle.__init__`, so this line may be missing.
     assert done == [line for line in drawn_calls() if core is None or "work: Handle.__init__" not in line]
 
 
-def test_table_of_engine_packages_is_complete_and_imports_go_only_upwards() -> None:
+def test_engine_packages_import_only_packages_above_them_in_the_table() -> None:
     parts = re.findall(r"^\| `engine/(\w+)/` \|", PAGE, re.M)
     assert sorted(parts) == sorted(path.parent.name for path in PACKAGE.glob("engine/*/__init__.py"))
     for number, part in enumerate(parts):
@@ -132,7 +132,7 @@ def test_table_of_engine_packages_is_complete_and_imports_go_only_upwards() -> N
         assert used <= {"interfaces", *parts[: number + 1]}, part
 
 
-def test_wire_protocol_page_lists_all_kinds_of_messages() -> None:
+def test_wire_protocol_page_lists_all_connection_frame_and_message_kinds() -> None:
     page = (generate.DOCS / "wire.md").read_text()
     tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", page, re.M)
     kinds = [{kind for row in table.splitlines() for kind in re.findall(r"\w+", row.split("|")[1])} for table in tables]
@@ -140,8 +140,8 @@ def test_wire_protocol_page_lists_all_kinds_of_messages() -> None:
     assert f"this is version {WIRE_VERSION} (`WIRE_VERSION`)" in " ".join(page.split())
 
 
-#: The running text and tables of each page: other tests check programs and output. reference-tests.md is left out,
-#: since it names files of other projects.
+#: Each page without its code blocks, which other tests check. The page reference-tests.md is omitted, since it names
+#: files of other projects.
 PROSE = {
     path.name: re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.S | re.M)
     for path in [generate.ROOT / "README.md", *generate.DOCS.glob("*.md")]
@@ -151,7 +151,7 @@ CONTRIBUTORS = {"architecture.md", *re.findall(r"^\| `docs/([\w-]+\.md)` \|", PA
 
 
 def test_file_paths_named_on_the_pages_exist() -> None:
-    """Search paths below the root, and for contributors' pages also in the package."""
+    """Look up each path below the repository root; on contributors' pages also below `aiocoll/`."""
     named = {
         (page, path)
         for page, text in PROSE.items()
@@ -168,7 +168,7 @@ def test_file_paths_named_on_the_pages_exist() -> None:
 
 
 def test_modules_and_classes_named_on_the_pages_exist() -> None:
-    """Look up dotted names, and the names of classes, on the contributors' pages."""
+    """Check the dotted names and the class names on the pages for contributors."""
     names = {(page, name) for page in CONTRIBUTORS for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", PROSE[page])}
     names = {(page, name) for page, name in names if not name.endswith((".py", ".md", ".toml"))}
     inside = {(page, name) for page, name in names if "." in name and name.split(".")[0] in set().union(*LAYERS)}
@@ -186,7 +186,7 @@ def test_modules_and_classes_named_on_the_pages_exist() -> None:
 
 
 def is_importable(name: str) -> bool:
-    """Return whether a dotted name without `aiocoll.` is a module, or an object in one."""
+    """Return whether `aiocoll.<name>` is a module or an object in a module."""
     try:
         pkgutil.resolve_name(f"aiocoll.{name}")
     except (ImportError, AttributeError):

@@ -1,4 +1,4 @@
-"""Backends: their names, the devices that they serve, and groups that registered backends make."""
+"""Backends: names, the devices of each backend, and groups that registered backend factories make."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .fakes.cuda import FakeCuda
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the registered backends after the test."""
+    """Let the test register backends, and unregister these backends afterwards."""
     monkeypatch.setattr(backends, "_factories", dict(backends._factories))
     for name in ("backend_list", "default_device_backend_map", "backend_capability"):
         monkeypatch.setattr(Backend, name, getattr(Backend, name).copy())
@@ -32,7 +32,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["aio", "AIO", "Aio"])
-def test_backend_name_is_lower_case(name: str) -> None:
+def test_backend_name_is_converted_to_lower_case(name: str) -> None:
     assert Backend(name) == "aio" == Backend.AIO
     assert isinstance(Backend(name), str)
 
@@ -44,7 +44,7 @@ def test_unknown_backend_name_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GLOO", "MPI", "UCC", "XCCL"])
-async def test_torch_backend_name_is_refused_with_a_remedy(name: str) -> None:
+async def test_backend_name_that_only_torch_has_is_refused_with_a_remedy(name: str) -> None:
     assert getattr(Backend, name) == name.lower()
     assert name.lower() not in Backend.backend_list
     with pytest.raises(ValueError, match=rf"backend='{name.lower()}' is not known; .* leave out backend=: only torch"):
@@ -112,7 +112,7 @@ def test_invalid_backend_config_is_refused(given: str, message: str) -> None:
 # -- groups
 
 
-async def test_group_has_the_backend_of_each_device() -> None:
+async def test_group_reports_its_backend_for_each_device() -> None:
     store = HashStore()
     async with (
         new_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1) as both,
@@ -130,7 +130,7 @@ async def test_group_has_the_backend_of_each_device() -> None:
     await store.aclose()
 
 
-async def test_derived_groups_have_the_backends_of_their_parent() -> None:
+async def test_split_and_shrunk_groups_inherit_the_backends_of_their_parent() -> None:
     store = HashStore()
     async with (
         new_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1) as pg,
@@ -205,7 +205,7 @@ async def test_registered_backend_creates_the_group() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_backend_registration_stores_devices_and_factory() -> None:
+def test_registered_backend_is_listed_with_its_devices_and_factory() -> None:
     register("mine", print, devices="tpu")
     assert Backend("MINE") == "mine" == Backend.MINE  # type: ignore[attr-defined]
     assert BackendConfig("mine").device_backend_map == {"tpu": "mine"}

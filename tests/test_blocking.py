@@ -1,4 +1,4 @@
-"""Blocking groups, for programs without an event loop: each rank is a thread that waits."""
+"""`BlockingGroup`, for programs without an event loop: each rank is a thread that blocks in its calls."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from aiocoll import BlockingGroup, GroupClosedError, GroupOptions, Meeting, Proc
 
 from .ranks import run_in_fork
 
-#: Methods without a blocking counterpart: blocks, iterators, and calls with another name.
+#: `ProcessGroup` methods without a blocking counterpart: context managers, iterators, and renamed methods.
 WITH_THE_LOOP = {"cart", "coalescing", "time_estimator", "incoming", "plan", "aclose"}
 
 
 def on_ranks(world_size: int, rank: Callable[[BlockingGroup], Any]) -> list[Any]:
-    """Run `rank` on every rank, each in a thread."""
+    """Run `rank(group)` in one thread per rank, each with a `BlockingGroup`; return the results in rank order."""
     with Meeting(world_size) as meeting, ThreadPoolExecutor(world_size) as pool:
 
         def run(number: int) -> Any:
@@ -78,7 +78,7 @@ def test_submitted_call_runs_in_the_background() -> None:
     assert on_ranks(2, rank) == [1, 0]
 
 
-def test_submitted_function_of_the_user_runs_in_the_event_loop() -> None:
+def test_submitted_user_function_runs_in_the_event_loop_thread() -> None:
     async def both(pg: ProcessGroup, first: float, *, second: float) -> list[float]:
         async with pg.coalescing():
             works = [pg.allreduce(first), pg.allreduce(second)]
@@ -117,7 +117,7 @@ def test_blocking_group_can_be_used_by_many_threads() -> None:
     assert on_ranks(2, rank) == [2.0 * sum(range(40))] * 2
 
 
-def test_groups_derived_from_a_blocking_group_are_blocking() -> None:
+def test_groups_split_from_a_blocking_group_are_blocking() -> None:
     def rank(group: BlockingGroup) -> Any:
         part = group.split_group([[0, 2], [1]])
         assert isinstance(part, BlockingGroup)
@@ -129,7 +129,7 @@ def test_groups_derived_from_a_blocking_group_are_blocking() -> None:
     assert on_ranks(3, rank) == [(2, 3), (1, 3), (2, 3)]
 
 
-def test_blocking_call_raises_the_loss_of_a_rank_and_the_other_ranks_continue() -> None:
+def test_blocking_call_raises_an_error_after_a_lost_rank_and_other_ranks_continue() -> None:
     def rank(group: BlockingGroup) -> Any:
         if group.rank() == 1:
             return None
@@ -152,7 +152,7 @@ def test_closed_blocking_group_refuses_calls() -> None:
 
 
 def test_unfinished_call_fails_when_its_blocking_group_is_closed() -> None:
-    """Check that the pending call also survives a garbage collection, although no other object refers to it."""
+    """Collect garbage while the call is pending, since only the event loop refers to its coroutine."""
     kept: list[Future[Any]] = []
 
     def rank(group: BlockingGroup) -> None:
@@ -168,7 +168,7 @@ def test_unfinished_call_fails_when_its_blocking_group_is_closed() -> None:
         kept[0].result(20)
 
 
-def test_keyboard_interrupt_ends_the_wait_but_not_the_call() -> None:
+def test_keyboard_interrupt_ends_the_wait_of_a_blocking_call_but_not_the_call() -> None:
     def interrupt(meeting: Meeting) -> None:
         with BlockingGroup(init_method=meeting.ticket(1), timeout=20) as group:
             begun = group.submit(ProcessGroup.recv_object, 0)
@@ -193,7 +193,7 @@ def test_keyboard_interrupt_ends_the_wait_but_not_the_call() -> None:
             other.result(20)
 
 
-def test_keyboard_interrupt_during_the_rendezvous_leaves_no_resources() -> None:
+def test_keyboard_interrupt_during_the_rendezvous_leaves_no_thread_behind() -> None:
     async def interrupt(ticket: Ticket) -> None:
         async with ticket.where().open(20, ticket.key, GroupOptions.resolve(None, {})) as store:
             await store.wait(["aiocoll/1/card/0"])
@@ -207,7 +207,7 @@ def test_keyboard_interrupt_during_the_rendezvous_leaves_no_resources() -> None:
     assert not any(thread.name == "aiocoll-blocking" for thread in threading.enumerate())
 
 
-def test_blocking_wait_in_the_event_loop_thread_is_refused() -> None:
+def test_blocking_call_in_the_event_loop_thread_is_refused() -> None:
     def rank(group: BlockingGroup) -> None:
         def waits(pg: ProcessGroup) -> None:
             group.allreduce(1)
@@ -218,7 +218,7 @@ def test_blocking_wait_in_the_event_loop_thread_is_refused() -> None:
     on_ranks(1, rank)
 
 
-def test_call_in_a_forked_child_is_refused() -> None:
+def test_blocking_call_in_a_forked_child_is_refused() -> None:
     def rank(group: BlockingGroup) -> int:
         child = os.fork()
         if not child:
@@ -232,7 +232,7 @@ def test_call_in_a_forked_child_is_refused() -> None:
     assert on_ranks(1, rank) == [7]
 
 
-def test_exit_of_a_forked_child_does_not_end_its_parents_block() -> None:
+def test_exit_of_a_forked_child_does_not_close_its_parents_blocking_group() -> None:
     def rank(group: BlockingGroup) -> Any:
         def exits() -> None:
             with group:
@@ -258,7 +258,7 @@ async def test_blocking_ranks_work_together_with_asyncio_ranks() -> None:
 
 
 class Exiting:
-    """A hook that raises SystemExit to end the program."""
+    """A hook that ends the program by `SystemExit`."""
 
     def on_end(self, info: object) -> None:
         raise SystemExit("for a test")

@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md, made and run in a copy of the tree, and the files that the pages name."""
+"""Worked examples of CONTRIBUTING.md, run in a copy of the tree; files named there and in SECURITY.md."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .pages import ROOT, Block, blocks, commands, files, shell, write
 
 PAGE = "CONTRIBUTING.md"
 SECURITY = "SECURITY.md"
-#: The worked examples, with the number of package files that each one changes.
+#: The worked examples by heading, with the number of files below `aiocoll/` that each example changes.
 EXAMPLES = {"A hook": 0, "A store": 1, "A schedule": 3, "A collective": 4, "A transport": 2}
-#: Examples whose commands run many tests; `make test` only applies the changes of these examples.
+#: Examples whose commands run many tests, so that running these examples is a slow test.
 SLOW = ("A schedule", "A collective")
 
 
@@ -26,7 +26,7 @@ def blocks_of(example: str) -> list[Block]:
 
 
 def changed_files(example: str) -> list[str]:
-    """Return the files that an example adds or changes."""
+    """Return the paths of all files that an example adds or changes."""
     changed = {
         path for block in blocks_of(example) for path in re.findall(r"^\+\+\+ b/(.*)$", block.code, re.MULTILINE)
     }
@@ -35,7 +35,7 @@ def changed_files(example: str) -> list[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Return a copy of the tree whose compiled Python files stay valid."""
+    """Return a copy of the source tree with equal file times, so that compiled Python files stay valid."""
     for name in ("aiocoll", "docs", "examples", "tests", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy2(ROOT / "pyproject.toml", tmp_path)
@@ -47,7 +47,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run(script: str, root: Path) -> str:
-    """Run commands with the package below `root` and without unneeded pytest plugins; return the output."""
+    """Run shell commands with the copy of the package in `root`, and few pytest plugins; return the output."""
     plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_asyncio.plugin,aiocoll.testing.plugin"}
     output = shell(f"exec 2>&1\nset -e\n{script}\necho all done", root, PYTHONPATH=str(root), **plugins)
     assert output.endswith("all done\n"), output
@@ -55,7 +55,7 @@ def run(script: str, root: Path) -> str:
 
 
 def apply(diff: str, root: Path) -> None:
-    # Keep git from using a repository around `root`, to which it would apply the paths.
+    # Hide any git repository around `root`: `git apply` would take paths relative to that repository.
     environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
     subprocess.run(["git", "apply"], input=diff, text=True, cwd=root, env=environ, check=True)
 
@@ -74,7 +74,7 @@ def test_contributing_example_changes_apply_to_the_source_tree(example: str, cop
 @pytest.mark.parametrize(
     "example", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EXAMPLES]
 )
-def test_contributing_example_can_be_made_and_run(example: str, copy: Path) -> None:
+def test_contributing_example_prints_the_shown_output_and_passes_the_checks(example: str, copy: Path) -> None:
     output = ""
     for block in blocks_of(example):
         if block.file is not None:
@@ -93,7 +93,7 @@ def test_contributing_example_can_be_made_and_run(example: str, copy: Path) -> N
 
 @pytest.mark.slow
 def test_contributing_examples_pass_the_type_check(copy: Path) -> None:
-    """Run mypy as `make check` does, for one example after the other: its cache makes the later runs fast."""
+    """Run mypy on one example after the other in the same copy, since the mypy cache makes later runs fast."""
     before = {path: path.read_bytes() for path in copy.rglob("*.py")}
     for example in EXAMPLES:
         write({block.file: block.code for block in blocks_of(example) if block.file is not None}, copy)
@@ -106,7 +106,7 @@ def test_contributing_examples_pass_the_type_check(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_contributing_example_changes_as_many_files_as_stated(example: str) -> None:
+def test_contributing_example_changes_the_listed_number_of_package_files(example: str) -> None:
     assert len([path for path in changed_files(example) if path.startswith("aiocoll/")]) == EXAMPLES[example]
 
 
@@ -117,7 +117,7 @@ def test_make_targets_of_the_contributing_page_exist() -> None:
 
 
 @pytest.mark.parametrize("page", [PAGE, SECURITY])
-def test_files_named_on_a_page_exist(page: str) -> None:
+def test_files_named_on_the_contributing_and_security_pages_exist(page: str) -> None:
     made = {path for example in EXAMPLES for path in changed_files(example)}
     named = re.findall(r"(?<![\w/.-])((?:aiocoll|docs|examples|bench|tests)/[\w./-]*\w)", (ROOT / page).read_text())
     assert len(set(named) - made) > 10

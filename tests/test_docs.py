@@ -1,4 +1,4 @@
-"""Agreement between the docs and the code: examples, links, and the tables of `docs/generate.py`."""
+"""Agreement between docs and code: generated tables, links, and code blocks that tests must run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .pages import EXCUSES, ROOT, Block, blocks, commands, files, is_shown, page
 HANGS = "docs/when-something-hangs.md"
 
 
-def test_table_of_public_names_matches_the_code() -> None:
+def test_names_table_of_the_porting_page_matches_the_code() -> None:
     assert list(generate.wrong_names()) == []
 
 
-def test_check_of_the_name_table_finds_missing_names_and_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_the_names_table_finds_missing_names_and_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("aiocoll.ProcessGroup.abort", "aiocoll.ProcessGroup.store", "aiocoll.distributed.group.WORLD"):
         generate.resolve(name)
     for name in ("aiocoll.ProcessGroup.missing", "aiocoll.missing", "aiocoll.distributed.group.missing"):
@@ -36,7 +36,7 @@ def test_check_of_the_name_table_finds_missing_names_and_wrong_arguments(monkeyp
     assert "aiocoll.distributed.TCPStore(host_name" in next(iter(generate.wrong_names()))
 
 
-def test_generated_table_of_public_names_is_current() -> None:
+def test_generated_names_table_of_the_porting_page_is_current() -> None:
     text = generate.PORTING.read_text()
     assert text == generate.replaced(text, generate.names_table()), "run `python docs/generate.py`"
 
@@ -70,7 +70,7 @@ def test_torch_reference_test_is_covered_or_excluded_with_a_reason(module: str) 
             assert named <= functions, f"{row.reference}: {named - functions} not found"
 
 
-def test_ported_reference_test_is_listed_in_the_documentation() -> None:
+def test_every_ported_reference_test_is_listed_on_the_reference_tests_page() -> None:
     assert list(generate.unlisted()) == []
 
 
@@ -84,7 +84,7 @@ def test_generated_table_of_reference_tests_is_current() -> None:
 
 @pytest.mark.slow
 def test_hang_page_shows_the_output_of_its_programs(tmp_path: Path) -> None:
-    """Compare the output without numbers, since the first rank and the durations depend on the machine."""
+    """Compare the output without numbers, since durations and the order of ranks depend on the machine."""
     write(files(HANGS), tmp_path)
     output = "".join(shell(script, tmp_path) for script in commands(HANGS)).replace(f"{tmp_path}/", "")
     compared = ("A rank does not come", "Timeouts", "Calls that differ", "After the fact")
@@ -118,14 +118,14 @@ def test_each_code_block_of_the_pages_is_run_or_excused(page: str) -> None:
             assert is_used(block), f"{where}: no test runs it; see tests/pages.py"
         else:
             assert block.excuse in EXCUSES, f"{where}: not one of the EXCUSES of tests/pages.py"
-            # Only `code` can return an excused block, since `files` and `commands` omit them.
+            # A test can run an excused block only through `code`, since `files` and `commands` omit excused blocks.
             assert place(block) not in used_blocks(), f"{where}: it has an excuse, but a test runs it"
             assert list(errors_in(block)) == [], where
 
 
 @pytest.mark.parametrize("page", pages())
-def test_check_of_the_pages_finds_every_code_block(page: str) -> None:
-    """Count code fences, to find blocks that are indented or have no language, and misplaced excuses."""
+def test_parser_of_the_pages_finds_every_code_block(page: str) -> None:
+    """Compare the number of fences, so that no block is missed because of indentation or a missing language."""
     text, fence = (ROOT / page).read_text(), re.compile("^[ >]*(?:```|~~~)", re.MULTILINE)
     inside = sum(len(fence.findall(block.code)) for block in blocks(page))
     assert len(fence.findall(text)) == 2 * len(blocks(page)) + inside
@@ -148,13 +148,13 @@ def is_used(block: Block) -> bool:
 
 @cache
 def used_blocks() -> frozenset[tuple[Any, ...]]:
-    """Return the used blocks: the `place` of each, or (page, None, function) for functions that return several."""
+    """Return the blocks that tests use: `place(block)` for `code`, else (page, None, function name)."""
     found: set[tuple[Any, ...]] = set()
     for path in sorted((ROOT / "tests").rglob("*.py")):
         if "pages import" not in (text := path.read_text()):
             continue
         module = ast.parse(text)
-        # The names of module-level strings, which arguments of these functions may be.
+        # Module-level string constants, since the calls below may pass the page as such a constant.
         names = {
             target.id: node.value.value
             for node in module.body
@@ -180,7 +180,7 @@ def value_of(node: ast.expr, names: Mapping[str, Any], where: str) -> Any:
 
 
 def errors_in(block: Block) -> Iterator[str]:
-    """Check a block that cannot be run: yield its syntax errors, and names that do not exist."""
+    """Yield errors of a block that is not run: syntax errors, unknown make targets and missing files."""
     if block.language == "python":
         compile(block.code, block.page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         return

@@ -1,4 +1,4 @@
-"""The code in docstrings, also shown on the site, run with the names and peers that it needs."""
+"""The code blocks in public docstrings, run with predefined names and the required other ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .ranks import run_ranks
 
 
 def snippets() -> dict[str, str]:
-    """Return the Python blocks of public docstrings, except in sections, by the name of their owner."""
+    """Return the Python block before the sections of each public docstring, by object name."""
     found = {}
     for name, owner in documented():
         head = re.split(
@@ -42,7 +42,7 @@ def snippets() -> dict[str, str]:
 
 
 def documented() -> Iterator[tuple[str, Any]]:
-    """Yield modules, exported objects and their methods, each once, under the first name."""
+    """Yield (name, object) of public modules, exported objects and their methods, each object once."""
     seen = set()
     for module in map(importlib.import_module, MODULES):
         yield module.__name__, module
@@ -65,7 +65,7 @@ CODE = snippets()
 
 
 async def run_blocking_group() -> None:
-    """Run the block as the only rank."""
+    """Run the code block of `BlockingGroup` in a group of one rank."""
     block = CODE["aiocoll.BlockingGroup"].replace("BlockingGroup()", "BlockingGroup(store=store, rank=0, world_size=1)")
     names = {"aiocoll": aiocoll, "store": HashStore(), "x": np.ones(2), "y": np.ones(3)}
     await asyncio.to_thread(exec, block, names)
@@ -74,7 +74,7 @@ async def run_blocking_group() -> None:
 
 
 async def run_meeting() -> None:
-    """Run the block with a thread pool instead of the process pool."""
+    """Run the code block of `Meeting` with a thread pool instead of the process pool."""
     found: list[int] = []
 
     def work(ticket: aiocoll.Ticket) -> None:
@@ -118,7 +118,7 @@ async def run_time_estimator() -> None:
 
 
 async def run_elastic() -> None:
-    """Run the block as the only rank, which fails once."""
+    """Run the code block of `elastic` in a group of one rank, with one failing step."""
     groups = []
 
     async def step(pg: ProcessGroup, state: dict[str, Any]) -> None:
@@ -233,10 +233,10 @@ RUN = {
 
 
 @pytest.mark.parametrize("name", RUN)
-async def test_docstring_code_runs(name: str) -> None:
+async def test_code_block_of_a_docstring_runs(name: str) -> None:
     await RUN[name]()
 
 
 def test_every_docstring_with_code_is_tested() -> None:
-    """Exempt the first program, which `tests/test_readme.py` compares, and the equal `probe` of blocking groups."""
+    """Exempt two blocks: the package's first program (see `tests/test_readme.py`) and `BlockingGroup.probe`."""
     assert CODE.keys() == RUN.keys() | {"aiocoll", "aiocoll.BlockingGroup.probe"}

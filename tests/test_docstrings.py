@@ -1,4 +1,4 @@
-"""Docstrings of public calls: the same sections everywhere, with arguments, results, errors, costs and units."""
+"""Docstrings of public functions and methods: required sections, documented arguments, and units."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from aiocoll.store import KeyValueStore
 
 from .each import each
 
-#: The allowed docstring sections, in this order, each at most once.
+#: The allowed docstring sections. A docstring has each section at most once, and in this order.
 SECTIONS = ("Attributes", "Args", "Returns", "Raises", "Cost", "Source")
 
-#: Group methods without a section on costs: they send nothing, or have the costs of other calls.
+#: Group methods that need no section "Cost": they send nothing, or their cost is the cost of other calls.
 FREE = {"abort", "add_hook", "aclose", "backend_for", "coords", "drain", "pending", "rank", "rank_at", "shift",
         "shutdown", "size", "stats", "time_estimator", "wait_revoked"}  # fmt: skip
-#: Calls without a section on errors, since they cannot fail.
+#: Methods and functions that need no section "Raises", since they raise no error.
 SAFE = {"pending", "rank", "size", "add_done_callback", "cancelled", "done", "dump", "get_future", "is_completed",
         "is_success", "remove_done_callback", "signalled", "process_group", "current_process_group"}  # fmt: skip
 
 
 def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the calls whose docstrings have sections, with their names."""
+    """Yield (name, function) of the group and work methods whose docstrings need all sections."""
     for cls in (ProcessGroup, CallPlan, CartesianGroup, Work, FlightRecorder):
         for name, found in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_"):
@@ -50,7 +50,7 @@ def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def other_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the functions that programs import, and the methods of classes that programs instantiate."""
+    """Yield (name, function) of public functions, and of methods of classes that programs instantiate."""
     for module in (aiocoll, aiocoll.distributed, aiocoll.store, aiocoll.testing):
         for name in module.__all__:
             found = getattr(module, name)
@@ -68,7 +68,7 @@ every_call = each("name", CALLS)
 
 
 def sections(found: object) -> dict[str, str]:
-    """Return the sections of a docstring, in order."""
+    """Return the text of each docstring section by section name, in order."""
     text = inspect.getdoc(found) or ""
     parts = re.split(rf"^({'|'.join(SECTIONS)}):", text, flags=re.MULTILINE)
     assert len(parts[1::2]) == len(set(parts[1::2])), "a section occurs twice"
@@ -76,7 +76,7 @@ def sections(found: object) -> dict[str, str]:
 
 
 @every_call
-def test_call_docstring_begins_with_one_line(name: str) -> None:
+def test_docstring_begins_with_a_single_line_summary(name: str) -> None:
     first, *rest = (inspect.getdoc(CALLS[name]) or "").splitlines()
     assert first.endswith(".")
     assert not rest or rest[0] == ""
@@ -105,12 +105,12 @@ def test_docstring_documents_results_errors_and_costs(name: str) -> None:
         assert ("Cost" in found) is (last not in FREE)
 
 
-#: Other public functions and methods: torch.distributed, stores, and testing.
+#: Public functions and methods that need only the section "Args": `aiocoll.distributed`, stores, and testing.
 OTHERS = dict(other_calls())
 
 
 @each("name", OTHERS)
-def test_docstrings_of_other_functions_begin_with_one_line_and_document_all_arguments(name: str) -> None:
+def test_docstring_of_a_public_function_has_a_summary_and_documents_all_arguments(name: str) -> None:
     first, *rest = (inspect.getdoc(OTHERS[name]) or "").splitlines()
     assert first.endswith(".")
     assert not rest or rest[0] == ""
@@ -120,13 +120,13 @@ def test_docstrings_of_other_functions_begin_with_one_line_and_document_all_argu
 
 
 @each("name", CALLS | OTHERS)
-def test_docstring_documents_units_of_numbers(name: str) -> None:
+def test_docstring_documents_seconds_as_the_unit_of_durations(name: str) -> None:
     text = sections((CALLS | OTHERS)[name]).get("Args", "")
     for line in re.findall(r"^    ((?:timeout|wait|seconds)\b.*)", text, re.MULTILINE):
         assert re.search("seconds|time to", line), line
 
 
-#: Words that describe the shape of an array.
+#: Words of which an array argument's description needs at least one, to describe the array's shape.
 SHAPE = re.compile(
     r"\belements|\bshape|\bcounts?\b|\blength|\brows|split along|one array per rank|any size|array per rank"
 )
@@ -140,18 +140,18 @@ def test_docstring_documents_array_shapes(name: str) -> None:
 
 
 @each("name", [name for name, found in OTHERS.items() if "Work[" in str(inspect.signature(found).return_annotation)])
-def test_torch_distributed_functions_name_the_documenting_method(name: str) -> None:
+def test_docstring_of_a_distributed_function_names_the_method_with_the_details(name: str) -> None:
     text = (inspect.getdoc(OTHERS[name]) or "").split("\n\n")[0]
     named = re.findall(r"`(?:ProcessGroup\.)?(\w+)`", text)
     assert any(f"ProcessGroup.{each}" in CALLS or f"aiocoll.distributed.{each}" in OTHERS for each in named), text
 
 
-def test_docstring_documents_each_option() -> None:
+def test_docstring_of_group_options_documents_each_option() -> None:
     documented = re.findall(r"^    (\w+):", sections(GroupOptions)["Attributes"], re.MULTILINE)
     assert documented == list(GroupOptions.__dataclass_fields__)
     assert "Raises" in sections(GroupOptions)
 
 
-def test_help_text_of_a_call_refers_to_no_other_page() -> None:
+def test_help_text_of_shrink_describes_shrink() -> None:
     text = inspect.getdoc(ProcessGroup.shrink) or ""
     assert text.startswith("Make a new group of the ranks that are alive")

@@ -1,4 +1,4 @@
-"""Loops over cases: every case runs, and an error names the case that failed."""
+"""The decorator `tests.each.each`: every case of the loop runs, and an error names the failing case."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_each_decorator_works_in_parametrised_tests(number: int, letter: str) ->
     assert seen[-number:][0] == (1, letter)
 
 
-def test_error_in_a_loop_of_cases_names_the_failing_case() -> None:
+def test_error_in_a_test_with_each_decorator_names_the_failing_case() -> None:
     @each(("one", "two"), [(1, 1), (1, 2)])
     def test(one: int, two: int) -> None:
         assert one == two
@@ -24,7 +24,7 @@ def test_error_in_a_loop_of_cases_names_the_failing_case() -> None:
     assert caught.value.__notes__ == ["one = 1, two = 2"]
 
 
-def test_loop_without_cases_raises_an_error() -> None:
+def test_each_decorator_without_cases_raises_an_error() -> None:
     @each("one", [])
     def test(one: int) -> None:
         raise LookupError

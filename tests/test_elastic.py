@@ -1,4 +1,4 @@
-"""`elastic`: after a loss, the remaining ranks and newcomers form the next group and continue with the same state."""
+"""`elastic`: after a lost rank, other ranks and newcomers form the next group and continue with the state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .ranks import wait_until
 LIMIT = 20.0
 STEPS = 12
 
-#: A function (rank, process number) that each rank calls in each step; a true result ends the process.
+#: A function (process number, step) that each process calls in each step. A true result ends the process.
 Fault = Callable[[int, int], bool]
 
 
@@ -39,7 +39,7 @@ def no_fault(process: int, step: int) -> bool:
 
 
 class Program:
-    """A program whose processes count steps together, and a supervisor that replaces lost processes.
+    """An elastic program whose processes count steps together, and its supervisor, which replaces lost processes.
 
     Attributes:
         groups: sizes of the groups of each process.
@@ -58,7 +58,7 @@ class Program:
         self._processes: list[asyncio.Task[dict[str, Any] | None]] = []
 
     async def run(self) -> list[dict[str, Any]]:
-        """Start the processes; return the final states of processes that finish all steps."""
+        """Run all processes; return the final state of each process that finishes all steps."""
         for rank in range(self._meeting.world_size):
             self._start(self._meeting.ticket(rank))
         ended: list[dict[str, Any] | None] = []
@@ -116,7 +116,7 @@ async def test_newcomer_replaces_a_lost_rank_of_an_elastic_run(victim: int) -> N
 
 
 async def test_elastic_run_survives_consecutive_losses() -> None:
-    """Let each process, except the last ones, leave two steps after it has joined."""
+    """Let one of the processes 0 to 4 leave in every second step."""
     async with Meeting(3) as meeting:
         program = Program(meeting, lambda number, step: number < 5 and step == 2 * number)
         ended = await program.run()
@@ -127,7 +127,7 @@ async def test_elastic_run_survives_consecutive_losses() -> None:
 
 
 async def test_elastic_run_survives_a_loss_during_recovery() -> None:
-    """Let the newcomers for a lost rank leave as soon as they are in a group, twice."""
+    """Let the first two newcomers leave as soon as each of them has joined the group."""
     seen: set[int] = set()
 
     def fault(number: int, step: int) -> bool:
@@ -154,7 +154,7 @@ async def test_elastic_run_continues_with_the_remaining_ranks() -> None:
 
 
 async def test_elastic_ranks_make_one_agreement_per_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the agreements, including those of a group that no newcomer has joined."""
+    """Count the `allgather_object` calls by which the ranks of each group agree on the state."""
     allgather_object = ProcessGroup.allgather_object
     agreed: list[str] = []
 
@@ -171,8 +171,8 @@ async def test_elastic_ranks_make_one_agreement_per_group(monkeypatch: pytest.Mo
     ]  # fmt: skip
 
 
-async def test_elastic_run_includes_all_present_newcomers() -> None:
-    """Replace one of two lost ranks."""
+async def test_elastic_run_includes_all_newcomers_that_are_present() -> None:
+    """Lose two ranks, and let one newcomer join."""
 
     def fault(number: int, step: int) -> bool:
         return number in (1, 2) and step == 3
@@ -187,7 +187,7 @@ async def test_elastic_run_includes_all_present_newcomers() -> None:
         assert program.groups[0][-1] == 2
 
 
-async def test_elastic_run_fails_after_the_allowed_failures() -> None:
+async def test_elastic_run_fails_after_more_losses_than_allowed() -> None:
     async with Meeting(2) as meeting:
         program = Program(meeting, lambda number, step: number == 1 and step == 3, replaced=False, max_mends=0)
         with pytest.raises(PeerLostError):
@@ -201,7 +201,9 @@ async def test_elastic_run_fails_if_no_group_forms_in_time() -> None:
             await program.run()
 
 
-async def test_elastic_run_continues_without_its_store(caplog: pytest.LogCaptureFixture) -> None:
+async def test_elastic_run_continues_with_fewer_ranks_when_its_store_is_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     met = asyncio.Event()
 
     def fault(number: int, step: int) -> bool:
@@ -226,7 +228,7 @@ async def test_elastic_run_continues_without_its_store(caplog: pytest.LogCapture
 
 
 async def test_late_newcomers_join_a_later_group_of_an_elastic_run() -> None:
-    """Let the first rank continue alone; each newcomer leads to the next group."""
+    """Start with one rank; each of two newcomers then makes the group grow by one rank."""
     sizes: dict[int, list[int]] = {0: [], 1: []}
 
     async def rank(number: int, ticket: Ticket) -> None:
@@ -256,7 +258,7 @@ async def test_late_newcomers_join_a_later_group_of_an_elastic_run() -> None:
 
 
 async def test_loss_of_the_state_sender_leaves_one_consistent_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the sender of the state fail midway; the other ranks must not mix its state with their own."""
+    """Let the sender fail between two arrays; the other ranks must not mix its arrays with their own."""
     broadcast = ProcessGroup.broadcast
     sent: list[str] = []
 
@@ -289,7 +291,7 @@ async def test_loss_of_the_state_sender_leaves_one_consistent_state(monkeypatch:
 
 
 async def test_newcomer_without_the_state_does_not_continue_alone() -> None:
-    """Lose the only rank with the state before it can send the state to the newcomer."""
+    """End the only rank with the state before this rank can send the state to the newcomer."""
     async with Meeting(1) as meeting:
         left = new_group(init_method=meeting.ticket())
         async with left as pg:
@@ -306,7 +308,7 @@ async def test_newcomer_without_the_state_does_not_continue_alone() -> None:
                 await alone
 
 
-async def test_newcomer_of_an_elastic_run_stops_waiting_at_its_timeout() -> None:
+async def test_newcomer_of_an_elastic_run_fails_if_no_group_grows_within_its_timeout() -> None:
     async with Meeting(1) as meeting, asyncio.timeout(LIMIT):
         with pytest.raises(RendezvousError, match="no group has grown"):
             await anext(elastic(init_method=meeting.newcomer(), timeout=0.1))
@@ -389,11 +391,11 @@ async def test_elastic_refuses_wrong_arguments(given: dict[str, Any], error: typ
         await anext(elastic(**{"init_method": "file:///nowhere", **given}))
 
 
-# -- processes that find out whether they are newcomers
+# -- join=None: each process finds out whether it is one of the first ranks or a newcomer
 
 
 async def run_worker(store: HashStore, world_size: int, ends: int | None = None) -> list[tuple[int, int]]:
-    """Run the same call in every process; return rank and size of each group. Leave after `ends` steps."""
+    """Run `elastic(join=None)` as one process, up to step `ends`; return rank and size of each of its groups."""
     groups: list[tuple[int, int]] = []
     state = {"step": 0}
     where = {"store": store, "world_size": world_size, "join": None, "timeout": LIMIT}
@@ -410,7 +412,7 @@ async def run_worker(store: HashStore, world_size: int, ends: int | None = None)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-async def test_later_processes_of_an_elastic_run_find_out_that_they_are_newcomers(world_size: int) -> None:
+async def test_later_process_of_an_elastic_run_with_join_none_becomes_a_newcomer(world_size: int) -> None:
     store = HashStore()
     running = [asyncio.create_task(run_worker(store, world_size)) for _ in range(world_size - 1)]
     leaving = asyncio.create_task(run_worker(store, world_size, ends=4))
@@ -423,8 +425,8 @@ async def test_later_processes_of_an_elastic_run_find_out_that_they_are_newcomer
     assert [[size for _, size in groups] for groups in others] == [[world_size] * 2] * (world_size - 1)
 
 
-async def test_file_of_an_elastic_run_remains_for_further_newcomers(tmp_path: Path) -> None:
-    """Let more processes leave than the group has ranks."""
+async def test_store_file_of_an_elastic_run_stays_usable_for_many_newcomers(tmp_path: Path) -> None:
+    """Let four newcomers join and leave a group of two ranks, one after the other."""
     place = tmp_path / "store"
     where = {"init_method": f"file://{place}", "world_size": 2, "join": None, "timeout": LIMIT}
     over = asyncio.Event()
@@ -451,7 +453,7 @@ async def test_file_of_an_elastic_run_remains_for_further_newcomers(tmp_path: Pa
     await remaining
 
 
-async def test_process_takes_the_rank_of_one_that_has_ended_before_the_ranks_have_met() -> None:
+async def test_process_takes_the_rank_of_a_process_that_ended_before_the_rendezvous() -> None:
     store = HashStore()
     first, ended = (asyncio.create_task(run_worker(store, 3)) for _ in range(2))
     await store.wait(["aiocoll/1/card/0", "aiocoll/1/card/1"])
@@ -461,7 +463,7 @@ async def test_process_takes_the_rank_of_one_that_has_ended_before_the_ranks_hav
     assert sorted(groups) == [[(rank, 3)] for rank in range(3)]
 
 
-async def test_surplus_process_becomes_a_newcomer_of_the_group_that_grows() -> None:
+async def test_process_beyond_the_world_size_becomes_a_newcomer_with_join_none() -> None:
     store = HashStore()
     where: dict[str, Any] = {"store": store, "world_size": 2, "join": None, "timeout": LIMIT}
 
@@ -487,12 +489,14 @@ async def test_surplus_process_becomes_a_newcomer_of_the_group_that_grows() -> N
         ({"store": HashStore()}, "world_size is missing"),
     ],
 )
-async def test_process_that_finds_out_its_part_passes_no_rank(given: dict[str, Any], message: str) -> None:
+async def test_new_group_with_join_none_refuses_a_rank_or_missing_arguments(
+    given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         new_group(join=None, **given)
 
 
-async def test_error_of_a_newcomer_on_the_store_of_an_earlier_job_names_the_cause() -> None:
+async def test_newcomer_error_names_an_earlier_job_on_the_same_store_as_the_cause() -> None:
     where: dict[str, Any] = {"store": HashStore(), "world_size": 1, "join": None, "timeout": 0.1}
     async with new_group(**where):
         pass

@@ -1,4 +1,4 @@
-"""Addresses and ports as text."""
+"""Parsing of addresses and ports from text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removal of a secret from the environment of its process, also from the memory that /proc shows."""
+"""Removal of a secret from the process environment, including the memory that /proc/PID/environ shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RAW = os.fsencode(KEY)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/PID/environ")
 
-#: A program that makes a group on request, and then prints the places where the job key remains.
+#: A program that makes two groups, and then prints where the job key is still visible.
 PROGRAM = """
 import asyncio, ctypes, os, posix, subprocess, sys
 import aiocoll
@@ -84,10 +84,10 @@ def test_job_key_is_removed_from_the_initial_environment_of_a_process(
     assert out == "False False None False True 1\n"
 
 
-def test_job_key_is_removed_from_the_launcher_and_not_passed_to_rank_environments(tmp_path: Path) -> None:
+def test_job_key_is_removed_from_the_launchers_environment_and_not_passed_to_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        # Open before the test writes: a FIFO loses its bytes when no process has it open.
+        # Open the FIFO before the test writes, since a FIFO loses its bytes while no process has it open.
         "import os; fifo = os.open(os.environ['FIFO'], os.O_RDWR); print('ready', os.getpid(), flush=True); "
         "os.read(fifo, 1)"
     )
@@ -109,8 +109,8 @@ def test_job_key_is_removed_from_the_launcher_and_not_passed_to_rank_environment
         assert RAW not in each
 
 
-def test_removal_overwrites_only_environment_entries_of_the_given_name() -> None:
-    """Use two entries with the same name, and names with the same end; the kernel passes all entries on."""
+def test_removal_of_a_variable_overwrites_only_entries_with_exactly_its_name() -> None:
+    """Start a program whose environment has two entries `SECRET`, and other names that contain `SECRET`."""
     program = """
 import os
 from aiocoll.environment import take
@@ -140,7 +140,9 @@ print(*(entry.decode() for entry in after.split(b"\\0") if b"SECRET" in entry))
     assert third == "SECRET= MY_SECRET=three SECRET_TOO=four B=SECRET=five SECRET="
 
 
-def test_removal_from_a_mapping_other_than_os_environ_changes_only_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_of_a_variable_from_a_plain_mapping_leaves_the_process_environment_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(
         environment, "_overwrite", lambda name: pytest.fail(f"{name} is overwritten in the environment block")
     )
@@ -155,7 +157,7 @@ def test_removal_from_a_mapping_other_than_os_environ_changes_only_the_mapping(m
 def test_removal_without_a_readable_environment_block_overwrites_nothing(
     monkeypatch: pytest.MonkeyPatch, stat: bytes | None
 ) -> None:
-    """Simulate an old kernel, a hidden address, an unmapped address, and no /proc."""
+    """Simulate a block address that is missing, hidden or invalid in /proc/self/stat, and a missing /proc."""
     real = open
 
     def open_fake(name: str, *args: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""Pickling of errors, with all attributes, and with tracebacks by tblib."""
+"""Pickling of aiocoll's errors with all attributes, and with their tracebacks if tblib is installed."""
 
 from __future__ import annotations
 

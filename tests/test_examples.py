@@ -1,4 +1,4 @@
-"""Programs that new users try first: the README's program, the demo, other examples, and the notebook."""
+"""The programs in `examples/`, run as the README and the quick start show, and the notebook."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .pages import code
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 QUICK_START = "docs/quick-start.md"
-#: Seconds within which a program must end. The demo takes a few seconds.
+#: Seconds within which an example program must end. The longest example takes a few seconds.
 LIMIT = 120
 
 
 def start(ranks: int, script: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    # Debug mode would slow the loop that the demo measures.
+    # Disable asyncio's debug mode, which would slow the event loop that the demo measures.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
     return subprocess.run(
         [sys.executable, "-m", "aiocoll", "run", "-n", str(ranks), *options, str(script)],
@@ -42,7 +42,7 @@ def start(ranks: int, script: Path, *options: str) -> subprocess.CompletedProces
 
 
 def run(ranks: int, script: Path) -> list[str]:
-    """Run `script`; return the printed lines in sorted order, since their order is random."""
+    """Run an example on some ranks; return its output lines sorted, since ranks print in any order."""
     done = start(ranks, script)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -70,7 +70,7 @@ def test_survive_example_prints_the_output_that_readme_and_quick_start_show() ->
     assert done.stderr.splitlines() == [line for line in lines if line.startswith("aiocoll run:")]
 
 
-def test_test_and_mismatch_of_the_quick_start_have_the_shown_output(tmp_path: Path) -> None:
+def test_pytest_and_mismatch_examples_of_the_quick_start_print_the_shown_output(tmp_path: Path) -> None:
     (tmp_path / "test_sums.py").write_text(code(QUICK_START, "A test with ranks"))
     assert code(QUICK_START, "A test with ranks", language="sh") == "pytest -q test_sums.py\n"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sums.py"]
@@ -89,8 +89,8 @@ def test_reliability_page_lists_every_error_class() -> None:
     assert [name for name in errors.__all__ if f"`{name}`" not in page] == []
 
 
-def test_demo_needs_the_package_alone() -> None:
-    """Check that its environment has no extras, and that the program imports only what the package installs."""
+def test_demo_needs_no_optional_dependencies() -> None:
+    """Check the demo's environment in the Makefile, and the imports of its program."""
     makefile = (ROOT / "Makefile").read_text()
     (recipe,) = re.findall(r"^\.venv-demo/installed:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert [line.split(" install ")[1] for line in recipe.splitlines() if " install " in line] == [
@@ -134,7 +134,7 @@ def test_demo_ends_with_equal_weights_after_the_loss_of_a_rank(ranks: int) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "grid"), [(1, "1 x 1"), (4, "2 x 2"), (6, "3 x 2")])
 def test_heat_example_on_a_grid_gives_the_result_of_one_rank(ranks: int, grid: str) -> None:
-    """Check the printed result; the program itself compares all cells with those of one rank."""
+    """Check the printed heat; the example itself compares all cells with a computation on one rank."""
     assert run(ranks, ROOT / "examples" / "halo.py") == [f"[0] {grid} ranks: heat 399.125798, last change 0.001210"]
 
 
@@ -161,7 +161,7 @@ def test_parameter_server_example_trains_while_workers_join_and_leave(
 async def test_notebook_shows_the_output_of_its_cells(
     notebook: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run the cells as IPython does: in one loop and one namespace, with the value of a last expression as output."""
+    """Run the cells as IPython does, in one event loop and namespace; a last expression is output, too."""
     monkeypatch.setenv("MPLBACKEND", "agg")
     names: dict[str, Any] = {}
     for cell in cells(notebook):
@@ -175,12 +175,12 @@ async def test_notebook_shows_the_output_of_its_cells(
 
 
 def cells(notebook: Path) -> list[dict[str, Any]]:
-    """Return the code cells."""
+    """Return the code cells of a notebook."""
     return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
 async def interpret(cell: str, names: dict[str, Any]) -> Any:
-    """Execute a cell, which may await; return the value of its last expression, or None."""
+    """Run a cell, which may use `await`; return the value of its last expression, or None."""
     *body, last = ast.parse(cell).body
     if isinstance(last, ast.Expr):
         await evaluate(compile(ast.Module(body, []), "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)

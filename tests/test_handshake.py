@@ -1,4 +1,4 @@
-"""The handshake: both ends prove the job key, and neither end reveals anything before the proof."""
+"""The connection handshake: both ends prove that they hold the job key, and reveal nothing before the proof."""
 
 import itertools
 import os
@@ -56,7 +56,7 @@ def refuse_unproven(peer: Peer) -> Status:
 
 
 def exchange(c, s, decide=accept, change=lambda name, message: message) -> Peer:
-    """Exchange all five handshake messages, changed by `change`; return the client identity that the server got."""
+    """Run the five messages of a handshake through `change`; return the client identity that the server received."""
     challenge = change("challenge", s.challenge(change("hello", c.hello())))
     verdict = change("verdict", s.verdict(change("proof", c.prove(challenge)), decide))
     return s.accept(change("confirm", c.confirm(verdict)))
@@ -64,7 +64,7 @@ def exchange(c, s, decide=accept, change=lambda name, message: message) -> Peer:
 
 @pytest.mark.parametrize("key", [KEY, None])
 @pytest.mark.parametrize("kind", [ConnKind.CONTROL, ConnKind.DATA])
-def test_handshake_identifies_both_ends(key, kind):
+def test_handshake_reports_the_identity_of_each_end_to_the_other_end(key, kind):
     c, s = client(CLIENT._replace(kind=kind), key), server(key=key)
     decided = []
     sizes = {}
@@ -81,7 +81,7 @@ def test_handshake_identifies_both_ends(key, kind):
 
 
 @pytest.mark.parametrize(("client_key", "server_key"), [(KEY, b"x" * 32), (KEY, None), (None, KEY)])
-def test_ends_with_different_keys_refuse_each_other(client_key, server_key):
+def test_handshake_with_different_job_keys_fails_at_both_ends(client_key, server_key):
     c, s = client(key=client_key), server(key=server_key)
     verdict = s.verdict(c.prove(s.challenge(c.hello())), refuse_unproven)
     with pytest.raises(UnprovenError, match=r"client did not prove that it holds this job's key.*AIOCOLL_JOB_KEY"):
@@ -90,8 +90,8 @@ def test_ends_with_different_keys_refuse_each_other(client_key, server_key):
         c.confirm(verdict)
 
 
-def test_ends_that_see_different_certificates_refuse_each_other():
-    """Use different certificates at the two ends, as with a man in the middle that forwards all messages."""
+def test_handshake_with_different_certificates_fails_at_both_ends():
+    """Simulate a man in the middle that forwards all messages between two TLS connections."""
     for seen_by_client, seen_by_server in ((b"1" * 32, b"2" * 32), (b"", b"2" * 32), (b"1" * 32, b"")):
         c = ClientHandshake(CLIENT, KEY, os.urandom, seen_by_client)
         s = ServerHandshake(SERVER, KEY, os.urandom, seen_by_server)
@@ -107,7 +107,7 @@ def test_ends_that_see_different_certificates_refuse_each_other():
 
 
 def test_server_reveals_nothing_to_a_client_without_the_job_key():
-    """Check that the server sends a nonce, then zeros, for any client proof and any server identity."""
+    """Check that the server sends only a nonce and zeros, whatever its identity and the client's proof are."""
     verdicts = set()
     for identity in (SERVER, Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)):
         for proof in (bytes(PROOF_SIZE), os.urandom(PROOF_SIZE), b""):
@@ -120,15 +120,15 @@ def test_server_reveals_nothing_to_a_client_without_the_job_key():
 
 
 def test_handshake_messages_before_the_proof_contain_only_nonces():
-    """Check that the nonces are the only differences between HELLO and CHALLENGE, for any identity."""
+    """Use nonces of zeros: all HELLO and CHALLENGE messages are then equal, whatever the identities and keys are."""
     other = Identity(job_id("another"), 9, 0, 77, ConnKind.STORE)
     hellos = [ClientHandshake(identity, key, bytes).hello() for identity in (CLIENT, other) for key in (KEY, None)]
     servers = [ServerHandshake(identity, key, bytes) for identity in (SERVER, other) for key in (KEY, None)]
     assert {each.challenge(hellos[0]) for each in servers} == set(hellos) == {hellos[0]}
 
 
-def test_handshake_proof_sent_back_to_its_sender_is_refused():
-    """Send a proof or a verdict back to its sender, as between two ranks that dial each other."""
+def test_handshake_message_reflected_to_its_sender_is_refused():
+    """Send the proof back to the client, and a part of the verdict back to the server."""
     c, s = client(), server()
     proof = c.prove(s.challenge(c.hello()))
     with pytest.raises(UnprovenError):
@@ -138,14 +138,14 @@ def test_handshake_proof_sent_back_to_its_sender_is_refused():
         s.accept(verdict[-CONFIRM_SIZE:])
 
 
-def test_server_that_echoes_handshake_messages_is_refused():
+def test_client_refuses_a_server_that_echoes_its_handshake_messages():
     c = client()
     proof = c.prove(c.hello())
     with pytest.raises(UnprovenError, match="did not prove"):
         c.confirm(proof)
 
 
-def test_recorded_handshake_messages_are_refused_with_other_nonces():
+def test_handshake_messages_recorded_from_an_earlier_handshake_are_refused():
     c, s = client(), server()
     challenge = s.challenge(c.hello())
     proof = c.prove(challenge)
@@ -188,14 +188,14 @@ def test_truncated_and_overlong_handshake_messages_are_refused(message):
             exchange(client(), server(), accept if message in ("verdict", "confirm") else refuse_unproven, resize)
 
 
-def test_error_names_the_protocol_of_a_foreign_message():
+def test_handshake_error_shows_the_first_bytes_of_a_foreign_protocol():
     with pytest.raises(UnprovenError, match=r"client does not use aiocoll's protocol: it sent b'GET / HT'"):
         server().challenge(b"GET / HTTP/1.1\r\n".ljust(HELLO_SIZE))
     with pytest.raises(UnprovenError, match=r"other end does not use aiocoll's protocol: it sent b'SSH-2.0-'"):
         client().prove(b"SSH-2.0-OpenSSH".ljust(CHALLENGE_SIZE))
 
 
-def test_unknown_connection_kind_is_refused():
+def test_handshake_with_an_unknown_connection_kind_is_refused():
     s, c = server(), client(CLIENT._replace(kind=9))
     verdict = s.verdict(c.prove(s.challenge(c.hello())), refuse_unproven)
     with pytest.raises(HandshakeRefusedError) as caught:
@@ -213,7 +213,7 @@ def test_unknown_connection_kind_is_refused():
         ({"kind": ConnKind.STORE}, Status.WRONG_KIND, ("STORE connection", "group listens there")),
     ],
 )
-def test_authenticated_refusal_contains_the_differing_values_of_both_ends(change, status, values):
+def test_handshake_refusal_names_the_different_values_at_both_ends(change, status, values):
     c, s = client(CLIENT._replace(**change)), server()
     verdict = s.verdict(c.prove(s.challenge(c.hello())), refuse_unproven)
     with pytest.raises(HandshakeRefusedError) as at_client:
@@ -226,7 +226,7 @@ def test_authenticated_refusal_contains_the_differing_values_of_both_ends(change
         assert all(value in str(error) for value in values)
 
 
-def test_error_names_both_different_wire_versions():
+def test_handshake_error_names_the_wire_versions_of_both_ends():
     hello = bytearray(client().hello())
     hello[4] = 9
     s = server()
@@ -241,7 +241,7 @@ def test_error_names_both_different_wire_versions():
 
 
 @pytest.mark.parametrize("status", [Status.CROSSED, Status.DUPLICATE, Status.REFUSED, Status.WRONG_CERTIFICATE])
-def test_server_verdict_is_authenticated(status):
+def test_handshake_refusal_by_the_server_reaches_the_client_with_its_status(status):
     c, s = client(), server()
     verdict = s.verdict(c.prove(s.challenge(c.hello())), lambda peer: status)
     with pytest.raises(HandshakeRefusedError) as caught:
@@ -251,7 +251,7 @@ def test_server_verdict_is_authenticated(status):
         s.accept(bytes(CONFIRM_SIZE))
 
 
-def test_client_refuses_the_acceptance_of_a_server_in_another_epoch(monkeypatch):
+def test_client_refuses_a_server_of_another_epoch_that_accepts_the_handshake(monkeypatch):
     c, careless = client(), server(SERVER._replace(epoch=8))
     monkeypatch.setattr(careless, "_judge", lambda claim, decide: Status.OK)
     with pytest.raises(HandshakeRefusedError, match="it is in epoch 8, this process in epoch 3"):
@@ -274,7 +274,7 @@ def test_connections_to_non_loopback_addresses_need_a_job_key(host):
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "127.0.0.1"])
-def test_short_job_keys_are_refused_everywhere(host):
+def test_short_job_key_is_refused_for_loopback_and_other_addresses(host):
     with pytest.raises(AuthenticationError, match="job_key has 15 bytes, but needs at least 16"):
         require_key(host, KEY[:15])
     require_key(host, KEY[:16])

@@ -1,4 +1,4 @@
-"""Hooks: every reported start has one reported end, and a failing hook affects no operation."""
+"""Hooks: each operation calls `on_start` and `on_end` once, and a failing hook affects no operation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = (1, 2, 3, 4, 7)
 
 
 class Recorder:
-    """A hook that records its calls."""
+    """A hook that records the information about all started and ended operations."""
 
     def __init__(self) -> None:
         self.starts: list[OperationInfo] = []
@@ -56,7 +56,7 @@ def global_recorder() -> Iterator[Recorder]:
 
 
 async def every_call(pg: ProcessGroup) -> list[str]:
-    """Make calls of every kind; return the names of the operations."""
+    """Make every kind of call in a group; return the names of the resulting operations."""
     size, rank = pg.size(), pg.rank()
     x = np.ones(3)
     await pg.allreduce(x)
@@ -98,7 +98,7 @@ async def test_hook_receives_one_start_and_one_end_per_call(size: int, debug: st
 
 @pytest.mark.ranks(2)
 @parametrize_transports("memory", "unix", "tcp", "shm")
-async def test_hook_receives_the_operation_info(pg: ProcessGroup, transport: str) -> None:
+async def test_hook_receives_kind_size_dtype_and_transport_of_an_operation(pg: ProcessGroup, transport: str) -> None:
     recorder = Recorder()
     await pg.allreduce(np.ones(1))  # the first call opens the links
     pg.add_hook(recorder)
@@ -156,12 +156,12 @@ async def test_removed_hook_is_not_called(pg: ProcessGroup) -> None:
     pg.add_hook(other)
     await (work or pg.barrier())
     assert (len(recorder.starts), len(recorder.ends)) == (started, 0)
-    # A hook that is added after the start of an operation gets neither its start nor its end.
+    # A hook added after the start of an operation receives neither the start nor the end of this operation.
     assert len(other.starts) == len(other.ends) == (0 if pg.rank() else 1)
 
 
 @pytest.mark.ranks(2)
-async def test_hook_receives_failures(pg: ProcessGroup) -> None:
+async def test_hook_receives_the_error_of_a_failed_operation(pg: ProcessGroup) -> None:
     recorder = Recorder()
     pg.add_hook(recorder)
     with pytest.raises((CollectiveMismatchError, GroupError)) as caught:
@@ -172,7 +172,7 @@ async def test_hook_receives_failures(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_hook_receives_timeouts_and_withdrawn_receives(pg: ProcessGroup) -> None:
+async def test_hook_receives_the_end_of_timed_out_and_withdrawn_operations(pg: ProcessGroup) -> None:
     recorder = Recorder()
     pg.add_hook(recorder)
     receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
@@ -238,7 +238,9 @@ CALLS: dict[str, Any] = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("when", ["on_start", "on_end"])
-async def test_hook_cannot_call_its_group(call: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_call_of_a_hook_to_its_own_group_is_refused(
+    call: str, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         class Caller:
             raised: list[str]
@@ -265,7 +267,7 @@ async def test_hook_cannot_call_its_group(call: str, when: str, caplog: pytest.L
 
 
 @pytest.mark.ranks(2)
-async def test_hook_may_call_another_group(pg: ProcessGroup) -> None:
+async def test_hook_can_make_calls_in_another_group(pg: ProcessGroup) -> None:
     part = await pg.split_group([0, 1])
     assert part is not None
     works = []

@@ -1,4 +1,4 @@
-"""The house rules, checked on every file of the package."""
+"""The house rules: layers, imports, sizes and names, checked on every file of the package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-#: Largest number of code lines in a file; docstrings and comments may have any length.
+#: Largest number of code lines in a file, without docstrings, comments and blank lines.
 MAX_CODE = 600
 MAX_FUNCTION = 70
 #: Largest number of parameters of a function, except `self`, `*args` and `**kwargs`.
@@ -37,29 +37,30 @@ MAX_PARAMETERS = 7
 #: Largest number of public methods that a class defines, properties included.
 MAX_METHODS = 25
 
-#: Public functions with more parameters: programs pass most of them by keyword, or omit them. The signature of
-#: `init_process_group` is torch's.
+#: Functions that may have more parameters, with their public names. Programs pass most of these parameters by keyword.
+#: `init_process_group` has the signature of torch's function.
 PUBLIC_SIGNATURES = {
     "distributed.world.init_process_group": "aiocoll.distributed.init_process_group",
     "rendezvous.new_group.new_group.__init__": "aiocoll.new_group",
     "store.server.StoreServer.__init__": "aiocoll.store.StoreServer",
     "store.tcp.TCPStore.__init__": "aiocoll.TCPStore",
 }
-#: `ProcessGroup` has every call of a group. `Endpoint` makes the parts of a rank.
+#: Classes that may have more public methods: `ProcessGroup` has a method for every kind of call, and `Endpoint` holds
+#: all objects of a rank.
 LARGE_CLASSES = {"group.process_group.ProcessGroup", "engine.endpoint.Endpoint"}
 
-#: Heavy packages, which aiocoll loads on demand or never.
+#: Heavy packages that `import aiocoll` must not load.
 HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop", "redis", "prometheus_client",
          "opentelemetry")  # fmt: skip
 
-#: Modules that few programs need, and that take 1 ms or more to import, including their imports.
+#: Modules that `import aiocoll` must not load: few programs need them, and importing each takes 1 ms or more.
 LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.arrays", "aiocoll.elements.sparse", "aiocoll.gpu",
          "aiocoll.group.sparse_reduce", "aiocoll.redis", "aiocoll.testing", "argparse", "decimal", "email", "fractions",
          "http", "json", "multiprocessing", "tempfile", "urllib.request", "uuid", "xml", "zoneinfo")  # fmt: skip
 
 
 def module(path: Path) -> str:
-    """Return the dotted name of a file, without `aiocoll.`."""
+    """Return the dotted module name of a file, without the prefix `aiocoll.`."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "aiocoll"
 
@@ -74,7 +75,7 @@ def tree(name: str) -> ast.Module:
 
 @cache
 def all_nodes(name: str) -> list[ast.AST]:
-    """Return all nodes of a module."""
+    """Return all syntax nodes of a module."""
     return list(ast.walk(tree(name)))
 
 
@@ -83,7 +84,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def without_types(name: str) -> Iterator[ast.AST]:
-    """Yield the syntax nodes of a module, except code for type checkers only."""
+    """Yield the syntax nodes of a module, except the code below `if TYPE_CHECKING`."""
     left: list[ast.AST] = [tree(name)]
     while left:
         yield (node := left.pop())
@@ -92,7 +93,7 @@ def without_types(name: str) -> Iterator[ast.AST]:
 
 @cache
 def imports(name: str, *, types: bool = True) -> frozenset[str]:
-    """Return the modules of the package that `name` imports, without `aiocoll.`."""
+    """Return the modules of the package that the module `name` imports, without the prefix `aiocoll.`."""
     found = set()
     for node in all_nodes(name) if types else without_types(name):
         if isinstance(node, ast.Import):
@@ -110,7 +111,7 @@ def folder(name: str) -> str:
 
 
 def inner_folder(name: str) -> str:
-    """Return the folder of a module, or the module's own name at the top of the package."""
+    """Return the folder of a module; for a top-level module, return its own name."""
     return name if MODULES[name].name == "__init__.py" or "." not in name else name.rpartition(".")[0]
 
 
@@ -119,7 +120,7 @@ def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def qualified_definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the functions and classes in a node, with their qualified names."""
+    """Yield (qualified name, node) of all functions and classes inside a syntax node."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield f"{prefix}.{child.name}", child
@@ -132,7 +133,7 @@ def test_every_module_belongs_to_a_layer() -> None:
     assert {folder(name) for name in MODULES} == LEVEL.keys(), "add the module to the table in docs/architecture.md"
 
 
-#: Allowed upward imports, for type checkers: a lower module loads these public names on first use.
+#: Allowed imports from a higher layer, below `if TYPE_CHECKING` only: (importing module, imported module).
 PUBLIC_FROM_ABOVE = {("store", "redis.store")}
 
 
@@ -148,9 +149,9 @@ def test_module_imports_only_lower_layers() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-#: Devices, array libraries and tools, which only modules of the edge may name in identifiers and literals.
+#: Names of devices, array libraries and tools. Only edge modules may use these names in identifiers and literals.
 EDGE_WORD = re.compile(r"cuda|nccl|cupy|torch|redis|(?<![a-z])(ray|dask|jax)(?![a-z])", re.IGNORECASE)
-#: By pattern, modules of base and core that may use names in `EDGE_WORD`, with the reason.
+#: Exceptions to `EDGE_WORD`: patterns of base and core modules that may use such names, each with the reason.
 NAMES_OF_THE_EDGE = {
     "backends": "Backend.NCCL, and the remedy for names of torch's backends: programs for torch.distributed use them",
     "typing": "SupportsCudaArrayInterface is a public protocol, which type checkers have to see",
@@ -160,7 +161,7 @@ NAMES_OF_THE_EDGE = {
 
 
 def edge_imports(name: str) -> set[str]:
-    """Return the edge modules that a module imports, including imports in functions and for type checkers."""
+    """Return the edge modules that a module imports anywhere: at the top, in functions, or for type checkers."""
     return {each for each in imports(name) if folder(each) in HOUSES["edge"]}
 
 
@@ -228,7 +229,9 @@ def test_base_and_core_modules_name_no_device_array_library_or_tool() -> None:
         "x = f'on CUDA device {n}'",
     ],
 )
-def test_house_rule_check_finds_references_to_edge_modules(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_edge_names_finds_planted_references_to_edge_modules(
+    planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert edge_words(ast.parse(planted)) or "aiocoll.gpu" in planted
     assert not edge_words(ast.parse('def array(arrays, stray, relax):\n    """Return a torch tensor."""'))
     if "aiocoll.gpu" in planted:
@@ -256,7 +259,7 @@ def test_algorithms_import_only_the_standard_library() -> None:
 
 
 def in_cycles(graph: Mapping[str, Set[str]]) -> set[str]:
-    """Return the nodes of a graph from which a path leads back to them."""
+    """Return the nodes of a directed graph that are part of a cycle."""
 
     def reached(start: str) -> set[str]:
         found, todo = set[str](), [start]
@@ -270,13 +273,13 @@ def in_cycles(graph: Mapping[str, Set[str]]) -> set[str]:
 
 
 def test_modules_have_no_import_cycles() -> None:
-    """Allow cycles of imports for type checkers only."""
+    """Exempt imports below `if TYPE_CHECKING`, which may form cycles."""
     graph = {name: imports(name, types=False) - {name} for name in MODULES}
     assert not in_cycles(graph)
 
 
-def test_folders_do_not_import_each_other() -> None:
-    """Check that imports between modules and folders of the same folder go one way."""
+def test_folders_have_no_import_cycles() -> None:
+    """Check each folder: imports between its modules and subfolders must form no cycle."""
     graphs: dict[str, dict[str, set[str]]] = {}
     for name in MODULES:
         for other in imports(name, types=False):
@@ -291,14 +294,14 @@ def test_folders_do_not_import_each_other() -> None:
 
 
 def test_engine_imports_no_concrete_transport() -> None:
-    """Allow only the interfaces in `transport`; concrete transports are in its subfolders and in `memory`."""
+    """Refuse imports from subfolders of `transport` and from `transport.memory`, which are the concrete transports."""
     engine = {i for name in MODULES if folder(name) == "engine" for i in imports(name) if folder(i) == "transport"}
     assert engine
     assert not {i for i in engine if i.count(".") > 1 or i == "transport.memory"}
 
 
 def code_lines(name: str) -> int:
-    """Return the number of code lines in a module."""
+    """Return the number of code lines in a module, without docstrings, comments and blank lines."""
     documented: set[int] = set()
     for node in all_nodes(name):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
@@ -321,14 +324,14 @@ def test_files_and_functions_have_a_limited_length() -> None:
 
 
 def parameters(node: ast.AST) -> int:
-    """Return the number of parameters of a function."""
+    """Return the number of parameters of a function, without `self` and `cls`."""
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
 def test_functions_have_few_parameters() -> None:
-    """Exempt public signatures, whose parameters are for users."""
+    """Exempt the public functions in `PUBLIC_SIGNATURES`."""
     public = (ROOT / "tests" / "public_names.txt").read_text()
     assert not {name for name in PUBLIC_SIGNATURES.values() if f"\n{name}(" not in public}
     many = {
@@ -341,13 +344,13 @@ def test_functions_have_few_parameters() -> None:
 
 
 def public_methods(node: ast.ClassDef) -> set[str]:
-    """Return the public methods and properties that a class defines, except tests of a contract."""
+    """Return the public methods and properties that a class defines, except tests in contract classes."""
     methods = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
     return {each.name for each in methods if not each.name.startswith(("_", "test_"))}
 
 
 def test_classes_have_few_public_methods() -> None:
-    """Exempt `ProcessGroup` and `Endpoint`."""
+    """Exempt the classes in `LARGE_CLASSES`."""
     found = {
         name: len(public_methods(node))
         for each in MODULES
@@ -360,7 +363,7 @@ def test_classes_have_few_public_methods() -> None:
 
 @cache
 def classes() -> dict[str, type]:
-    """Return the top-level classes by name, except in modules that need CuPy, Ray, Dask or torch."""
+    """Return all top-level classes of the package by name; skip modules that need CuPy, Ray, Dask or torch."""
     left = ("aiocoll", "__main__", "gpu.cupy_api", "torch")
     names = [name for name in MODULES if name not in left and folder(name) != "integrations"]
     found: dict[str, type] = {}
@@ -372,7 +375,7 @@ def classes() -> dict[str, type]:
 
 
 def ancestors(cls: type) -> dict[str, type]:
-    """Return the direct and indirect bases of a class that the package defines, except protocols and exceptions."""
+    """Return all direct and indirect bases in the package, by name, except protocols and exceptions."""
     plain = [base for base in cls.__mro__[1:] if not (issubclass(base, BaseException) or is_protocol(base))]
     return {
         name: base
@@ -386,7 +389,7 @@ def is_protocol(cls: type) -> bool:
 
 
 def test_classes_have_at_most_two_bases() -> None:
-    """Limit the direct bases to two and all bases to four; protocols and exceptions do not count."""
+    """Allow two direct and four direct or indirect bases, not counting protocols and exceptions."""
     names = {cls: name for name, cls in classes().items()}
     direct = {
         name: [base for base in cls.__bases__ if names.get(base) in ancestors(cls)] for name, cls in classes().items()
@@ -395,7 +398,7 @@ def test_classes_have_at_most_two_bases() -> None:
     assert not {name for name, cls in classes().items() if len(ancestors(cls)) > 4}
 
 
-def test_operations_take_at_most_five_arguments() -> None:
+def test_operation_classes_take_at_most_five_constructor_arguments() -> None:
     (operation,) = (cls for name, cls in classes().items() if name.endswith(".Operation"))
     found = {
         name
@@ -406,7 +409,7 @@ def test_operations_take_at_most_five_arguments() -> None:
 
 
 class Attributes:
-    """The attributes of a class, as its source declares and sets them.
+    """The attributes that the source of a class declares and sets.
 
     Attributes:
         declared: attributes declared at the top of the class.
@@ -456,13 +459,13 @@ def test_attributes_are_declared_in_the_file_that_sets_them() -> None:
                 for node in all_nodes(name.rpartition(".")[0])
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
             }
-            # Count public attributes that other modules set.
+            # Check only private attributes, since other modules may set the public ones.
             found |= {f"{name}.{each}" for each in texts[name].bare - stored if each.startswith("_")}
     assert not found
 
 
-#: Private attributes of other modules' objects, by the module that uses them. Either the foreign package has no public
-#: way, or a public class of aiocoll hides them on purpose.
+#: Exceptions: private attributes of foreign objects, by the module that uses them. Either a foreign package has no
+#: public equivalent, or the class is public and hides these attributes from users.
 FOREIGN = {
     "cli.start": {"_run_module_as_main"},  # of runpy
     "arrays.torch_sparse": {"_indices", "_values"},  # of torch, for tensors that are not coalesced
@@ -485,12 +488,12 @@ FOREIGN = {
     "testing.spawn": {"_testMethodName"},  # of unittest
     "testing.virtual": {"_callback", "_ready", "_scheduled", "_when"},  # of asyncio
 }
-#: Public methods of named tuples.
+#: Names with an underscore that are public methods and attributes of named tuples.
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
 
 
 def own_private_names(module: ast.AST) -> set[str]:
-    """Return the private names that the classes of a module define: methods, attributes and slots."""
+    """Return the private methods, attributes and slots that the classes of a module define."""
     found = set()
     for item in (item for node in ast.walk(module) if isinstance(node, ast.ClassDef) for item in ast.walk(node)):
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -505,7 +508,7 @@ def own_private_names(module: ast.AST) -> set[str]:
 
 
 def foreign_private_names(module: ast.AST) -> set[str]:
-    """Return the private attributes of other objects that a module uses."""
+    """Return the private attributes that a module uses but does not define."""
     known = own_private_names(module) | NAMED_TUPLE
     return {
         node.attr
@@ -518,7 +521,7 @@ def foreign_private_names(module: ast.AST) -> set[str]:
 
 
 def private_uses_of_works(module: ast.AST) -> set[str]:
-    """Return the private attributes of `Work` and `Completion` that a module uses on objects other than `self`."""
+    """Return the uses of private `Work` and `Completion` attributes in a module, except uses on `self`."""
     names = {
         name for each in ("work", "completion") for name in own_private_names(tree(each)) if re.match("_[^_]", name)
     }
@@ -534,7 +537,7 @@ def test_private_attributes_are_used_only_in_the_module_that_defines_them() -> N
     assert found == FOREIGN
 
 
-def test_private_attributes_of_works_are_used_in_their_modules_only() -> None:
+def test_private_attributes_of_works_and_completions_are_used_in_their_own_modules_only() -> None:
     assert "_completion" in own_private_names(tree("work"))
     found = {
         name: uses for name in MODULES.keys() - {"work", "completion"} if (uses := private_uses_of_works(tree(name)))
@@ -551,17 +554,17 @@ def test_private_attributes_of_works_are_used_in_their_modules_only() -> None:
         ("call._replace(key=None)", set()),
     ],
 )
-def test_house_rule_check_finds_private_attributes_of_other_modules(planted: str, found: set[str]) -> None:
+def test_check_of_private_attributes_finds_planted_uses_in_other_modules(planted: str, found: set[str]) -> None:
     assert foreign_private_names(ast.parse(planted)) == found
 
 
-def test_house_rule_check_finds_private_attributes_of_works() -> None:
+def test_check_of_private_attributes_finds_planted_uses_on_works() -> None:
     planted = "class Part:\n    def f(self, work):\n        self._completion = work._completion"
     assert private_uses_of_works(ast.parse(planted)) == {"work._completion"}
 
 
 def test_public_functions_create_no_completion_directly() -> None:
-    """Check the stack depth, since `Completion.__init__` expects the user's call above the caller of its caller."""
+    """Check that no public function calls `Completion`, whose constructor records a source line by stack depth."""
     users = {getattr(aiocoll, name) for name in aiocoll.__all__} | {
         getattr(aiocoll.distributed, name) for name in aiocoll.distributed.__all__
     }
@@ -576,7 +579,7 @@ def test_public_functions_create_no_completion_directly() -> None:
 
 
 def defined_names(name: str, *kinds: type[ast.stmt]) -> set[str]:
-    """Return the public names that statements of some kinds define at the top of a module."""
+    """Return the public names that top-level statements of the given kinds define in a module."""
     found = set()
     for node in tree(name).body:
         if not isinstance(node, kinds):
@@ -599,7 +602,7 @@ def exported_names(name: str) -> set[str] | None:
     return None
 
 
-def test_modules_list_their_public_names_in_all() -> None:
+def test_every_module_lists_its_public_names_in_dunder_all() -> None:
     for name in MODULES:
         if not tree(name).body[1:]:
             continue
@@ -631,7 +634,7 @@ def test_modules_take_time_and_randomness_from_the_runtime() -> None:
 
 
 def test_wait_for_is_not_used() -> None:
-    """Forbid `asyncio.wait_for`, which loses results on Python 3.11, unlike `asyncio.timeout`."""
+    """Forbid `asyncio.wait_for`, which can lose a result on Python 3.11; `asyncio.timeout` does not."""
     found = {
         name
         for name in MODULES
@@ -641,7 +644,7 @@ def test_wait_for_is_not_used() -> None:
 
 
 def run(code: str) -> str:
-    """Run code in a new interpreter; return its output."""
+    """Run code in a new Python process; return the standard output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -649,7 +652,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_names_in_all_exist() -> None:
+def test_all_names_in_dunder_all_of_the_package_exist() -> None:
     import aiocoll
 
     missing = [name for name in aiocoll.__all__ if not hasattr(aiocoll, name)]

@@ -1,4 +1,4 @@
-"""The tables in `tests/internals.py`: every name in them exists."""
+"""The tables `LIMITS` and `PARTS` of `tests/internals.py`, and the functions that replace their entries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_unknown_limit_raises_an_error_that_lists_the_known_limits(limits: Limit
         limits(linger=0.5, lingers=0.5)
 
 
-def test_all_internal_parts_in_the_table_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_internal_function_in_the_table_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, place in PARTS.items():
         part = resolve_name(place)
         replace_parts(monkeypatch, **{name: None})
@@ -45,7 +45,7 @@ def test_all_internal_parts_in_the_table_exist(monkeypatch: pytest.MonkeyPatch) 
         assert resolve_name(place) is part
 
 
-def test_internal_part_can_be_spied_on_wrapped_and_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_function_can_be_observed_wrapped_and_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     place = PARTS["dump_object"]
     arguments: list[str] = []
     original = resolve_name(place)("a")
@@ -62,7 +62,7 @@ def test_internal_part_can_be_spied_on_wrapped_and_made_to_fail(monkeypatch: pyt
         make_calls_fail(monkeypatch, KeyError("planted"), "chose")
 
 
-def test_methods_can_be_watched_wrapped_and_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_method_can_be_observed_wrapped_and_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     class Number:
         def plus(self, other: int) -> int:
             return 1 + other

@@ -1,4 +1,4 @@
-"""The environment that a launcher gives to its ranks; tests/cli tests the reports of ranks to the launcher."""
+"""Environment variables that a launcher sets for its ranks, such as AIOCOLL_JOIN for newcomers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocoll.store import StoreServer
 
 @pytest.fixture
 def _launcher_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set the environment of ranks under a launcher, and serve its store."""
+    """Set the environment variables of a launcher without RANK, and run the launcher's store server."""
     server = StoreServer()
     host, port = server.start()
     for name, value in {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher"}.items():
@@ -25,8 +25,8 @@ def _launcher_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_launcher_environment")
-async def test_environment_variable_makes_a_process_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make newcomers without rank and world size; the process of a newcomer makes a second one."""
+async def test_aiocoll_join_in_the_environment_makes_a_process_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make two newcomers in one process, both without rank and world size."""
     first = new_group(rank=0, world_size=1)
     monkeypatch.setenv("AIOCOLL_JOIN", "1")
     monkeypatch.setenv("AIOCOLL_RESTART_COUNT", "1")
@@ -46,7 +46,7 @@ async def test_environment_variable_makes_a_process_a_newcomer(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("_launcher_environment")
-async def test_newcomer_by_environment_variable_requires_a_rendezvous_in_the_environment(
+async def test_aiocoll_join_applies_only_to_a_rendezvous_by_environment_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", "1")
@@ -63,18 +63,18 @@ async def test_newcomer_by_environment_variable_requires_a_rendezvous_in_the_env
 
 @pytest.mark.usefixtures("_launcher_environment")
 @pytest.mark.parametrize("value", ["yes", "", "2"])
-async def test_invalid_value_of_the_newcomer_variable_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_value_of_aiocoll_join_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", value)
     with pytest.raises(ValueError, match=rf"AIOCOLL_JOIN='{value}': must be 1 \(join an existing group\) or 0"):
         new_group(rank=0, world_size=1)
 
 
 @pytest.mark.usefixtures("_launcher_environment")
-async def test_value_0_of_the_newcomer_variable_means_no_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_aiocoll_join_0_creates_a_group_as_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_JOIN", "0")
     async with new_group(rank=0, world_size=1) as pg:
         assert pg.size() == 1
 
 
-def test_elastic_report_without_a_launcher_does_nothing() -> None:
+def test_report_of_an_elastic_program_without_a_launcher_does_nothing() -> None:
     report_elastic()

@@ -1,4 +1,4 @@
-"""Records of the library's log, which contain the group and the rank."""
+"""aiocoll's log records, which contain group and rank, and the limit on repeated warnings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 
 @each("path", sorted(PACKAGE.rglob("*.py")))
-def test_modules_log_through_one_logger(path: Path) -> None:
-    """Check that all modules use `aiocoll.log.logger`, which adds missing fields."""
+def test_modules_log_through_the_common_logger(path: Path) -> None:
+    """Check that all modules use `aiocoll.log.logger`, which adds the fields `group` and `rank`."""
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     used = [ast.unparse(func) for func in calls if isinstance(func, ast.Attribute)]
     if path.name != "log.py":
@@ -30,7 +30,7 @@ def test_modules_log_through_one_logger(path: Path) -> None:
     assert not [name for name in used if name.startswith("logging.") and name.rpartition(".")[2] in LEVELS]
 
 
-def test_log_record_without_a_group_contains_no_rank(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_record_outside_of_a_group_has_no_group_and_rank(caplog: pytest.LogCaptureFixture) -> None:
     logger.warning("for a test: %d", 7)
     (record,) = caplog.records
     assert (record.getMessage(), record.name) == ("for a test: 7", "aiocoll")
@@ -55,7 +55,7 @@ async def test_log_record_of_a_group_contains_group_and_rank(caplog: pytest.LogC
 
 
 def logged_times(repeats: RepeatLimiter, kind: object, times: range) -> dict[int, str]:
-    """Return the `times` at which a repeated warning is logged, with the end of each text."""
+    """Repeat a warning at all `times`; return the times at which it is logged, each with the message suffix."""
     ends = {now: repeats.admit(kind, float(now)) for now in times}
     return {now: end for now, end in ends.items() if end is not None}
 
@@ -69,17 +69,17 @@ def test_repeated_warning_is_logged_at_growing_intervals_with_a_count() -> None:
     }
 
 
-def test_warning_that_was_not_suppressed_contains_no_count() -> None:
+def test_warning_repeated_after_long_pauses_is_logged_without_a_count() -> None:
     repeats = RepeatLimiter()
     assert [repeats.admit("line", now) for now in (5.0, 15.0, 115.0)] == ["", "", ""]
 
 
-def test_kinds_of_warnings_do_not_suppress_each_other() -> None:
+def test_warnings_of_different_kinds_do_not_suppress_each_other() -> None:
     repeats = RepeatLimiter()
     assert [repeats.admit(kind, 0.0) for kind in ("a", "b", "a", "b")] == ["", "", None, None]
 
 
-def test_suppressed_warnings_are_counted_only_for_the_latest_kinds() -> None:
+def test_repeat_limiter_forgets_the_oldest_kinds_of_warnings() -> None:
     repeats = RepeatLimiter()
     for number in range(1000):
         repeats.admit(number, 0.0)

@@ -1,4 +1,4 @@
-"""The loop thread: a thread with an event loop, and calls that other threads start on it."""
+"""`LoopThread`: a thread that runs an event loop, in which other threads start calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def thread(request: pytest.FixtureRequest) -> Iterator[LoopThread]:
 
 
 def interrupt() -> None:
-    """Send SIGINT to the waiting main thread."""
+    """Send SIGINT to the main thread, which waits for a call."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
@@ -55,7 +55,7 @@ def test_loop_thread_runs_calls_in_order(thread: LoopThread) -> None:
     assert done == list(range(100))
 
 
-def test_start_awaits_the_coroutine_that_the_call_returns(thread: LoopThread) -> None:
+def test_loop_thread_awaits_the_coroutine_that_a_started_function_returns(thread: LoopThread) -> None:
     async def twice(value: int) -> int:
         await asyncio.sleep(0)
         return 2 * value
@@ -78,7 +78,7 @@ def test_loop_thread_can_run_a_collective() -> None:
         assert list(pool.map(rank, range(3))) == [3.0, 3.0, 3.0]
 
 
-def test_result_raises_the_error_of_a_call_in_the_loop_thread(thread: LoopThread) -> None:
+def test_result_of_a_loop_thread_call_raises_the_error_of_the_call(thread: LoopThread) -> None:
     async def fail() -> None:
         await asyncio.sleep(0)
         raise KeyError("later")
@@ -109,7 +109,7 @@ def test_many_threads_can_wait_for_one_loop_thread_call(thread: LoopThread) -> N
         assert [each.result(20) for each in results] == [True] * 8
 
 
-def test_done_callbacks_run_on_the_loop_thread_or_at_once_after_the_end(thread: LoopThread) -> None:
+def test_done_callback_runs_in_the_loop_thread_or_at_once_if_the_call_has_ended(thread: LoopThread) -> None:
     event, called = asyncio.Event(), threading.Event()
     seen: list[Any] = []
 
@@ -125,7 +125,7 @@ def test_done_callbacks_run_on_the_loop_thread_or_at_once_after_the_end(thread: 
     assert seen == [(True, True), (True, False)]
 
 
-def test_wait_for_a_call_on_the_loop_thread_is_refused(thread: LoopThread) -> None:
+def test_loop_thread_refuses_to_wait_for_a_call_that_runs_in_it(thread: LoopThread) -> None:
     async def nothing() -> None:
         pass
 
@@ -138,7 +138,7 @@ def test_wait_for_a_call_on_the_loop_thread_is_refused(thread: LoopThread) -> No
         thread.start(lambda: thread.start(nothing).result()).result(20)
 
 
-def test_keyboard_interrupt_ends_the_wait_but_not_the_call(thread: LoopThread) -> None:
+def test_keyboard_interrupt_ends_the_wait_for_a_started_call_but_not_the_call(thread: LoopThread) -> None:
     event = asyncio.Event()
 
     started = thread.start(event.wait)
@@ -155,7 +155,7 @@ def test_keyboard_interrupt_ends_the_wait_but_not_the_call(thread: LoopThread) -
     assert started.result(20) is True
 
 
-def test_keyboard_interrupt_cancels_a_running_coroutine(thread: LoopThread) -> None:
+def test_keyboard_interrupt_during_run_cancels_the_coroutine(thread: LoopThread) -> None:
     ended: list[str] = []
 
     async def wait() -> None:
@@ -187,8 +187,8 @@ def test_unfinished_calls_fail_when_the_loop_thread_is_closed(thread: LoopThread
     assert not any(each.name == "loop of a test" for each in threading.enumerate())
 
 
-def test_call_during_the_end_of_the_loop_thread_is_refused(thread: LoopThread) -> None:
-    """Start a call when the event loop no longer runs scheduled callbacks, but is not closed yet."""
+def test_call_on_a_closing_loop_thread_is_refused(thread: LoopThread) -> None:
+    """Start a call after the last iteration of the event loop, and before the event loop is closed."""
     made: list[Started[None]] = []
     ending, call_made = threading.Event(), threading.Event()
 
@@ -228,7 +228,7 @@ def test_forked_child_starts_its_own_loop_thread(thread: LoopThread) -> None:
     assert thread.start(threading.get_native_id).result(20) == parent
 
 
-def test_loop_thread_keeps_no_result_of_a_finished_call(thread: LoopThread) -> None:
+def test_loop_thread_keeps_no_reference_to_the_result_of_a_finished_call(thread: LoopThread) -> None:
     made = weakref.ref(thread.start(threading.Event).result(20))
     thread.start(lambda: None).result(20)  # make another call, since the loop may reference its last call
     gc.collect()

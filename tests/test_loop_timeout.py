@@ -1,4 +1,4 @@
-"""Loop timeouts, which depend on seconds, loop iterations, and messages that wait to be read."""
+"""`LoopTimeout`, a timeout that a blocked event loop does not use up, and that arrived messages extend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_on_virtual_clock(program: Callable[[], Coroutine[Any, Any, Any]]) -> Any
 
 
 async def expiry(seconds: float, arrived: Callable[[], bool] = lambda: False) -> tuple[float, LoopTimeout]:
-    """Return the time at which a loop timeout of `seconds` expires, and the timeout."""
+    """Let a loop timeout of `seconds` expire; return the time of its expiry, and the timeout."""
     loop = asyncio.get_running_loop()
     expired = loop.create_future()
     timeout = LoopTimeout(Runtime.of(loop), seconds, lambda: expired.set_result(None), arrived)
@@ -34,7 +34,7 @@ def test_loop_timeout_expires_after_its_seconds() -> None:
     assert timeout.blocked == 0
 
 
-def test_blocked_loop_counts_as_one_iteration_of_a_loop_timeout() -> None:
+def test_time_of_a_blocked_loop_does_not_count_for_a_loop_timeout() -> None:
     async def program() -> tuple[float, LoopTimeout]:
         loop = asyncio.get_running_loop()
         loop.call_later(1.0, loop.jump, 100.0)
@@ -47,7 +47,7 @@ def test_blocked_loop_counts_as_one_iteration_of_a_loop_timeout() -> None:
 
 @pytest.mark.parametrize(("messages", "extra"), [(0, 0.0), (1, 0.1), (3, 0.3), (100, 0.3)])
 def test_arrived_message_extends_a_loop_timeout(messages: int, extra: float) -> None:
-    """Check that the timeout is extended at most three times, so that a peer cannot extend it byte by byte."""
+    """Check the limit of three extensions, so that a peer cannot extend the timeout byte by byte."""
     left = iter(range(messages))
     when, _ = run_on_virtual_clock(lambda: expiry(4.5, lambda: next(left, None) is not None))
     assert when == pytest.approx(4.5 + extra)
@@ -69,7 +69,7 @@ def test_cancelled_or_infinite_loop_timeout_never_expires() -> None:
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_loop_timeout_context_raises_an_error_in_its_body(quick: bool) -> None:
+def test_loop_timeout_context_cancels_a_body_that_takes_too_long(quick: bool) -> None:
     async def program() -> float:
         loop = asyncio.get_running_loop()
         try:

@@ -1,4 +1,4 @@
-"""The load of the machine, read from files of /proc and /sys in a folder."""
+"""Measurement of the machine load, read from simulated files of /proc and /sys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT_PID = 100
 
 
 class Machine:
-    """Simulated /proc and /sys files of a machine, with counters given in seconds."""
+    """Simulated /proc and /sys files of a machine, written to a folder; all times are in seconds."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -33,7 +33,7 @@ class Machine:
         self.write(self.proc / "uptime", f"{seconds:.2f} 77.00\n")
 
     def cores(self, busy: dict[int, float], steal: float = 0.0) -> None:
-        """Spread the busy time of each core over its five fields; idle and I/O wait must not count."""
+        """Write /proc/stat: split the busy time of each core over five fields, and add idle and I/O wait time."""
         lines = ["cpu  9 9 9 9 9 9 9 9 9 9"]
         for core, seconds in busy.items():
             fifth = round(seconds * TICKS / 5)
@@ -41,7 +41,7 @@ class Machine:
         self.write(self.proc / "stat", "\n".join([*lines, "intr 1 2 3"]))
 
     def process(self, pid: int, parent: int, own: float = 0.0, reaped: float = 0.0, name: str = "python") -> None:
-        """Write the CPU time of a process, half of it as user time and half as system time."""
+        """Write /proc/PID/stat: half of the CPU time as user time, half as system time."""
         halves = " ".join(str(round(seconds * TICKS / 2)) for seconds in (own, own, reaped, reaped))
         self.write(self.proc / str(pid) / "stat", f"{pid} ({name}) S {parent} 1 1 0 -1 0 0 0 0 0 {halves} 20 0 1 0 55")
 
@@ -60,7 +60,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path)
 
 
-def test_load_of_other_processes_excludes_the_processes_of_the_measurement(machine: Machine) -> None:
+def test_load_of_other_processes_excludes_the_measured_process_tree(machine: Machine) -> None:
     machine.process(101, ROOT_PID, own=4, name="a (b) c")
     machine.process(102, 101, own=1, reaped=2)
     machine.process(200, 1, own=50)
@@ -72,7 +72,7 @@ def test_load_of_other_processes_excludes_the_processes_of_the_measurement(machi
     machine.process(200, 1, own=99)
     machine.cores({0: 15, 2: 25})
     machine.uptime(1004.0)
-    # In 4 s there are 10 busy core seconds, of which the own process tree used 1 + 3 + 1 + 2.
+    # Both cores together were busy for 10 s in 4 s; the measured process tree used 1 + 3 + 1 + 2 = 7 s of these.
     assert meter.lap().others == pytest.approx(3 / 4)
 
 
@@ -86,7 +86,7 @@ def test_load_of_other_processes_excludes_ended_child_processes(machine: Machine
     assert meter.lap().others == pytest.approx(0)
 
 
-def test_load_does_not_count_cores_that_this_process_cannot_use(machine: Machine) -> None:
+def test_load_of_other_processes_excludes_cores_that_this_process_cannot_use(machine: Machine) -> None:
     machine.cores({0: 0, 1: 0, 2: 0, 20: 0})
     meter = machine.meter()
     machine.cores({0: 1, 1: 100, 2: 2, 20: 100})
@@ -94,7 +94,7 @@ def test_load_does_not_count_cores_that_this_process_cannot_use(machine: Machine
     assert meter.lap().others == pytest.approx(0.3)
 
 
-def test_load_measurement_starts_at_the_end_of_the_previous_measurement(machine: Machine) -> None:
+def test_each_load_measurement_starts_where_the_previous_measurement_ended(machine: Machine) -> None:
     machine.pressure(1.0)
     meter = machine.meter()
     machine.cores({0: 5}, steal=1)
@@ -109,7 +109,7 @@ def test_load_measurement_starts_at_the_end_of_the_previous_measurement(machine:
     assert (second.others, second.steal, second.pressure) == pytest.approx((0.5, 0.2, 0.5))
 
 
-def test_decreasing_counters_count_as_no_load(machine: Machine) -> None:
+def test_negative_load_of_other_processes_is_reported_as_zero(machine: Machine) -> None:
     meter = machine.meter()
     machine.process(ROOT_PID, 1, own=5.2)
     machine.cores({0: 5})
@@ -156,7 +156,7 @@ def test_load_of_an_empty_interval_is_unknown(machine: Machine) -> None:
         ({"elsewhere/cpu.max": "50000 100000"}, None),
     ],
 )
-def test_quota_is_read_from_control_groups_version_2(
+def test_cpu_quota_is_read_from_control_groups_version_2(
     machine: Machine, files: dict[str, str], quota: float | None
 ) -> None:
     machine.write(machine.proc / "self/cgroup", "0::/jobs/7\n")
@@ -174,7 +174,7 @@ def test_quota_is_read_from_control_groups_version_2(
         ("cpuacct", "50000", None),
     ],
 )
-def test_quota_is_read_from_control_groups_version_1(
+def test_cpu_quota_is_read_from_control_groups_version_1(
     machine: Machine, folder: str, limit: str, quota: float | None
 ) -> None:
     machine.write(machine.proc / "self/cgroup", "4:memory:/docker/5\n3:cpu,cpuacct:/docker/5\n0::/\n")
@@ -187,7 +187,9 @@ def test_quota_is_read_from_control_groups_version_1(
     ("others", "steal", "high"),
     [(0.0, 0.0, False), (0.29, None, False), (0.31, None, True), (0.2, 0.2, True), (None, 5.0, False)],
 )
-def test_load_above_the_limit_is_high(others: float | None, steal: float | None, high: bool) -> None:
+def test_machine_load_above_the_limit_is_reported_as_high(
+    others: float | None, steal: float | None, high: bool
+) -> None:
     assert MachineLoad(others, steal, None, None).is_high is high
 
 

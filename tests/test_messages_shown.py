@@ -1,4 +1,4 @@
-"""Error messages on the pages about failures, compared with real errors of ranks in one process."""
+"""Error messages that the documentation shows, compared with the messages of real errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page for users of mpi4py: its names exist, its calls are valid, and its programs run."""
+"""docs/coming-from-mpi4py.md: the named objects exist, the shown calls are valid, and the programs run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = "docs/coming-from-mpi4py.md"
 
 
 def code_spans() -> set[str]:
-    """Return the code spans in the middle column of all tables."""
+    """Return the code spans in the middle column of all tables on the page, which shows aiocoll's calls."""
     found: set[str] = set()
     for line in (ROOT / PAGE).read_text().splitlines():
         if line.startswith("|"):
@@ -57,7 +57,7 @@ async def test_names_and_arguments_on_the_mpi4py_page_exist(pg: ProcessGroup) ->
                     inspect.signature(function).bind(*node.args, **given)
 
 
-def test_ported_mpi4py_program_prints_the_result_of_one_process(tmp_path: Path) -> None:
+def test_ported_mpi4py_program_prints_the_same_result_as_a_serial_computation(tmp_path: Path) -> None:
     u = np.zeros(1 + 50 + 1)
     u[0] = 1.0
     for _ in range(100):
@@ -80,7 +80,7 @@ async def test_minloc_example_of_the_mpi4py_page_finds_the_lowest_rank(pg: Proce
 
 
 @pytest.mark.ranks(3)
-async def test_window_example_of_the_mpi4py_page_is_read_and_changed_by_all_ranks(pg: ProcessGroup) -> None:
+async def test_one_sided_example_of_the_mpi4py_page_lets_all_ranks_access_a_window(pg: ProcessGroup) -> None:
     space = await execute(code(PAGE, "One-sided calls"))
     window = np.zeros(8)
     serving = asyncio.create_task(space["serve"](pg, window)) if pg.rank() == 0 else None
@@ -99,7 +99,7 @@ async def test_window_example_of_the_mpi4py_page_is_read_and_changed_by_all_rank
 
 @pytest.mark.ranks(2)
 async def test_dtypes_and_operations_of_the_mpi4py_page_work(pg: ProcessGroup) -> None:
-    """Use structured dtypes and logical operations."""
+    """Broadcast an array with a structured dtype, and reduce with logical operations."""
     x = np.zeros(2, [("mass", "f8"), ("charge", "i4")])
     x["charge"] = pg.rank()
     await pg.broadcast(x, root=1)
@@ -109,7 +109,7 @@ async def test_dtypes_and_operations_of_the_mpi4py_page_work(pg: ProcessGroup) -
         assert (await pg.allreduce(np.array([pg.rank() * 2.5, 0.0]), op)).tolist() == expected
 
 
-def test_launcher_variables_of_the_page_are_recognised() -> None:
+def test_launcher_variables_named_on_the_mpi4py_page_are_recognised() -> None:
     (row,) = (
         line for line in (ROOT / PAGE).read_text().splitlines() if "| `aiocoll.new_group()` | reads these" in line
     )

@@ -1,4 +1,4 @@
-"""The build of the accelerator in C, and the choice between it and pure Python."""
+"""The build of the C accelerator, and the choice between the accelerator and pure Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(next(iter(WheelBuilder(".").build(directory=sys.argv[1], versions=[sys.arg
 """
 NEEDS = "from hatchling.build import get_requires_for_build_wheel as needs; print(*needs())"
 SHOW = "from aiocoll.native import describe_implementation as describe; print(describe())"
-#: A program with two ranks in one process, which prints its log.
+#: A program that runs two groups of two ranks, one after the other, and logs to standard error.
 LOGGED = """
 import asyncio, logging
 import aiocoll, aiocoll.testing
@@ -42,7 +42,7 @@ for _ in range(2):
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder that contains the package."""
+    """Run Python with the copy of the package in `folder`."""
     left = ("AIOCOLL_NATIVE", "CC", "CFLAGS", "PYTHONPATH")
     env = {name: value for name, value in os.environ.items() if name not in left}
     return subprocess.run(
@@ -57,7 +57,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
 
 
 def wheel(source: Path, version: str = "standard", **variables: str) -> Path:
-    """Build a wheel of a tree."""
+    """Build a wheel of the source tree `source`; return the path of the wheel."""
     done = run(source, "-c", BUILD, str(source.parent), version, **variables)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.splitlines()[-1])
@@ -65,7 +65,7 @@ def wheel(source: Path, version: str = "standard", **variables: str) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Return a copy of the files from which a wheel is built."""
+    """Return a copy of the source tree, without compiled files."""
     pytest.importorskip("hatchling")
     for name in (".gitignore", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE"):
         (tmp_path / "tree").mkdir(exist_ok=True)
@@ -76,20 +76,20 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hook() -> dict[str, Any]:
-    """Return the global names of the build hook's module."""
+    """Return the namespace of hatch_build.py, the build hook."""
     pytest.importorskip("hatchling")
     return runpy.run_path(str(ROOT / "hatch_build.py"))
 
 
 @pytest.fixture
 def compiler(hook: dict[str, Any]) -> None:
-    """Skip the test if the accelerator cannot be built."""
+    """Skip the test if the C accelerator cannot be built on this machine."""
     if reason := hook["obstacle"]():
         pytest.skip(reason)
 
 
 def fake_compiler(folder: Path) -> str:
-    """Return a compiler that creates the file `called` and fails."""
+    """Return the path of a fake compiler that creates the file `called`, then fails."""
     fake = folder / "fake-cc"
     fake.write_text(f"#!/bin/sh\ntouch {folder}/called\necho 'module.c:1: no such thing' >&2\nexit 1\n")
     fake.chmod(0o700)
@@ -126,7 +126,7 @@ def test_build_without_a_compiler_makes_a_pure_wheel_without_numpy(source: Path)
 
 
 @pytest.mark.usefixtures("compiler")
-def test_build_needs_numpy_only_to_compile(source: Path) -> None:
+def test_build_requires_numpy_only_if_it_compiles_the_accelerator(source: Path) -> None:
     assert run(source, "-c", NEEDS).stdout == "numpy>=2.0\n"
     assert run(source, "-c", NEEDS, AIOCOLL_NATIVE="0").stdout == "\n"
 
@@ -224,7 +224,7 @@ def test_missing_accelerator_raises_an_error_only_if_required(source: Path) -> N
     assert "AIOCOLL_NATIVE=1 pip install" in error
 
 
-def test_error_names_an_accelerator_that_cannot_be_loaded(source: Path) -> None:
+def test_error_for_an_accelerator_that_cannot_be_loaded_names_its_file(source: Path) -> None:
     (source / MODULE).write_bytes(b"no library")
     assert f"{MODULE}: " in run(source, "-c", SHOW).stdout
     done = run(source, "-c", "import aiocoll", AIOCOLL_NATIVE="1")
@@ -239,7 +239,7 @@ def test_unknown_value_of_aiocoll_native_fails_the_import() -> None:
     )
 
 
-def test_first_group_logs_once_whether_the_accelerator_is_used() -> None:
+def test_process_logs_once_whether_it_uses_the_accelerator() -> None:
     done = run(ROOT, "-c", LOGGED, AIOCOLL_NATIVE="0")
     assert done.stderr.splitlines().count("INFO aiocoll runs pure Python (AIOCOLL_NATIVE=0)") == 1
 

@@ -1,4 +1,4 @@
-"""Parsing of numbers: accepted texts for all environment variables and arguments."""
+"""Parsing of numbers in environment variables and command line arguments: only plain ASCII numbers are valid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.options import GroupOptions, job_key
 
 from .each import each
 
-#: Texts that are not plain numbers, most of which Python's `int` and `float` accept.
+#: Texts that must be refused as numbers, although Python's `int` or `float` accepts most of them.
 NO_NUMBERS = ["1_0", " 1", "1 ", "1\n", "+1", "\u0661", "\uff11", "", "-", "--1", "0x1", "9" * 5000]
 
 
@@ -67,7 +67,7 @@ def test_other_numeric_variables_accept_only_ascii_digits(monkeypatch: pytest.Mo
         job_key({"AIOCOLL_JOB_KEY_FD": text}, None)
 
 
-def test_key_descriptor_in_non_ascii_digits_is_not_opened() -> None:
+def test_job_key_descriptor_with_a_malformed_number_is_not_opened() -> None:
     reading, writing = os.pipe()
     with open(writing, "wb") as pipe:
         pipe.write(b"0123456789abcdef")
@@ -77,7 +77,7 @@ def test_key_descriptor_in_non_ascii_digits_is_not_opened() -> None:
         assert pipe.read() == b"0123456789abcdef"
 
 
-#: Command lines with a numeric argument. If the text passes as a number, the command fails for a different reason.
+#: Command lines with a numeric argument `{}`. With a valid number, each of them fails for a different reason.
 ARGUMENTS = [
     ("run", "-n", "{}", "script"),
     ("run", "-n", "1", "--nnodes", "{}", "script"),

@@ -1,4 +1,4 @@
-"""Options: precedence, refused values, and sources of the job key."""
+"""`GroupOptions`: precedence over environment variables, refused values, and sources of the job key."""
 
 import logging
 import math
@@ -75,14 +75,14 @@ def test_option_with_explicit_none_takes_precedence_over_the_environment() -> No
     assert GroupOptions.resolve(GroupOptions(interface=None), {"AIOCOLL_INTERFACE": "eth0"}).interface is None
 
 
-def test_options_can_be_resolved_twice() -> None:
+def test_resolved_options_are_not_changed_by_a_second_resolve() -> None:
     options = GroupOptions.resolve(GroupOptions(job_key=KEY), {"AIOCOLL_TRANSPORT": "tcp"})
     assert GroupOptions.resolve(options, {}) == options
     assert options.job_key == KEY
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_environment_variables_of_other_programs_are_ignored(name: str) -> None:
+def test_aiocoll_variables_that_name_no_group_option_are_ignored(name: str) -> None:
     environ = {f"AIOCOLL_{name}": "x"}
     assert GroupOptions.resolve(None, environ) == GroupOptions.resolve(None, {})
     assert environ == {f"AIOCOLL_{name}": "x"}
@@ -169,7 +169,7 @@ def test_repr_of_options_shows_given_options_but_never_the_job_key() -> None:
     assert KEY not in repr(GroupOptions.resolve(options, {}))
 
 
-def test_errors_about_the_job_key_do_not_show_the_key() -> None:
+def test_error_about_an_invalid_job_key_does_not_show_the_key() -> None:
     with pytest.raises(ValueError, match="job_key") as caught:
         GroupOptions(job_key="secret")
     assert "'secret'" not in str(caught.value)
@@ -182,7 +182,7 @@ def test_explicit_job_key_takes_precedence_and_is_encoded_as_utf8() -> None:
     assert environ == {"AIOCOLL_JOB_KEY": KEY}
 
 
-def test_options_without_a_job_key_contain_none() -> None:
+def test_job_key_is_none_if_no_source_provides_a_key() -> None:
     assert job_key({}, None) is None
 
 
@@ -219,7 +219,7 @@ def test_job_key_descriptor_that_was_not_inherited_is_refused(text: str) -> None
         job_key({"AIOCOLL_JOB_KEY_FD": text}, None)
 
 
-def test_job_key_descriptor_of_another_file_is_refused(tmp_path) -> None:
+def test_job_key_descriptor_of_a_file_that_is_no_pipe_is_refused(tmp_path) -> None:
     (tmp_path / "diary").write_text("dear diary, " * 4)
     with open(tmp_path / "diary", "rb") as diary:
         with pytest.raises(ValueError, match="not a pipe"):

@@ -1,4 +1,4 @@
-"""`Overlap`: averages of gradients in buckets and one by one, and the program of docs/training.md."""
+"""`aiocoll.torch.Overlap`, which averages gradients during the backward pass, and docs/training.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_overlap_averages_gradients_of_all_ranks(pg: ProcessGroup, bucket_
     model = torch.nn.ParameterList([unused, *(each for layer in layers for each in layer.parameters())])
     reducer = Overlap(pg, model, bucket_bytes)
     for factor in (1, 2):
-        # Each layer is used alone: the gradient of a weight is the input, and that of a bias is 1 per row.
+        # In one linear layer, the weight gradient is the sum of the input rows, and the bias gradient the row count.
         x = torch.full((4, WIDTH), float(factor * (pg.rank() + 1)))
         await reducer.backward(sum(layer(x).sum() for layer in layers))
         for layer in layers:
@@ -45,7 +45,7 @@ async def test_overlap_trains_equal_weights_from_different_data(pg: ProcessGroup
     from aiocoll.torch import Overlap
 
     class Optimizer:
-        """A gradient descent optimizer, used since the import of torch's optimizers takes seconds."""
+        """A gradient descent optimizer without `torch.optim`, whose import takes seconds."""
 
         def __init__(self, model: Any) -> None:
             self.model = model
@@ -57,7 +57,7 @@ async def test_overlap_trains_equal_weights_from_different_data(pg: ProcessGroup
 
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(0.0)
-    # With this learning rate, the first step reaches 3, the average of all y, and the second changes nothing.
+    # With learning rate 0.5, the first step sets the weight to 3, the average target; the second step has no effect.
     batches = [(torch.ones(4, 1), torch.full((4, 1), 2.0 + 2.0 * pg.rank()))] * 2
     loop = code(PAGE, "Overlap with backward")
     names = {"Overlap": Overlap, "torch": torch, "optimizer": Optimizer(model)}
@@ -110,6 +110,6 @@ async def test_overlap_can_compress_gradients_and_broadcast_buffers(pg: ProcessG
 def test_program_of_the_training_page_prints_the_shown_output(tmp_path: Path) -> None:
     write(files(PAGE), tmp_path)
     _, measure = commands(PAGE)
-    # Use a smaller model than the page does.
+    # Use a smaller model than on the page, to save time.
     output = shell(re.sub(r"8 1024 256.*", "2 32 8", measure), tmp_path)
     assert is_shown(code(PAGE, "How to check the overlap", language="text"), output), output

@@ -1,6 +1,6 @@
-"""The source archive and the wheel, built from this folder: their files and metadata.
+"""Files and metadata of the source archive and the wheel, which are built from this repository.
 
-`make release-check` installs them, which takes minutes.
+`make release-check` installs the archives, which takes minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "pyproject.toml").read_text()
 PROJECT = tomllib.loads(TEXT)["project"]
 VERSION = PROJECT["version"]
-#: Files only in the source archive, and files of the repository that the archive omits.
+#: Files that only the source archive has, and repository files that the source archive omits.
 MADE, LEFT_OUT = {"PKG-INFO"}, {".ci/run"}
 BUILD = """
 import sys
@@ -37,7 +37,7 @@ print(next(iter({name}(sys.argv[1]).build(directory=sys.argv[2], versions=["stan
 
 
 def build_archive(kind: str, source: Path, target: Path) -> Path:
-    """Build a pure archive as `build` does, in an environment that has hatchling."""
+    """Build an archive without the C accelerator, with the hatchling of this environment."""
     code = BUILD.format(kind=kind, name={"sdist": "SdistBuilder", "wheel": "WheelBuilder"}[kind])
     command = [sys.executable, "-c", code, str(source), str(target)]
     pure = {**os.environ, "AIOCOLL_NATIVE": "0"}
@@ -48,7 +48,7 @@ def build_archive(kind: str, source: Path, target: Path) -> Path:
 
 @contextmanager
 def unpacked_source(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the source archive, and the folder with its contents."""
+    """Yield the source archive, and the folder in which the archive is unpacked."""
     archive = build_archive("sdist", ROOT, folder)
     with tarfile.open(archive) as tar:
         tar.extractall(folder / "unpacked", filter="data")
@@ -56,7 +56,7 @@ def unpacked_source(folder: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def source_files() -> set[str]:
-    """Return the files of the repository, and new ones that git does not ignore."""
+    """Return the repository files that git tracks, and new files that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     if listed.returncode or not listed.stdout:
@@ -101,7 +101,7 @@ def test_source_archive_is_complete_and_builds_the_wheel(tmp_path: Path) -> None
     assert "[pytest11]\naiocoll = aiocoll.testing.plugin" in entries
 
 
-def test_version_of_the_metadata_matches_the_package() -> None:
+def test_package_version_equals_the_version_in_pyproject_toml() -> None:
     import aiocoll
 
     assert aiocoll.__version__ == VERSION
@@ -125,7 +125,7 @@ def test_installation_page_lists_every_extra() -> None:
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == said
 
 
-def test_dependencies_of_the_pytest_plugin_are_an_extra() -> None:
+def test_extra_testing_has_the_dependencies_of_the_pytest_plugin() -> None:
     extras = {name: set(needs) for name, needs in PROJECT["optional-dependencies"].items()}
     assert {re.split(r"[>=]", each)[0] for each in extras["testing"]} == {"pytest", "pytest-asyncio"}
     assert extras["testing"] <= extras["dev"]
@@ -135,7 +135,7 @@ def test_release_check_imports_every_public_module() -> None:
     assert set(public_names.MODULES) <= set(release.MODULES)
 
 
-def test_release_check_installs_packages_available_for_this_python(tmp_path: Path) -> None:
+def test_release_check_installs_the_archives_for_this_machine(tmp_path: Path) -> None:
     names = [
         "aiocoll-9-cp311-abi3-manylinux_2_28_mips.whl",
         f"aiocoll-9-cp311-abi3-manylinux_2_28_{platform.machine()}.whl",
@@ -166,7 +166,7 @@ def test_release_checklist_names_existing_make_targets() -> None:
     assert {"check", "matrix", "dist", "release-check"} <= named <= targets
 
 
-def test_release_is_committed_before_it_is_checked() -> None:
+def test_release_checklist_commits_before_the_checks_and_tags_after_them() -> None:
     page = (ROOT / "docs" / "releasing.md").read_text()
     steps = [
         "git commit ",

@@ -1,4 +1,4 @@
-"""The blocks of the guide and of the short pages, each run in the situation that the page describes."""
+"""The code examples of the guide and of short pages, each run in the situation that the page describes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def address(port: int) -> dict[str, str]:
 
 
 async def test_all_rendezvous_examples_of_the_guide_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run with one rank on this host, replacing other ranks and hosts in the examples."""
+    """Run each example with one rank on this host, after replacing world size and addresses."""
     for name, value in address(free_port()).items():
         monkeypatch.setenv(name, value)
     ways = code("docs/guide.md", "Groups").replace("world_size=4", "world_size=1").replace("/shared", str(tmp_path))
@@ -78,7 +78,7 @@ def run_sync(block: str, names: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "victim", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.soak)]
 )
-def test_elastic_program_of_the_page_survives_a_killed_rank(victim: int | None, tmp_path: Path) -> None:
+def test_program_of_the_elastic_page_survives_a_killed_rank(victim: int | None, tmp_path: Path) -> None:
     programs = files("docs/elastic.md")
     if victim is not None:
         death = (
@@ -160,8 +160,8 @@ async def test_grid_and_plan_examples_of_the_guide_work(pg: ProcessGroup) -> Non
     assert (x.tolist(), planned.tolist()) == ([1.0], [4.0, 4.0])
 
 
-async def test_hook_example_of_the_guide_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    """Call the hook with an operation that took more than a second."""
+async def test_hook_example_of_the_guide_reports_a_slow_operation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Call the example's hook with an operation that took more than a second."""
 
     class Info:
         op, group, seconds, nbytes, transport = "ALLREDUCE", "world:0", 1.5, 8, "memory"
@@ -175,7 +175,7 @@ async def test_hook_example_of_the_guide_is_called(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "ALLREDUCE of world:0: 1.5 s for 8 bytes over memory\n"
 
 
-def test_test_examples_of_the_guide_pass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytest_examples_of_the_guide_pass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     marked = f"import pytest\n{code('docs/guide.md', 'Tests', 2)}"
@@ -186,7 +186,7 @@ def test_test_examples_of_the_guide_pass(pytester: pytest.Pytester, monkeypatch:
 
 
 @pytest.mark.ranks(2)
-async def test_coalescing_example_of_the_page_is_sent_as_one_operation(pg: ProcessGroup) -> None:
+async def test_first_example_of_the_coalescing_page_computes_the_described_results(pg: ProcessGroup) -> None:
     gradients = [np.full(3, pg.rank()) for _ in range(GRADIENTS)]
     step = np.array([7 - 7 * pg.rank()])
     space = await execute(
@@ -203,7 +203,7 @@ async def test_coalescing_example_of_the_page_is_sent_as_one_operation(pg: Proce
 
 
 @pytest.mark.ranks(2)
-async def test_coalescing_example_with_tasks_is_sent_as_one_operation(pg: ProcessGroup) -> None:
+async def test_task_and_key_examples_of_the_coalescing_page_work(pg: ProcessGroup) -> None:
     class Layer:
         async def reduce(self, pg: ProcessGroup) -> None:
             self.sum = await pg.allreduce(1)
@@ -261,7 +261,7 @@ async def test_store_example_of_the_reliability_page_outlives_every_rank(
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 async def test_openssl_certificates_of_the_security_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let four ranks meet with the page's certificates, at a store on host 0."""
+    """Use the certificates of the page for four ranks on two simulated hosts, and for the store on host 0."""
     monkeypatch.chdir(tmp_path)
     shell(code("docs/security.md", "Making certificates", language="sh"), tmp_path)
     assert [os.stat(name).st_mode & 0o777 for name in ("ca.key", "host0.key", "host1.key")] == [0o600] * 3
@@ -309,7 +309,7 @@ def test_security_page_shows_the_certificate_errors(tmp_path: Path, monkeypatch:
 
 
 async def test_ported_example_of_the_porting_page_runs() -> None:
-    """Run the ranks as tasks of this loop, which already have groups."""
+    """Run the ported program on four ranks that are tasks of this loop, without its init and destroy calls."""
     imported = await execute(code("docs/porting.md", "Porting from torch.distributed"))
     assert imported["dist"] is dist
     ported = code("docs/porting.md", "An example", 2)
@@ -341,7 +341,7 @@ async def test_porting_page_program_with_a_thread_and_an_exit_stack_runs(
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_original_example_of_the_porting_page_runs(tmp_path: Path, port: int) -> None:
+def test_torch_example_of_the_porting_page_runs(tmp_path: Path, port: int) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     before = code("docs/porting.md", "An example") + "\n"
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
@@ -350,7 +350,7 @@ def test_original_example_of_the_porting_page_runs(tmp_path: Path, port: int) ->
     assert "ran" in shell(script, tmp_path, **environ)
 
 
-#: A program like the one on the recorder page: rank 2 is late, and at the end waits for rank 0.
+#: A program as described on docs/recorder.md: rank 2 is late, and finally waits for a message of rank 0.
 TRAIN = """
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Observation of other processes: proofs of an end, and observer errors, which prove nothing."""
+"""Detection of ended processes: an end needs a proof, and an error of the observer is no proof."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .internals import replace_call
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 
-#: A child program that gives itself a misleading name in /proc, prints its identity, and waits.
+#: A child program that prints its identity and waits. Its name in /proc looks like other fields of the stat file.
 CHILD = """
 import pathlib, sys
 from aiocoll.process import this_process
@@ -63,7 +63,7 @@ def test_state_of_this_process_is_running() -> None:
     assert state(this_process()) == "running"
 
 
-def test_process_states_are_observed_from_stop_to_end() -> None:
+def test_stop_continuation_and_end_of_a_process_are_observed() -> None:
     with child_process() as (process, identity):
         assert identity.namespace == this_process().namespace
         assert state(identity) in ("sleeping", "running")
@@ -78,11 +78,11 @@ def test_process_states_are_observed_from_stop_to_end() -> None:
         assert state(identity) == GONE
 
 
-def test_later_process_with_a_reused_pid_is_recognized_as_another_process() -> None:
+def test_process_counts_as_ended_if_a_later_process_has_its_pid() -> None:
     assert state(this_process()._replace(started=this_process().started - 1)) == GONE
 
 
-#: Errors whose cause is the observer, not the observed process.
+#: Error numbers caused by the observer, such as a lack of descriptors, and not by the observed process.
 OWN_ERRORS = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO, errno.EAGAIN, errno.EINTR]
 #: The number of the system call that ends a single thread.
 SYS_EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
@@ -90,7 +90,7 @@ SYS_EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
 
 @pytest.fixture(scope="module")
 def living_process() -> Iterator[tuple[ProcessId, PidFd]]:
-    """Yield a running process, with a pidfd."""
+    """Yield the identity of a running child process, and its pidfd."""
     with child_process() as (_, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
@@ -100,7 +100,7 @@ def living_process() -> Iterator[tuple[ProcessId, PidFd]]:
 
 @pytest.fixture(scope="module")
 def ended_process() -> Iterator[tuple[ProcessId, PidFd]]:
-    """Yield a process that has ended and was reaped, with a pidfd opened while it ran."""
+    """Yield the identity of an ended and reaped child process, and a pidfd opened while the child ran."""
     with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
@@ -112,7 +112,7 @@ def ended_process() -> Iterator[tuple[ProcessId, PidFd]]:
 
 @contextmanager
 def failing_calls(number: int, *names: str) -> Iterator[None]:
-    """Make functions that `aiocoll.process` calls, such as "open" or "os.kill", fail with an errno."""
+    """Make functions fail with an error number if `aiocoll.process` calls them, such as "open" or "os.kill"."""
     with ExitStack() as stack:
         for name in names:
             fault = mock.Mock(side_effect=OSError(number, os.strerror(number)))
@@ -148,12 +148,12 @@ def test_failed_observations_do_not_prove_the_end_of_a_process(
 
 
 def test_process_whose_proc_entry_is_hidden_is_not_reported_as_ended(living_process: tuple[ProcessId, PidFd]) -> None:
-    """Hide the entry in /proc, as the mount option `hidepid` does for processes that may not be traced."""
+    """Simulate a /proc mounted with the option `hidepid`, which hides processes of other users."""
     with failing_calls(errno.ENOENT, "open"):
         assert state(living_process[0]) == UNKNOWN
 
 
-def test_proc_of_another_pid_namespace_does_not_prove_the_end_of_a_process() -> None:
+def test_proc_mounted_in_another_pid_namespace_does_not_prove_the_end_of_a_process() -> None:
     other = this_process()._replace(started=this_process().started - 1)
     real = open
 
@@ -177,8 +177,8 @@ def test_state_of_a_process_in_another_pid_namespace_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1 << 40, -(1 << 70)])
-def test_state_of_an_unused_pid_is_unknown(pid: int) -> None:
-    """Check pids as in a peer's card, some of which `kill` would take for process groups."""
+def test_state_of_an_impossible_pid_is_unknown(pid: int) -> None:
+    """Check pids that a peer could send in its card; `kill` would take some of them for process groups."""
     assert state(this_process()._replace(pid=pid)) == UNKNOWN
 
 
@@ -195,7 +195,7 @@ def test_pidfd_shows_that_a_zombie_process_has_ended() -> None:
 
 
 def test_end_of_a_process_is_detected_without_pidfd_send_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a Python that was built with headers of an older kernel."""
+    """Simulate a Python without `signal.pidfd_send_signal`, built with headers of an older kernel."""
     with child_process() as (process, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
@@ -208,7 +208,7 @@ def test_end_of_a_process_is_detected_without_pidfd_send_signal(monkeypatch: pyt
 
 
 def test_another_file_with_the_number_of_a_pidfd_does_not_prove_the_end_of_a_process() -> None:
-    """Open another file with the descriptor number, as in a program that closes all descriptors."""
+    """Replace the pidfd by another file with the same descriptor number, as a program that closes all files does."""
     with child_process() as (_, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None
@@ -250,7 +250,7 @@ ctypes.CDLL(None).syscall({SYS_EXIT}, 0)
     pidfd.close()
 
 
-def test_pidfd_of_a_later_process_with_a_reused_pid_is_not_opened() -> None:
+def test_pidfd_is_not_opened_if_a_later_process_has_the_pid() -> None:
     assert open_pidfd(this_process()._replace(started=this_process().started - 1)) is None
 
 

@@ -1,4 +1,4 @@
-"""The check of the prose in `tools/prose.py`: each rule has a text that passes and one that fails."""
+"""The prose check `tools/prose.py`: for each rule, texts that pass and texts that fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ first-words = ["which", "one"]
 
 
 def lines(path: str, text: str) -> list[int]:
-    """Return the line numbers of the findings in a file."""
+    """Return the line numbers that the prose check reports for a file with this text."""
     return [line for line, _, _ in prose.check_file(path, text, RULES)]
 
 

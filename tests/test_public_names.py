@@ -1,4 +1,4 @@
-"""Comparison of the public names and their parameters with the record."""
+"""The public names and their parameters, compared with the record in `tests/public_names.txt`."""
 
 from __future__ import annotations
 

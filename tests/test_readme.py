@@ -1,4 +1,4 @@
-"""The README, the map of the package in docs/architecture.md, and the beginning of `help(aiocoll)`."""
+"""README.md, the package map in docs/architecture.md, and the text of `help(aiocoll)`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .layers import HOUSES, LAYERS, module
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-#: The block of the page whose first line is the name of the package: the package map.
+#: The package map of docs/architecture.md: the text block that contains the line `aiocoll/`.
 MAP = next(
     text for text in re.findall(r"^```text\n(.*?)^```$", ARCHITECTURE, re.DOTALL | re.MULTILINE) if "aiocoll/\n" in text
 )
 
 
 def rows() -> list[tuple[Path, list[str]]]:
-    """Return folder and names of each line of the package map; indented lines belong to the last folder."""
+    """Return (folder, names) of each line of the package map; an indented line belongs to the folder above."""
     found: list[tuple[Path, list[str]]] = []
     folder = ROOT
     for line in MAP.splitlines():
@@ -35,7 +35,7 @@ def rows() -> list[tuple[Path, list[str]]]:
 
 
 def mapped_paths() -> list[Path]:
-    """Return the paths on the left side of the package map."""
+    """Return the paths of all files and folders that the package map lists."""
     return [folder / name for folder, names in rows() for name in names]
 
 
@@ -46,7 +46,7 @@ def test_paths_in_the_package_map_exist_and_are_unique() -> None:
 
 
 def test_package_map_lists_all_top_level_modules_in_layer_order() -> None:
-    """Check that the modules of each line belong to one layer, and import only from lines below."""
+    """Check that each line lists modules of one layer, and that lower layers are further down."""
     package = ROOT / "aiocoll"
     layers = [{module(name) for name in names} for folder, names in rows() if folder == package]
     assert {name for names in layers for name in names} == set().union(*LAYERS)
@@ -67,19 +67,19 @@ def test_readme_has_at_most_140_lines() -> None:
 
 
 def test_paths_named_in_the_readme_exist() -> None:
-    """Check the pages, programs, tables and tests that the README names."""
+    """Check the paths below docs/, examples/, bench/ and tests/ that the README names."""
     named = set(re.findall(r"(?<![\w/.-])((?:docs|examples|bench|tests)/[\w./-]*\w)", README))
     assert len(named) > 10
     assert {name for name in named if "/.venvs" not in name and not (ROOT / name).exists()} == set()
 
 
 def test_readme_contains_no_relative_links() -> None:
-    """Check that no link is relative, since a package index shows the README without the other files."""
+    """Check all links, since a package index shows the README without the other files of the repository."""
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"] == "README.md"
     assert [target for target in re.findall(r"\]\(([^)]*)\)", README) if not re.match("https://|#", target)] == []
 
 
-def test_readme_begins_with_the_commands() -> None:
+def test_first_commands_of_the_readme_are_make_demo_and_make_test() -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     assert [line.split("  ")[0] for line in blocks[0].splitlines()] == ["make demo", "make test"]
     assert "pip install .\n" in blocks
@@ -111,7 +111,7 @@ def test_guide_documents_every_option() -> None:
         assert word in guide
 
 
-#: Questions of newcomers, and a page with the answer.
+#: Questions of new users, each with the page that answers the question.
 ANSWERS = {
     "survive the death of a rank": "reliability.md",
     "encrypt": "security.md",
@@ -129,7 +129,7 @@ ANSWERS = {
 
 
 def test_readme_leads_to_every_page_within_two_links() -> None:
-    """Check the answers to the questions of newcomers, which are one link away, and all pages for users."""
+    """Check that the README names the pages in `ANSWERS`, and that one more link leads to each other page."""
     named = set(re.findall(r"`docs/([\w-]+\.md)`", README))
     assert {question for question, page in ANSWERS.items() if page not in named} == set()
     linked = {

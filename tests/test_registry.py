@@ -1,4 +1,4 @@
-"""Registries: registration, versions, imports on first use, and entry points of another distribution."""
+"""`Registry`: registration, interface versions, imports on first use, and entry points of plugins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def registry() -> Registry[object]:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a folder on the import path with a distribution that has two entry points, one of which fails."""
+    """Yield a folder on the import path with a distribution that has one valid and two failing entry points."""
     monkeypatch.syspath_prepend(str(tmp_path))
     info = tmp_path / "gadgets-1.0.dist-info"
     info.mkdir()
@@ -55,7 +55,7 @@ def test_registry_imports_an_implementation_on_first_use(
     assert registry.get("decimal") is found
 
 
-def test_later_registration_replaces_an_earlier_registration(registry: Registry[object]) -> None:
+def test_registry_replaces_an_earlier_registration_of_the_same_name(registry: Registry[object]) -> None:
     registry.register("decimal", int, version=VERSION)
     assert registry.get("decimal") is int
     assert registry.names() == ["decimal", "absent"]
@@ -119,14 +119,14 @@ def test_registry_error_names_the_distribution_of_a_failing_entry_point(
 
 
 @pytest.mark.usefixtures("site")
-def test_failing_entry_point_raises_an_error_at_each_lookup(registry: Registry[object]) -> None:
+def test_registry_raises_the_error_of_a_failing_entry_point_at_each_lookup(registry: Registry[object]) -> None:
     for _ in range(2):
         with pytest.raises(BackendUnavailableError, match="did not register gadget 'lost'"):
             registry.get("lost")
 
 
 @pytest.mark.usefixtures("site")
-def test_two_threads_can_look_up_the_same_entry_point_at_once(
+def test_registry_lets_two_threads_look_up_an_entry_point_at_once(
     registry: Registry[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     barrier = threading.Barrier(2, timeout=10)
@@ -142,14 +142,14 @@ def test_two_threads_can_look_up_the_same_entry_point_at_once(
 
 
 @pytest.mark.usefixtures("site")
-def test_discovery_registers_all_entry_points_that_can_be_loaded(registry: Registry[object]) -> None:
+def test_registry_discovery_registers_all_entry_points_that_can_be_loaded(registry: Registry[object]) -> None:
     errors = registry.discover()
     assert registry.names() == ["decimal", "absent", "round"]
     assert sorted(str(error).split("gadget ")[1][:6] for error in errors) == ["'lost'", "'old':"]
 
 
 @pytest.mark.usefixtures("site")
-def test_name_is_looked_up_again_after_unregister(registry: Registry[object]) -> None:
+def test_registry_looks_up_an_unregistered_name_by_its_entry_point(registry: Registry[object]) -> None:
     registry.register("round", list, version=VERSION)
     registry.unregister("round")
     assert registry.get("round") is dict

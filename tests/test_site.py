@@ -1,4 +1,4 @@
-"""The site that `make docs` builds: no warnings, every public name in the reference, every page in the tree."""
+"""The site that `make docs` builds: no build warnings, valid links, and all public names in the reference."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ pytest.importorskip("myst_parser", reason="myst-parser is not installed: pip ins
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-#: Files and folders that the site's pages include or name.
+#: Files and folders from which the site is built.
 SOURCES = ("docs", "examples", "bench", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 
-#: The brightness of the paper, from 0 to 1, and the contrast of each piece of text with it, as WCAG 2 defines them.
+#: JavaScript that returns the luminance of the page background, and the contrast of each text with its background. Both
+#: are defined in WCAG 2.
 COLOURS = """(() => {
     const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number)
     const light = ([r, g, b]) => [r, g, b].map(each => each / 255)
@@ -55,7 +56,7 @@ COLOURS = """(() => {
 
 
 def build(tree: Path) -> str:
-    """Build the site of a copy of the tree; return the warnings of Sphinx."""
+    """Build the site of a copied source tree; return the warnings of Sphinx."""
     strict = ("--nitpicky", "--fail-on-warning", "--keep-going", "--quiet")
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", *strict, "docs", "build"],
@@ -72,7 +73,7 @@ def build(tree: Path) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the tree with its site built."""
+    """Return a copy of the source tree in which the site is built."""
     copy = tmp_path_factory.mktemp("site")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -84,7 +85,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def described_names(tree: Path) -> set[tuple[str, str]]:
-    """Return the last parts of all names in the site's reference: class and attribute, or module and name."""
+    """Return the last two components of each name in the site's reference, such as (class, attribute)."""
     data = zlib.decompress((tree / "build" / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     entries = [line.split(" ")[:2] for line in data.splitlines()]
     return {last_two(name) for name, kind in entries if kind.startswith("py:")}
@@ -96,7 +97,7 @@ def last_two(name: str) -> tuple[str, str]:
 
 
 def recorded_names() -> list[str]:
-    """Return the recorded public names, except aliases and the methods behind operators."""
+    """Return the names in `tests/public_names.txt`, except aliases and special methods."""
     lines = [line for line in RECORD.read_text().splitlines() if not re.match(r"[\w.]+ = ", line)]
     names = [re.sub(r"(?<=.)\(.*", "", line.replace("(", "", 1).replace(")", "", 1) if line[0] == "(" else line)
              for line in lines]  # fmt: skip
@@ -104,7 +105,7 @@ def recorded_names() -> list[str]:
 
 
 def possible_names(name: str) -> set[tuple[str, str]]:
-    """Return the names under which the reference may describe `name`: its own, `aiocoll`, or a base class."""
+    """Return all (owner, name) pairs by which the reference may describe a public name."""
     owner, _, last = name.rpartition(".")
     found = resolve_or_none(owner) or resolve_or_none(f"aiocoll.plugins.{owner}")
     bases = found.__mro__ if inspect.isclass(found) else ()
@@ -137,7 +138,7 @@ def test_reference_entry_of_a_call_contains_arguments_and_cost(tree: Path) -> No
 
 
 def test_site_links_have_targets(tree: Path) -> None:
-    """Check the links of the built pages to files and anchors. External links are checked by form, and not followed.
+    """Check that links to files and anchors have targets, and that external links are well-formed https URLs.
 
     Pages of source code are left out: Sphinx links from there to names that the reference describes under an alias.
     """
@@ -169,7 +170,7 @@ def test_public_names_on_the_pages_are_links_to_the_reference(tree: Path) -> Non
 @pytest.mark.skipif(executable() is None, reason=MISSING)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_pages_fit_the_browser_and_load_nothing_external(tree: Path, tmp_path: Path, width: int) -> None:
-    """Check that pages fit the window and load nothing external, and that two of them are readable in both schemes."""
+    """Check also that text contrast on two pages is sufficient in the light and the dark colour scheme."""
     site = tree / "build"
     pages = [path for path in site.rglob("*.html") if "_modules" not in path.parts]
     assert len(pages) > 40
@@ -217,7 +218,7 @@ def test_reference_to_a_missing_name_fails_the_site_build(tree: Path) -> None:
 
 
 def test_site_pages_contain_only_tested_code() -> None:
-    """Check that site pages contain only code that other tests run: code of pages and docstrings."""
+    """Check that reference pages contain no code blocks of their own, which no other test would run."""
     known = {
         "autoclass",
         "autoexception",

@@ -1,4 +1,7 @@
-"""Options and states of TCP connections in the kernel; tests/hosts tests their effects."""
+"""Socket options and TCP statistics of the kernel, as aiocoll sets and reads them.
+
+The tests in `tests/hosts` check the effects on connections.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,15 @@ from aiocoll.store import address
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="these are options of Linux")
 
-#: Numbers from <linux/tcp.h>.
+#: The number of a socket option, from <linux/tcp.h>.
 TCP_RTO_MAX_MS = 44
-#: Numbers from <asm-generic/socket.h>; the second one means no limit.
+#: The number of a socket option, from <asm-generic/socket.h>, and its value for an unlimited rate.
 SO_MAX_PACING_RATE, UNLIMITED = 47, (1 << 64) - 1
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield both ends of a loopback connection."""
+    """Yield both sockets of a TCP connection over loopback."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as here,
@@ -57,12 +60,12 @@ def option(sock: socket.socket, number: int) -> int:
 
 
 @pytest.mark.skipif(not knows_rto_max(), reason="this kernel is older than 6.15")
-def test_tcp_retransmits_within_a_second_after_an_outage(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_maximum_tcp_retransmission_timeout_is_set_to_one_second(pair: tuple[socket.socket, socket.socket]) -> None:
     retry_soon(pair[0])
     assert option(pair[0], TCP_RTO_MAX_MS) == 1000
 
 
-def test_older_kernel_receives_no_unknown_socket_options(
+def test_socket_option_unknown_to_an_older_kernel_is_ignored(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "_TCP_RTO_MAX_MS", 444)
@@ -70,7 +73,7 @@ def test_older_kernel_receives_no_unknown_socket_options(
     assert option(pair[0], socket.TCP_NODELAY) == 1
 
 
-def test_connection_between_ranks_survives_a_stopped_reader(
+def test_connection_between_ranks_has_keepalive_probes_and_no_user_timeout(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     retry_soon(pair[0])
@@ -80,7 +83,7 @@ def test_connection_between_ranks_survives_a_stopped_reader(
     assert (option(pair[0], socket.TCP_KEEPIDLE), option(pair[0], socket.TCP_KEEPINTVL)) == (1, 1)
 
 
-def test_store_connections_survive_an_outage_at_both_ends() -> None:
+def test_both_ends_of_a_store_connection_tolerate_an_outage_of_15_minutes() -> None:
     with address.listen("127.0.0.1", 0, None) as listener:
         listener.setblocking(True)
         with address.StoreEndpoint(socket.AF_INET, listener.getsockname()).socket() as client:
@@ -121,8 +124,8 @@ def test_silence_of_a_tcp_peer_is_measured_by_unanswered_probes(
 ) -> None:
     class Known:
         def getsockopt(self, level: int, name: int, size: int) -> bytes:
-            # struct tcp_info: 8 bytes; rto, ato, two sizes, five counts of segments; times since the last data and ack
-            # sent, and the last data and ack received.
+            # struct tcp_info: 8 bytes, then 32-bit fields. The last two of the packed fields are the times since the
+            # last received data and since the last received acknowledgement.
             packed = struct.pack("=8B13I", 1, 0, sent_again, probes, 0, 0, 0, 0, *range(11), since_data, since_answer)
             return packed[:size]
 
@@ -148,8 +151,8 @@ def test_connection_that_sends_in_bursts_does_not_use_bbr() -> None:
         assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
 
 
-def test_paced_connection_has_an_unreachable_rate_limit() -> None:
-    """Check the lower 32 bits too, since older kernels use only these and take all ones for no limit."""
+def test_paced_connection_has_a_very_high_rate_limit() -> None:
+    """Check also the lower 32 bits, since older kernels read only these, and all ones would mean no limit."""
     with socket.socket() as sock:
         assert pacing_rate(sock) == UNLIMITED
         send_evenly(sock)
@@ -161,7 +164,7 @@ def pacing_rate(sock: socket.socket) -> int:
     return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8), sys.byteorder)
 
 
-def test_send_window_is_limited_by_the_buffer(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_send_window_is_limited_by_the_send_buffer(pair: tuple[socket.socket, socket.socket]) -> None:
     here, _ = pair
     before = window(here)
     here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel raises it to its minimum
@@ -169,7 +172,7 @@ def test_send_window_is_limited_by_the_buffer(pair: tuple[socket.socket, socket.
 
 
 def test_congestion_window_is_read_from_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Expect an initial window of 10 packets (RFC 6928), of at least the size that every network carries."""
+    """Expect the initial window of 10 segments (RFC 6928), each with 536 bytes or more."""
     before = window(pair[0])
     assert 10 * 536 <= before <= 10 * (1 << 16)
     here, there = socket.socketpair()

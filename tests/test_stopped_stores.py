@@ -1,4 +1,4 @@
-"""Stores that stop answering, as a process after SIGSTOP: every call with a timeout fails soon after it, with a reason.
+"""Stores that stop replying, like a process after SIGSTOP: every call with a timeout ends soon after its timeout.
 
 A scenario repeats the public calls that have a timeout: the store stops at the first request, at the second one, and so
 on, until the call succeeds. Most scenarios run on a virtual clock.
@@ -45,19 +45,19 @@ from aiocoll.testing import VirtualLoop, run_ranks
 from .public_names import public_names
 from .store.minimal_store import MinimalStore
 
-#: Timeout of the calls, and the time by which they may exceed it, in seconds.
+#: The timeout of the tested calls, and the time by which a call may exceed its timeout, in seconds.
 TIMEOUT, SOON = 5.0, 1.0
-#: Timeout in tests on the real clock.
+#: The timeout of calls in tests that run on the real clock, in seconds.
 SHORT = 0.4
 
 Call = Callable[[], Awaitable[Any]]
 
 
 class StoppingStore(HashStore):
-    """A store that many ranks share and that stops answering at one of its requests.
+    """A store, shared by all ranks, that stops replying at a chosen request.
 
     Args:
-        carried_out: whether that request is carried out without an answer.
+        carried_out: whether the store carries out the request to which it does not reply.
 
     Attributes:
         requests: the number of requests since `stop_at`.
@@ -94,14 +94,14 @@ class StoppingStore(HashStore):
 
 
 class Timed:
-    """A check of the calls of one run: each must end in time, and its error is recorded."""
+    """A check that each call of a run ends in time. Errors of the calls are recorded."""
 
     def __init__(self, limit: float) -> None:
         self.failures: list[BaseException] = []
         self._limit = limit
 
     async def __call__(self, call: Awaitable[Any]) -> Any:
-        """Return the result of `call`, or None if it fails with an aiocoll error."""
+        """Await `call`; return its result, or None if it raises an aiocoll error."""
         time = asyncio.get_running_loop().time
         began = time()
         try:
@@ -119,7 +119,7 @@ Scenario = Callable[[StoppingStore, Callable[[], None], Timed], Awaitable[None]]
 
 
 def at_each_request(scenario: Scenario, carried_out: bool) -> list[list[BaseException]]:
-    """Run `scenario` once for each request at which its store can stop; return the errors of each run."""
+    """Run `scenario` once for each request at which the store can stop; return the errors of each run."""
     found = []
     for last in itertools.count():
 
@@ -146,7 +146,7 @@ async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
 
 
 async def close_group(group: ProcessGroup | None) -> None:
-    """Close a group, which must take no time even with a stopped store."""
+    """Close a group; check that closing takes no time, even with a stopped store."""
     if group is not None:
         await Timed(0.0)(group.shutdown())
 
@@ -180,7 +180,7 @@ async def init_process_group(store: StoppingStore, stop: Callable[[], None], tim
 
 
 async def second_group(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
-    """Make a group while an earlier call with a longer timeout still waits for other ranks."""
+    """Create a group while an earlier creation with a longer timeout still waits."""
 
     async def rank(number: int) -> None:
         first = asyncio.create_task(_open_group(new_group(store=store, rank=number, world_size=2, timeout=3 * TIMEOUT)))
@@ -206,7 +206,7 @@ def _grow(size: int, newcomers: int, count: int, least: int) -> Scenario:
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
         async with open_groups(store, size) as groups:
             stop()
-            # With fewer newcomers than requested, the group grows only at the timeout for newcomers.
+            # If fewer newcomers arrive than requested, the group grows only after the timeout of `grow`.
             limit = TIMEOUT if count == newcomers else 2 * TIMEOUT
             try_limited_lock = Timed(limit)
             joining = [
@@ -231,7 +231,7 @@ async def merge(store: StoppingStore, stop: Callable[[], None], timed: Timed) ->
 
 
 def _lose_rank(size: int, replaced: bool, wait: float) -> Scenario:
-    """Return a scenario in which the last rank leaves, and the others continue with or without a newcomer."""
+    """Return an elastic scenario: the last rank leaves, and a newcomer takes its place if `replaced` is true."""
 
     async def scenario(store: StoppingStore, stop: Callable[[], None], timed: Timed) -> None:
         begun, running = asyncio.Barrier(size), asyncio.Event()
@@ -277,7 +277,7 @@ SCENARIOS: dict[str, Scenario] = {
     "elastic with a newcomer": _lose_rank(3, True, 1.0),
     "elastic that waits too long": _lose_rank(2, False, 60.0),
 }
-#: Errors of calls that fail although the store answers, since newcomers are missing.
+#: Scenarios whose calls fail even if the store replies, because newcomers are missing, with the error text.
 MISSING = {
     "grow without newcomers": "0 of 1 newcomers came within 5 s",
     "elastic that waits too long": "no new group within mend_timeout=5 s, waiting for 1 newcomer(s)",
@@ -286,7 +286,7 @@ MISSING = {
 
 @pytest.mark.parametrize("carried_out", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_call_ends_in_time_at_whichever_request_its_store_stops(name: str, carried_out: bool) -> None:
+def test_call_ends_in_time_if_its_store_stops_at_any_request(name: str, carried_out: bool) -> None:
     *stopped, answered = at_each_request(SCENARIOS[name], carried_out)
     assert len(stopped) > 4
     if name == "elastic without newcomers":
@@ -298,7 +298,7 @@ def test_call_ends_in_time_at_whichever_request_its_store_stops(name: str, carri
         assert MISSING[name] in str(error)
 
 
-# -- calls of groups, which use no store
+# -- group calls that use no store
 
 
 def _ones() -> np.ndarray:
@@ -311,7 +311,7 @@ async def _halo(pg: ProcessGroup) -> None:
     await grid.halo(np.zeros(4), timeout=TIMEOUT)
 
 
-#: By method with a timeout, a function that calls it on both of two ranks.
+#: For each group method with a timeout, a function that each of two ranks runs to call the method.
 GROUP_CALLS: dict[str, Callable[[ProcessGroup], Awaitable[Any]]] = {
     "allgather": lambda pg: pg.allgather([_ones(), _ones()], _ones(), timeout=TIMEOUT),
     "allgather_into_tensor": lambda pg: pg.allgather_into_tensor(np.ones(4), _ones(), timeout=TIMEOUT),
@@ -363,7 +363,7 @@ GROUP_CALLS: dict[str, Callable[[ProcessGroup], Awaitable[Any]]] = {
 
 
 async def _message(pg: ProcessGroup, receive: Call, obj: object = None) -> None:
-    """Send a message from rank 0 to rank 1."""
+    """Send a message from rank 0, and receive it on rank 1 by calling `receive`."""
     if pg.rank() == 1:
         await receive()
     elif obj is None:
@@ -409,7 +409,7 @@ async def fill(store: Store) -> None:
 
 
 class StoppingKeyValueStore(MinimalStore):
-    """A store of a user whose server stops at one of its requests."""
+    """A user-defined store whose server stops replying at a chosen request."""
 
     def __init__(self, entries: dict[str, bytes]) -> None:
         super().__init__(entries)
@@ -431,7 +431,7 @@ class StoppingKeyValueStore(MinimalStore):
 
 @pytest.mark.parametrize("prefixed", [False, True])
 @pytest.mark.parametrize("call", WAITS)
-def test_call_ends_in_time_if_a_users_store_stops(call: str, prefixed: bool) -> None:
+def test_call_ends_in_time_if_a_user_defined_store_stops(call: str, prefixed: bool) -> None:
     async def main(last: int) -> tuple[int, list[BaseException]]:
         store = StoppingKeyValueStore({})
         store.timeout = TIMEOUT
@@ -454,7 +454,7 @@ def test_call_ends_in_time_if_a_users_store_stops(call: str, prefixed: bool) -> 
 
 
 class StoppedServer:
-    """A store server that stops: open sessions answer no request, and new ones no handshake."""
+    """A TCP store server that stops: it replies to no requests, and to no handshakes of new clients."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: dict[int, float] = {}
@@ -489,7 +489,7 @@ def stopped_server(monkeypatch: pytest.MonkeyPatch) -> StoppedServer:
 
 @pytest.mark.parametrize("call", WAITS)
 async def test_call_ends_in_time_if_a_tcp_store_stops(call: str, stopped_server: StoppedServer) -> None:
-    """Stop the server before the client has connected, or at its request."""
+    """Stop the server before its first or second request, with or without an open connection."""
 
     async def store_stops(last: int, opened: bool) -> None:
         async with TCPStore("127.0.0.1", 0, is_master=True) as master:
@@ -512,7 +512,7 @@ async def aclosing_store(store: Any) -> AsyncIterator[Any]:
     await Timed(0.0)(store.aclose())
 
 
-async def test_opening_a_tcp_store_ends_in_time_if_its_server_stops(stopped_server: StoppedServer) -> None:
+async def test_open_of_a_tcp_store_ends_in_time_if_its_server_stops(stopped_server: StoppedServer) -> None:
     async with TCPStore("127.0.0.1", 0, is_master=True) as master:
         stopped_server.left[master.port] = 0
         timed = Timed(SHORT)
@@ -522,7 +522,7 @@ async def test_opening_a_tcp_store_ends_in_time_if_its_server_stops(stopped_serv
 
 
 async def test_ranks_end_in_time_if_the_store_of_their_meeting_stops(stopped_server: StoppedServer) -> None:
-    """Stop the store at many of its requests, with two ranks and a newcomer."""
+    """Let two ranks and a newcomer join a meeting whose store stops at various requests."""
 
     async def meeting_stops(last: int) -> None:
         async with Meeting(2) as meeting:
@@ -542,7 +542,7 @@ async def test_ranks_end_in_time_if_the_store_of_their_meeting_stops(stopped_ser
 
 @pytest.fixture
 def locked_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Return a dictionary that limits, by path, how often a file can be locked before another process holds it."""
+    """Return a dictionary: for each file path, how often the file can be locked before locking always fails."""
     left: dict[str, float] = {}
     try_lock = LogFile.try_lock
 
@@ -571,7 +571,7 @@ async def test_call_ends_in_time_if_the_lock_of_a_file_store_is_held(
 async def test_rendezvous_ends_in_time_if_the_lock_of_its_file_is_held(
     tmp_path: Path, locked_files: dict[str, float]
 ) -> None:
-    """Let another process hold the lock after any number of calls."""
+    """Simulate another process that takes the lock for good, after various numbers of lock operations."""
 
     async def lock_is_held(last: int) -> list[BaseException]:
         path = str(tmp_path / str(last))
@@ -591,7 +591,7 @@ async def test_rendezvous_ends_in_time_if_the_lock_of_its_file_is_held(
 
 
 @pytest.mark.parametrize("call", WAITS)
-async def test_call_ends_in_time_if_a_redis_server_never_answers(call: str) -> None:
+async def test_call_ends_in_time_if_a_redis_server_never_replies(call: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}", timeout=SHORT)
         timed = Timed(SHORT)
@@ -611,7 +611,7 @@ def test_blocking_call_ends_in_time_if_its_store_stops(last: int) -> None:
 # -- all calls
 
 
-#: Public calls that no scenario covers, with the reason.
+#: Public calls with a timeout that these tests do not cover, each with the reason.
 _ELSEWHERE = {
     "(Work).wait": "it waits for a collective, from another thread",
     "aiocoll.HashStore": "it is in the process of its users, so it cannot stop",

@@ -1,4 +1,4 @@
-"""Groups used from several threads: other threads wait for works, and make calls through the loop."""
+"""Groups used from several threads: threads wait for works, and make calls through the event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .ranks import LINKS, options, parametrize_transports, run_in_fork
 
 
 class Loop:
-    """An event loop in a thread; with `tidy`, it ends as in `asyncio.run`."""
+    """A thread with an event loop; with `tidy`, the loop also shuts down asynchronous generators at its end."""
 
     def __init__(self, *, tidy: bool = True) -> None:
         self.loop = asyncio.new_event_loop()
@@ -63,19 +63,19 @@ class Loop:
         return self.call(coro).result(30)
 
     def stop(self) -> None:
-        """Stop the loop and wait until it is closed."""
+        """Stop the event loop, and wait until the thread has closed the loop."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
 
 
 async def make_call(call: Callable[..., Work[Any]], *args: Any, **kwargs: Any) -> Work[Any]:
-    """Make a call in the loop; return its work for another thread."""
+    """Make a group call inside an event loop; return the work, for use by another thread."""
     return call(*args, **kwargs)
 
 
 async def add_one(pg: ProcessGroup) -> int:
-    """Return the sum of an allreduce of ones."""
+    """Allreduce the number 1; return the result."""
     return await pg.allreduce(1)
 
 
@@ -106,7 +106,7 @@ async def test_many_threads_can_wait_for_one_work(pg: ProcessGroup) -> None:
         else:
             assert await asyncio.gather(*waiting) == ["all of you"] * 4
             await pg.allreduce(np.zeros(5, int))
-        # The work has ended, so the thread's wait returns at once.
+        # The work has ended, so `wait` with timeout 0 returns the result at once.
         assert await loop.run_in_executor(threads, work.wait, 0) is work.result()
 
 
@@ -141,7 +141,7 @@ async def test_thread_that_waits_for_a_work_gets_its_failure(pg: ProcessGroup) -
         await pg.wait_revoked()
 
 
-async def test_failure_retrieved_by_a_thread_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failure_of_a_work_retrieved_by_a_thread_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     store = HashStore()
     loop = asyncio.get_running_loop()
     first, second = await asyncio.gather(*(new_group(store=store, rank=rank, world_size=2) for rank in range(2)))
@@ -158,7 +158,7 @@ async def test_failure_retrieved_by_a_thread_is_not_logged(caplog: pytest.LogCap
 
 
 @pytest.mark.ranks(2)
-async def test_expired_wait_of_a_thread_leaves_no_callback(pg: ProcessGroup) -> None:
+async def test_expired_wait_of_a_thread_leaves_no_callback_on_the_work(pg: ProcessGroup) -> None:
     loop = asyncio.get_running_loop()
     work = pg.recv(np.zeros(1), 1 - pg.rank())
     for limit in (0, -1, 0.01, timedelta(milliseconds=1)):
@@ -176,7 +176,7 @@ async def test_expired_wait_of_a_thread_leaves_no_callback(pg: ProcessGroup) -> 
 @pytest.mark.filterwarnings("ignore:group 'world.0' was not shut down:ResourceWarning")
 @pytest.mark.parametrize("tidy", [False, True])
 def test_closing_the_event_loop_ends_the_waits_of_threads(tidy: bool) -> None:
-    """End the threads' waits by the end of the group, or of the event loop without a closed group."""
+    """End the event loop while threads wait, with and without a shutdown of asynchronous generators."""
     error = GroupClosedError if tidy else RuntimeError
     text = "was closed by this rank" if tidy else "has not ended, and its event loop was closed"
     with Loop(tidy=tidy) as elsewhere:
@@ -196,7 +196,7 @@ def test_closing_the_event_loop_ends_the_waits_of_threads(tidy: bool) -> None:
 
 
 async def wait_for_waiters(work: Work[Any]) -> None:
-    """Return as soon as two threads wait."""
+    """Wait until two threads wait for `work`."""
     while len(callbacks_of(work) or ()) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -217,7 +217,7 @@ def test_thread_can_wait_for_a_work_while_the_event_loop_is_stopped_and_restarte
     loop = asyncio.new_event_loop()
     groups = loop.run_until_complete(pair())
     work = loop.run_until_complete(make_call(groups[0].allreduce, 1))
-    # A wait in the loop's thread is refused, since the loop could not run meanwhile.
+    # A wait in the thread of the stopped event loop is refused, since this thread could not run the loop meanwhile.
     with pytest.raises(RuntimeError, match="its event loop belongs to this thread and does not run"):
         work.wait()
     with ThreadPoolExecutor(1) as threads:
@@ -239,7 +239,7 @@ def test_wait_for_a_work_in_a_forked_child_is_refused() -> None:
 
 
 def test_keyboard_interrupt_ends_only_the_wait_for_a_work() -> None:
-    """Interrupt the main thread, which is the only thread that receives signals."""
+    """Interrupt the main thread, which runs Python's signal handlers, while it waits."""
     with Loop() as elsewhere:
         groups = elsewhere.run(pair())
         work = elsewhere.run(make_call(groups[0].allreduce, 1))
@@ -271,7 +271,7 @@ def test_call_from_another_thread_is_refused_with_a_remedy(inside: bool) -> None
 
         with pytest.raises(RuntimeError, match=r"belongs to another event loop .*run_coroutine_threadsafe"):
             asyncio.run(call()) if inside else groups[0].allreduce(1)
-        # Block this loop by a wait for works of another loop, which is allowed.
+        # A wait that blocks this thread is allowed for works of an event loop in another thread.
         works = [elsewhere.run(make_call(pg.allreduce, 1)) for pg in groups]
         assert [work.wait(30) for work in works] == [2, 2]
         elsewhere.run(close(groups))
@@ -308,7 +308,7 @@ def test_two_loops_in_two_threads_can_be_two_ranks(transport: str) -> None:
 
 
 def code_in(error: BaseException) -> list[str]:
-    """Return the code in an error message."""
+    """Return the code spans (in backticks) of an error message."""
     return re.findall("`([^`]+)`", str(error))
 
 
@@ -343,11 +343,11 @@ def test_remedy_in_the_error_for_an_await_in_another_loop_works() -> None:
         elsewhere.run(close(groups))
 
 
-# -- loops of other libraries
+# -- event loops of libraries other than asyncio
 
 
 def _by_hand(main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    """Run a coroutine without asyncio, as another async library does."""
+    """Run a coroutine by `send`, without any event loop."""
     main().send(None)
 
 

@@ -1,4 +1,4 @@
-"""TLS: when connections are encrypted, the binding of the handshake to the certificate, and its requirements."""
+"""TLS with certificates that each process makes itself: encrypted connections, and channel binding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ KEY = b"a key of this test and no other"
 @pytest.mark.parametrize(
     ("encryption", "here", "elsewhere"), [("auto", False, True), ("tls", True, True), ("none", False, False)]
 )
-def test_encryption_depends_on_the_option_and_the_hosts(encryption: str, here: bool, elsewhere: bool) -> None:
+def test_encryption_of_a_connection_depends_on_the_option_and_the_address(
+    encryption: str, here: bool, elsewhere: bool
+) -> None:
     assert [is_encrypted(encryption, host) for host in ("127.0.0.1", "::1", "localhost")] == [here] * 3
     assert [is_encrypted(encryption, host) for host in ("10.0.0.1", "fd77::1", "0.0.0.0")] == [elsewhere] * 3
 
@@ -53,7 +55,7 @@ def test_channel_binding_is_the_hash_of_the_certificate() -> None:
 
 
 async def test_socket_is_closed_if_the_peer_is_lost_before_the_tls_handshake() -> None:
-    """Reset the connection before the handshake, when only `wrap_socket` holds the socket."""
+    """Reset the connection before the TLS handshake, while only `wrap_socket` refers to the socket."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with socket.create_connection(listener.getsockname()) as client:
             sock, _ = listener.accept()
@@ -83,7 +85,7 @@ def test_private_key_of_a_process_is_not_written_to_a_file(monkeypatch: pytest.M
     assert not os.path.exists(file)
 
 
-def test_missing_cryptography_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cryptography_package_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(BackendUnavailableError, match=r"pip install aiocoll\[tls\]; .*encryption='none' .*every rank"):
         another_process()
@@ -105,7 +107,7 @@ async def connected_streams(server: Tls, client: Tls) -> AsyncIterator[tuple[Tls
             stream.close()
 
 
-async def test_handshakes_of_both_ends_are_bound_to_the_listeners_certificate() -> None:
+async def test_both_ends_bind_the_handshake_to_the_listeners_certificate() -> None:
     server, client = another_process(), another_process()
     async with connected_streams(server, client) as (dialled, dialling):
         assert dialled.bound == dialling.bound == binding(server.certificate)
@@ -145,8 +147,8 @@ async def test_cancelled_tls_handshake_closes_the_socket() -> None:
     gc.collect()
 
 
-async def test_old_tls_version_is_refused() -> None:
-    """Offer at most TLS 1.2."""
+async def test_client_with_an_old_tls_version_is_refused() -> None:
+    """Use a client that supports at most TLS 1.2."""
     near, far = socket.socketpair()
     near.setblocking(False)
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -159,7 +161,7 @@ async def test_old_tls_version_is_refused() -> None:
 
 
 async def test_man_in_the_middle_of_a_store_connection_is_detected() -> None:
-    """Forward all messages between client and server, using a certificate of a third process."""
+    """Simulate an attacker with its own certificate that forwards all messages between client and server."""
     between = another_process()
     pumps: set[asyncio.Task[None]] = set()
     async with TCPStore("127.0.0.1", 0, is_master=True, key=KEY, encryption="tls") as store:
@@ -188,14 +190,14 @@ async def test_man_in_the_middle_of_a_store_connection_is_detected() -> None:
 
 
 def stream_types(pg: ProcessGroup) -> set[type]:
-    """Return the types of a rank's connections."""
+    """Return the stream classes of all connections of a rank."""
     endpoint = comm_of(pg).endpoint
     links = [*endpoint.control._links.values(), *(channel.link for channel in comm_of(pg).channels if channel.link)]
     return {type(link._stream) for link in links}  # type: ignore[attr-defined]
 
 
 def over_tcp(encryption: str, host: str) -> GroupOptions:
-    """Return the options of a rank that counts as on `host`."""
+    """Return options for TCP, with which a rank counts as on the host `host`."""
     return GroupOptions(transport="tcp", job_key=KEY, encryption=encryption, host_id=host, bind="127.0.0.1")  # type: ignore[arg-type]
 
 
@@ -226,8 +228,8 @@ async def test_ranks_encrypt_connections_between_hosts(encryption: tuple[str, st
 
 
 @pytest.mark.parametrize(("encryption", "expected"), [("auto", TlsStream), ("none", PlainStream)])
-async def test_ranks_claiming_one_host_encrypt_non_loopback_connections(encryption: Any, expected: type) -> None:
-    """Use one host id, as copies of a machine have; only the loopback proves that ranks are on one host."""
+async def test_ranks_with_equal_host_ids_encrypt_non_loopback_connections(encryption: Any, expected: type) -> None:
+    """Use equal host ids, as cloned machines have: only a loopback connection proves that the host is the same."""
     store = HashStore()
     options = GroupOptions(transport="tcp", job_key=KEY, encryption=encryption, bind="any")
 
@@ -263,7 +265,7 @@ async def test_different_encryption_options_of_ranks_are_reported(hosts: str, ot
 
 
 async def test_rank_without_the_cryptography_package_is_reported_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the other rank fails too, instead of waiting."""
+    """Check that the rank with the package also fails, instead of waiting."""
     store = HashStore()
     make_own_contexts.cache_clear()  # as in a process that has no certificate yet
     monkeypatch.setitem(sys.modules, "cryptography", None)

@@ -1,4 +1,4 @@
-"""The tuning file of `aiocoll bench --tune`: its contents, errors of wrong files, and its use by all ranks."""
+"""The tuning file of `aiocoll bench --tune`: contents, errors of invalid files, and use by all ranks."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from aiocoll.tuning import default_path, dumps, from_wire, load, to_wire
 
 from .internals import comm_of, plans_of, replace_parts
 
-#: A machine with so high a latency that all data are sent at once, whatever the size.
+#: A machine model with a very high latency, for which algorithms with one step are best at all sizes.
 DEAR = Machine(1.0, 0.001, 1e-9, 1e-10)
 CHEAP = Machine(1e-6, 1e-6, 1e-9, 1e-10)
 LARGE = 1 << 20
@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "tuning.json"
 
 
-def test_tuning_is_written_to_and_read_from_its_file_unchanged(path: Path) -> None:
+def test_tuning_written_to_a_file_is_read_back_unchanged(path: Path) -> None:
     path.write_text(dumps({"tcp": DEAR, "shm": CHEAP}, "2026-01-01T12:00:00+00:00"))
     assert load(str(path), {}) == Tuning(tcp=DEAR, shm=CHEAP)
     content = json.loads(path.read_text())
@@ -87,13 +87,13 @@ def test_single_copy_sizes_in_a_tuning_file_can_be_incomplete(path: Path) -> Non
 
 
 @pytest.mark.parametrize("sizes", [[], {"sent": 1}, {"moved": -1}, {"moved": "1"}, {"moved": True}, {"reduced": [1]}])
-def test_invalid_single_copy_sizes_are_refused(sizes: object, path: Path) -> None:
+def test_invalid_single_copy_sizes_in_a_tuning_file_are_refused(sizes: object, path: Path) -> None:
     with pytest.raises(ValueError, match=r"single_copy.* must be "):
         load(write(path, single_copy=sizes), {})
 
 
 @pytest.mark.parametrize("sizes", [None, [], [1, 2], [1, 2, 3, 4], [1, 2, "3"], [float("nan"), 1, 2]])
-def test_invalid_single_copy_sizes_of_rank_0_are_refused(sizes: object) -> None:
+def test_invalid_single_copy_sizes_from_rank_0_are_refused(sizes: object) -> None:
     with pytest.raises(RendezvousError, match="single_copy"):
         from_wire([*to_wire(Tuning(), 4)[:-1], sizes], "shm", 2)
 
@@ -177,14 +177,14 @@ def test_tuning_file_of_another_version_is_not_used(path: Path, version: Any, ca
     assert len(record.getMessage()) < 300 + len(str(path))
 
 
-def test_encoded_tuning_contains_every_number() -> None:
+def test_tuning_that_rank_0_sends_is_decoded_unchanged() -> None:
     tuning = Tuning(DEAR, CHEAP)
     assert from_wire(to_wire(tuning, 4), "tcp", 4) == tuning
     assert from_wire(to_wire(tuning, 4), "shm", 4) == tuning.over("shm")
     assert from_wire(None, "unix", 4) == Tuning(medium="unix")
 
 
-def test_ranks_that_share_cores_send_and_reduce_more_slowly() -> None:
+def test_tuning_assumes_slower_sends_and_reductions_for_ranks_that_share_cores() -> None:
     tuning = from_wire(to_wire(Tuning(DEAR), 2), "tcp", 5)
     assert tuning == Tuning(DEAR, crowd=2.5)
     alpha, overhead, beta, gamma = DEAR
@@ -201,13 +201,13 @@ FINE = [1.0] * 4
     + [[cores, FINE, FINE, FINE] for cores in (0, -1, 1.5, "2", True, None)]
     + [b"x", {}],
 )
-def test_malformed_tuning_is_refused(numbers: Any) -> None:
+def test_malformed_tuning_from_rank_0_is_refused(numbers: Any) -> None:
     with pytest.raises(RendezvousError, match="rank 0 published an invalid tuning in the store: "):
         from_wire(numbers, "tcp", 2)
 
 
 @pytest.mark.parametrize("medium", [None, "pigeon", ["tcp"], 1])
-def test_tuning_for_an_unknown_medium_is_refused(medium: Any) -> None:
+def test_unknown_transport_medium_from_rank_0_is_refused(medium: Any) -> None:
     with pytest.raises(RendezvousError, match="rank 0 published an invalid medium in the store: "):
         from_wire(None, medium, 2)
 
@@ -220,7 +220,7 @@ async def group(store: HashStore, rank: int, world_size: int, **options: Any) ->
 
 @pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
 async def test_tuning_of_rank_0_is_used_by_all_ranks(path: Path, transport: Any) -> None:
-    """Give rank 1 a different tuning file, with which it would choose another algorithm and wait forever."""
+    """Give rank 1 a different tuning file. If rank 1 used this file, the algorithms of the ranks would differ."""
     other = write(path.with_name("other.json"), media={"tcp": CHEAP._asdict(), "unix": CHEAP._asdict()})
     own = write(path)
     assert choose("allreduce", LARGE, 2) != choose("allreduce", LARGE, 2, tuning=Tuning(tcp=DEAR))
@@ -231,7 +231,7 @@ async def test_tuning_of_rank_0_is_used_by_all_ranks(path: Path, transport: Any)
     for pg in groups:
         assert comm_of(pg).tuning._replace(crowd=1.0) == Tuning(**machines(), medium=transport)
     arrays = [np.full(LARGE // 4, rank + 1, np.float32) for rank in range(2)]
-    # Use a scaled sum, since plain sums in shared memory do not depend on the tuning.
+    # Use PREMUL_SUM, since the algorithm of plain sums in shared memory does not depend on the tuning.
     await asyncio.gather(
         *(pg.allreduce(array, ReduceOp.PREMUL_SUM(2)) for pg, array in zip(groups, arrays, strict=True))
     )
@@ -242,7 +242,7 @@ async def test_tuning_of_rank_0_is_used_by_all_ranks(path: Path, transport: Any)
 
 
 async def test_transport_medium_of_rank_0_determines_the_tuning_of_all_ranks() -> None:
-    """Let ranks of one host meet although rank 1 excludes shared memory."""
+    """Let rank 0 choose shared memory and rank 1 unix sockets, on the same host."""
     store = HashStore()
     groups = await asyncio.gather(*(group(store, rank, 2, transport=("shm", "unix")[rank]) for rank in range(2)))
     assert [comm_of(pg).tuning.medium for pg in groups] == ["shm", "shm"]
@@ -267,7 +267,7 @@ async def tuning_of(pg: aiocoll.ProcessGroup) -> Tuning:
     return comm_of(pg).tuning
 
 
-def test_tuning_in_a_virtual_run_does_not_depend_on_the_machine(
+def test_virtual_run_ignores_the_default_tuning_file_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The programs of the tutorials: the output on their pages, and the continuation after losses."""
+"""The programs of the tutorials print the shown output, and continue after a killed process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pages import code, commands, execute, files, shell, write
 
 TRAINING = "docs/training.md"
 SERVER = "docs/parameter-server.md"
-#: The code of a function that kills its process, once, at the 50th call with a true argument.
+#: A module with the function `die`, which kills its process at the 50th call with a true argument, once per test.
 DEATH = """
 import os
 
@@ -46,7 +46,7 @@ def test_tutorial_ranks_train_a_model(tmp_path: Path) -> None:
 
 
 def test_training_program_computes_in_a_thread() -> None:
-    """Check that no coroutine of the page runs backward on the event loop, which would warn in every step."""
+    """Check that `backward` runs in a thread, since it would block the event loop in every step."""
     tree = ast.parse(files(TRAINING)["train.py"])
     computing = {
         function.name: isinstance(function, ast.AsyncFunctionDef)
@@ -69,7 +69,7 @@ def test_tutorial_workers_train_with_a_parameter_server(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [None, "work", "serve"])
 def test_tutorial_workers_can_join_a_running_parameter_server(tmp_path: Path, port: int, victim: str | None) -> None:
-    """Kill a process after 50 gradients: the server, or a worker beyond the two that the page starts."""
+    """Kill no process, the server, or an additional worker, after 50 gradients."""
     script = commands(SERVER)[2]
     program = files(SERVER)["joining.py"].replace("29500", str(port))
     place = "    x = random.normal"
@@ -95,7 +95,7 @@ def test_tutorial_workers_can_join_a_running_parameter_server(tmp_path: Path, po
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_tutorial_processes_continue_after_a_server_or_worker_is_killed(tmp_path: Path, victim: int) -> None:
-    """Kill a process during its first steps; the launcher starts another one in its place."""
+    """Kill a process during its first steps, so that the launcher starts a replacement."""
     programs = files(SERVER)
     file, line = ("lasting.py", "            state[") if victim == 0 else ("server.py", "        x = random")
     before, after = programs[file].split(line, 1)
@@ -110,7 +110,7 @@ def test_tutorial_processes_continue_after_a_server_or_worker_is_killed(tmp_path
 
 @pytest.mark.ranks(3)
 async def test_tutorial_workers_exchange_parts_with_several_servers(pg: ProcessGroup) -> None:
-    """Let ranks 0 and 1 be servers, each of which returns its part, doubled."""
+    """Let ranks 0 and 1 be servers, which double their part of the gradient and send it back."""
     names = await execute(code(SERVER, "Several servers"), aiocoll=aiocoll, np=np, WEIGHTS=1)
     if pg.rank() == 2:
         weights = np.zeros(5)

@@ -1,4 +1,4 @@
-"""Warnings about works that a program drops without awaiting them, on a loop in debug mode."""
+"""Warnings about works that a program never awaits, when the event loop is in debug mode."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def forget(pg: ProcessGroup) -> None:
     pg.allreduce(np.ones(3))
 
 
-#: The line of the call in `forget`.
+#: The line number of the allreduce call in `forget`.
 LINE = inspect.getsourcelines(forget)[1] + 1
 
 
 def warnings_of(rank: Callable[[ProcessGroup], Awaitable[Any]], *, debug: bool = True) -> list[str]:
-    """Run two ranks on a new loop; return the warnings about works that were not awaited."""
+    """Run two ranks in a new event loop; return the warnings about unawaited works."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         asyncio.run(run_ranks(2, rank, allow_unretrieved=True), debug=debug)
@@ -53,7 +53,7 @@ async def forget_at_the_end(pg: ProcessGroup) -> None:
 
 
 async def forget_before_distributed_barrier(pg: ProcessGroup) -> None:
-    """Run a barrier, which waits for earlier collectives, but too late for values that the program has already read."""
+    """Run `dist.barrier`, which waits for earlier collectives but does not count as awaiting their works."""
     forget(pg)
     await dist.barrier()
 
@@ -97,8 +97,8 @@ def test_unawaited_work_that_is_deleted_after_its_group_was_closed_is_reported()
     assert sorted(str(each.message) for each in caught) == [warning(0), warning(1)]
 
 
-def test_unawaited_list_call_is_reported_once() -> None:
-    """Expect one warning for all tensors."""
+def test_unawaited_call_with_a_list_of_tensors_is_reported_once() -> None:
+    """Expect one warning per rank, although the call has two tensors."""
 
     async def rank(pg: ProcessGroup) -> None:
         pg.allreduce_coalesced([np.ones(2), np.ones(3)])
@@ -109,7 +109,7 @@ def test_unawaited_list_call_is_reported_once() -> None:
     assert len(caught) == 2
 
 
-def test_failed_list_call_is_not_reported_as_unawaited() -> None:
+def test_failed_call_with_a_list_of_tensors_is_not_reported_as_unawaited() -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(CollectiveMismatchError):
             await pg.allreduce_coalesced([np.ones(2), np.ones(3 + pg.rank())])
@@ -127,7 +127,7 @@ def test_unawaited_work_is_not_reported_without_debug_mode() -> None:
     assert warnings_of(forget_and_go_on, debug=False) == []
 
 
-def test_failed_unawaited_work_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_of_an_unawaited_work_is_logged_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pg.recv(np.zeros(1), 1 - pg.rank(), timeout=0.01)
         with pytest.raises(GroupError):  # another possible error is that the other rank has left
@@ -138,7 +138,7 @@ def test_failed_unawaited_work_is_only_logged(caplog: pytest.LogCaptureFixture) 
 
 
 async def wait_for(pg: ProcessGroup, how: str) -> None:
-    """Wait for an allreduce in the given way."""
+    """Wait for an allreduce in the way that `how` names in `WAYS` or `BLOCKS`."""
     if how in WAYS:
         work = pg.allreduce(np.ones(3))
         await WAYS[how](work)
@@ -158,7 +158,7 @@ async def _call_back(work: Work[Any]) -> None:
 
 
 async def _give_up(work: Work[Any]) -> None:
-    """Cancel the wait; the collective continues."""
+    """Cancel the wait for a work, then wait until the work is no longer pending."""
     waiting = asyncio.ensure_future(work)
     await asyncio.sleep(0)
     waiting.cancel()

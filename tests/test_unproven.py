@@ -1,4 +1,4 @@
-"""Limited places for connections that have not proven the job key."""
+"""The limit on connections that have not proven the job key yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from aiocoll.security.unproven_connections import MIN_PLACES, UnprovenConnection
 
 
 @pytest.mark.parametrize(("world_size", "places"), [(0, MIN_PLACES), (4, MIN_PLACES), (1000, 2000)])
-def test_oldest_unauthenticated_connection_is_closed_first(world_size: int, places: int) -> None:
+def test_new_connection_beyond_the_limit_closes_the_oldest_unauthenticated_connection(
+    world_size: int, places: int
+) -> None:
     away: list[int] = []
     unproven: UnprovenConnections[int] = UnprovenConnections(world_size, away.append)
     for each in range(places + 3):

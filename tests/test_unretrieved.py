@@ -1,4 +1,4 @@
-"""The log of failures that the program never retrieves: one record per failure, with the line of the call."""
+"""Log records for failed works whose exception the program never retrieves."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from aiocoll.work import completion_of
 
 from .ranks import run_ranks, wait_until
 
-#: Seconds after which a receive without a sender fails.
+#: The timeout of receives without a sender, in seconds.
 SOON = 0.01
 
 
 @pytest.fixture
 def unretrieved_records(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[logging.LogRecord]]]:
-    """Return a function that returns the records of unretrieved failures so far."""
+    """Return a function that returns all records about unretrieved failures logged so far."""
     caplog.set_level(logging.WARNING, "aiocoll")
 
     def records() -> list[logging.LogRecord]:
@@ -39,7 +39,7 @@ def failing_receive(pg: ProcessGroup) -> Work[Any]:
     return pg.recv(np.zeros(1), 1 - pg.rank(), tag=3, timeout=SOON)
 
 
-async def test_unretrieved_failure_is_logged_once_with_its_call(
+async def test_unretrieved_failure_is_logged_once_with_the_line_of_its_call(
     unretrieved_records: Callable[[], list[logging.LogRecord]],
 ) -> None:
     async def rank(pg: ProcessGroup) -> str:
@@ -63,7 +63,7 @@ async def test_unretrieved_failure_is_logged_once_with_its_call(
 
 
 async def retrieve(work: Work[Any], how: str) -> None:
-    """Retrieve a failure in the given way."""
+    """Retrieve the failure of a work in the way that `how` names."""
     match how:
         case "await":
             with pytest.raises(CollectiveTimeoutError):
@@ -120,7 +120,9 @@ async def test_retrieved_failure_is_not_logged(
     assert not unretrieved_records()
 
 
-async def test_drain_retrieves_all_failures(unretrieved_records: Callable[[], list[logging.LogRecord]]) -> None:
+async def test_drain_retrieves_the_failures_of_all_works(
+    unretrieved_records: Callable[[], list[logging.LogRecord]],
+) -> None:
     async def rank(pg: ProcessGroup) -> None:
         works = [failing_receive(pg) for _ in range(3)]
         with pytest.raises(CollectiveTimeoutError):
@@ -160,7 +162,7 @@ async def test_cancelled_await_does_not_mark_a_failure_as_retrieved(
 async def test_unretrieved_failures_with_one_cause_are_logged_in_one_line(
     unretrieved_records: Callable[[], list[logging.LogRecord]], looks: bool
 ) -> None:
-    """Retrieve one of the failures, which shows the common cause, or none."""
+    """Retrieve one of the failures, after which no other is logged, or retrieve none."""
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank():
@@ -189,7 +191,7 @@ async def test_unretrieved_failures_with_one_cause_are_logged_in_one_line(
     assert " and 19 more was never retrieved: GroupError: group " in message
 
 
-async def test_unretrieved_failures_of_referenced_works_are_logged_at_the_end_of_the_group(
+async def test_unretrieved_failure_of_a_referenced_work_is_logged_when_its_group_ends(
     unretrieved_records: Callable[[], list[logging.LogRecord]],
 ) -> None:
     store = HashStore()

@@ -1,4 +1,4 @@
-"""TLS with certificates of the user's own CA: accepted and refused certificates, and the errors at both ends."""
+"""TLS with certificates of a certificate authority (CA) of the user: accepted and refused certificates."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ def test_certificate_names_of_other_forms_are_ignored(authority: Authority) -> N
 
 
 @pytest.mark.parametrize("job", ["", "a/b", "a b", "*", "ä", "train\n"])
-def test_job_id_unfit_for_a_certificate_is_refused(authority: Authority, job: str) -> None:
+def test_job_id_that_cannot_be_part_of_a_certificate_name_is_refused(authority: Authority, job: str) -> None:
     with pytest.raises(ValueError, match=r"^job_id='.*give it an id of letters, digits .* AIOCOLL_JOB_ID"):
         prepare(authority.make(ANY), job, rank_name(job, 0))
 
 
 @pytest.mark.parametrize("job", ["train", "10.0.0.1:29500", "fd77::1:29500", "run_7.B-2"])
-def test_job_ids_fit_for_a_certificate_are_accepted(authority: Authority, job: str) -> None:
-    """Check the job ids of `aiocoll run`, which on several hosts are addresses."""
+def test_job_id_of_letters_digits_and_addresses_is_accepted_in_certificates(authority: Authority, job: str) -> None:
+    """Check also addresses with ports, which `aiocoll run` uses as job ids on several hosts."""
     assert prepare(authority.make(rank_name(job, 0)), job, rank_name(job, 0)).job == job
 
 
@@ -134,15 +134,15 @@ def test_certificate_files_of_a_user_ca_are_read(authority: Authority) -> None:
         assert len(context.get_ca_certs()) == 1, "the CAs of the system are trusted too"
 
 
-def test_certificates_and_key_may_be_in_one_file_with_other_text(authority: Authority) -> None:
-    """Write certificates and key to the same file, so that one rename replaces all of them."""
+def test_certificate_and_key_may_be_in_one_file_with_other_text(authority: Authority) -> None:
+    """Write certificate and key to one file, which a program can replace by a single rename."""
     files = authority.make(ANY)
     key = Path(files.key)
     key.write_bytes("Rang für alle\n".encode() + key.read_bytes() + Path(files.certificate).read_bytes())
     assert prepare(files._replace(certificate=files.key), "train", RANK0).own is not None
 
 
-def test_intermediate_certificates_are_supported(tmp_path: Path, authority: Authority) -> None:
+def test_certificate_of_an_intermediate_ca_is_accepted_with_its_chain(tmp_path: Path, authority: Authority) -> None:
     between = Authority(tmp_path, "between", above=authority)
     files = between.make(ANY, ca=authority.file)
     with pytest.raises(
@@ -251,27 +251,27 @@ def test_error_about_certificate_validity_shows_dates_and_the_local_clock(
 
 
 @pytest.mark.parametrize("days", [(-20, -2), (2, 20)])
-def test_ca_that_is_not_valid_now_is_refused(tmp_path: Path, days: tuple[int, int]) -> None:
+def test_expired_or_not_yet_valid_ca_is_refused(tmp_path: Path, days: tuple[int, int]) -> None:
     files = Authority(tmp_path, days=days).make(ANY)
     with pytest.raises(ValueError, match=r"one of tls_ca='.*' \(valid from 20.* UTC to 20.* UTC\), is not valid at 20"):
         prepare(files, "train", RANK0)
 
 
 @pytest.mark.parametrize("use", [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-def test_certificate_is_valid_for_both_ends(authority: Authority, use: Any) -> None:
+def test_certificate_must_allow_both_server_and_client_use(authority: Authority, use: Any) -> None:
     with pytest.raises(ValueError, match=r"every rank dials and is dialled.*extendedKeyUsage=serverAuth,clientAuth"):
         prepare(authority.make(ANY, uses=[use]), "train", RANK0)
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     assert prepare(authority.make(ANY, uses=both), "train", RANK0).own is not None
 
 
-def test_certificate_of_another_ca_is_refused_by_both_roles(tmp_path: Path, authority: Authority) -> None:
+def test_own_certificate_not_signed_by_tls_ca_is_refused(tmp_path: Path, authority: Authority) -> None:
     files = authority.make(ANY, ca=Authority(tmp_path, "another").file)
     with pytest.raises(ValueError, match=r"is not signed by a CA in tls_ca='.*another\.pem'"):
         prepare(files, "train", RANK0)
 
 
-def test_names_of_the_own_certificate_are_checked_before_anything_is_sent(authority: Authority) -> None:
+def test_own_certificate_without_the_own_rank_name_is_refused(authority: Authority) -> None:
     with pytest.raises(
         ValueError, match=r"names aiocoll://train/rank/1, but .*/rank/0 was expected; add the name to the c"
     ):
@@ -305,12 +305,12 @@ def test_certificate_file_options_are_read_from_the_environment(authority: Autho
     assert (options.tls_ca, options.tls_certificate, options.tls_key, options.job_id) == ("a", "b", "c", "d")
 
 
-# -- both ends of a connection
+# -- errors at the two ends of a connection
 
 
 @asynccontextmanager
 async def connected_streams(dialled: Tls, dialling: Tls) -> AsyncIterator[tuple[TlsStream, TlsStream]]:
-    """Yield the streams of both ends of a TCP connection; raise `RefusedError` if one cannot be opened."""
+    """Yield the TLS streams of both ends of a TCP connection; raise `RefusedError` if an end refuses."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
@@ -330,11 +330,11 @@ async def connected_streams(dialled: Tls, dialling: Tls) -> AsyncIterator[tuple[
 
 
 class RefusedError(Exception):
-    """The errors of both ends of a connection, the dialling end first."""
+    """An exception with the errors of both ends of a connection, the dialling end first."""
 
 
 async def error_of(stream: TlsStream | BaseException) -> BaseException:
-    """Return the error that ends a stream."""
+    """Return the error with which a stream fails: the given error, or the error of the next receive."""
     if isinstance(stream, BaseException):
         return stream
     with suppress(OSError):
@@ -347,14 +347,14 @@ async def error_of(stream: TlsStream | BaseException) -> BaseException:
 
 
 async def errors_at_both_ends(dialled: Tls, dialling: Tls) -> list[str]:
-    """Return the error texts of both ends of a connection, the dialling end first."""
+    """Let two ends refuse each other; return the error texts of both, the dialling end first."""
     with pytest.raises(RefusedError) as caught:
         async with connected_streams(dialled, dialling):
             pass
     return [f"{type(error).__name__}: {error}" for error in caught.value.args[0]]
 
 
-async def test_certificates_of_both_ends_are_verified_and_the_handshake_stays_bound(authority: Authority) -> None:
+async def test_both_ends_verify_user_certificates_and_bind_the_handshake_to_the_listeners(authority: Authority) -> None:
     first = prepare(authority.make(rank_name("train", 0), file="0"), "train", rank_name("train", 0))
     second = prepare(authority.make(rank_name("train", 1), file="1"), "train", rank_name("train", 1))
     async with connected_streams(first, second) as (dialling, dialled):
@@ -368,7 +368,7 @@ async def test_certificates_of_both_ends_are_verified_and_the_handshake_stays_bo
 
 
 def unchecked_tls(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> Tls:
-    """Use a certificate without checks, as a malicious process or one with another clock does."""
+    """Return TLS contexts whose own certificate is not checked, like those of a malicious process."""
     with monkeypatch.context() as patch:
         replace_parts(patch, refuse_certificate=lambda *_: None, certificate_clock=lambda: Authority.middle(files))
         return read(files)._replace(job="train")
@@ -418,7 +418,7 @@ async def test_certificate_of_another_ca_is_reported_at_both_ends(
     assert dialled.startswith(f"{REFUSES} as not signed by its CA (compare tls_ca of both): tls_certificate='")
 
 
-async def test_peer_without_certificate_files_is_refused_by_a_peer_with_files(authority: Authority) -> None:
+async def test_peer_without_user_certificate_is_refused_by_a_peer_with_user_certificate(authority: Authority) -> None:
     verifying = prepare(authority.make(ANY), "train", RANK0)
     dialling, dialled = await errors_at_both_ends(verifying, make_own_contexts())
     assert dialling.startswith(
@@ -468,13 +468,13 @@ async def test_tls_refusal_reason_is_received_by_a_peer_that_cannot_send(authori
 
 
 def options(files: TlsFiles, rank: int = 0, job: str = "train", encryption: str = "tls", **more: Any) -> GroupOptions:
-    """Return the options of a rank that communicates over TCP."""
+    """Return the options of a rank that uses TCP and the given certificate files."""
     how: Any = {"transport": "tcp", "job_key": KEY, "bind": "127.0.0.1", "encryption": encryption, "job_id": job}
     return GroupOptions(**how, **as_options(files), **more)
 
 
 async def total(pg: ProcessGroup, certificates: list[bytes] | None = None) -> float:
-    """Return the last element of a sum over all ranks, after checking that all connections are encrypted."""
+    """Check that all connections of a group are encrypted; return the last element of an allreduce."""
     result = await pg.allreduce(np.full(100_000, pg.rank() + 1.0))
     assert await pg.alltoall_object([pg.rank()] * pg.size()) == list(range(pg.size()))
     streams = [link._stream for link in comm_of(pg).endpoint.control._links.values()]  # type: ignore[attr-defined]
@@ -486,7 +486,7 @@ async def total(pg: ProcessGroup, certificates: list[bytes] | None = None) -> fl
 
 
 async def meet(each: Sequence[GroupOptions], timeout: float = 20) -> list[Any]:
-    """Let ranks with these options meet; return the sum or the error of each."""
+    """Let ranks with these options form a group; return the result of `total`, or the error, for each rank."""
     store = HashStore()
 
     async def rank(rank: int) -> float:
@@ -500,7 +500,7 @@ async def meet(each: Sequence[GroupOptions], timeout: float = 20) -> list[Any]:
 
 
 async def failure(each: Sequence[GroupOptions]) -> BaseException | None:
-    """Return the error of the last rank, without waiting for the others."""
+    """Let ranks with these options meet; return the error of the last rank, without waiting for other ranks."""
     store = HashStore()
     groups = [new_group(store=store, rank=rank, world_size=len(each), options=each[rank]) for rank in range(len(each))]
 
@@ -519,7 +519,7 @@ async def failure(each: Sequence[GroupOptions]) -> BaseException | None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("names", ["rank", "any", "all"])
 async def test_ranks_with_user_certificates_meet(authority: Authority, world_size: int, names: str) -> None:
-    """Use one certificate per rank, or one for all ranks, with a wildcard or with all names."""
+    """Use certificates with the name of one rank, with a wildcard name, or with the names of all ranks."""
     every = [rank_name("train", rank) for rank in range(world_size)]
     has = {"rank": [[name] for name in every], "any": [[ANY]] * world_size, "all": [every] * world_size}[names]
     files = [authority.make(*has[rank], file=str(rank)) for rank in range(world_size)]
@@ -529,7 +529,7 @@ async def test_ranks_with_user_certificates_meet(authority: Authority, world_siz
 async def test_auto_encryption_between_hosts_uses_the_certificate_files(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that no certificate is made, for which `cryptography` would be needed."""
+    """Hide the package `cryptography`, so that no rank can make a certificate itself."""
     each = [options(authority.make(ANY), encryption="auto", host_id=host) for host in "ab"]
     make_own_contexts.cache_clear()
     monkeypatch.setitem(sys.modules, "cryptography", None)
@@ -537,7 +537,7 @@ async def test_auto_encryption_between_hosts_uses_the_certificate_files(
 
 
 async def test_ranks_with_user_certificates_meet_at_a_store_given_by_address(authority: Authority, port: int) -> None:
-    """Let rank 0 serve the store with its own certificate, configured by its options."""
+    """Let rank 0 serve the TCP store with the certificate that its group options name."""
     files = [authority.make(RANK0, STORE, file="0"), authority.make(rank_name("train", 1), file="1")]
 
     async def rank(rank: int) -> float:
@@ -563,7 +563,7 @@ async def test_rank_with_unusable_certificate_files_is_reported_to_all_ranks(aut
 
 
 def skip_own_check(files: TlsFiles, job: str, name: str) -> Tls:
-    """Read certificate files without checking their names, as a malicious rank does."""
+    """Return TLS contexts whose certificate names are not checked, like those of a malicious rank."""
     return read(files)._replace(job=job)
 
 
@@ -571,7 +571,7 @@ def skip_own_check(files: TlsFiles, job: str, name: str) -> Tls:
 async def test_certificate_without_the_rank_is_refused_at_both_ends(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, names: list[str]
 ) -> None:
-    """Let rank 1 use a certificate without its rank, and dial rank 0."""
+    """Let rank 1 dial rank 0 with a certificate that does not name rank 1."""
     good, bad = authority.make(ANY), authority.make(*names, file="bad")
 
     replace_parts(monkeypatch, prepare_rank_tls=skip_own_check)
@@ -588,7 +588,7 @@ async def test_certificate_without_the_rank_is_refused_at_both_ends(
 async def test_dial_of_a_rank_with_a_foreign_certificate_ends_soon(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
-    """Let rank 1 dial rank 0, which uses the foreign certificate."""
+    """Let rank 1 dial rank 0, whose certificate names rank 7."""
     files = [authority.make(rank_name("train", 7), file="bad"), authority.make(ANY)]
 
     replace_parts(monkeypatch, prepare_rank_tls=skip_own_check)
@@ -610,7 +610,7 @@ async def test_rank_with_an_expired_certificate_is_named_with_its_address(
     limits: Limits,
     outdated: int,
 ) -> None:
-    """Let rank 1 dial rank 0, with the certificate of one of them expired, or with a wrong clock."""
+    """Let rank 1 dial rank 0, while the certificate of rank 0 or rank 1 is expired."""
     limits(dial_retry_time=0.05)
     files = [authority.make(ANY, file="0"), authority.make(ANY, file="1")]
     files[outdated] = authority.make(ANY, file="old", days=(-9, -2))
@@ -646,7 +646,7 @@ async def test_rank_without_certificate_files_is_refused_with_a_remedy(
 
 
 async def test_replaced_certificate_files_are_used_only_by_the_next_group(authority: Authority) -> None:
-    """Replace the files while a group is open. A second group shares its connections, and uses new files for more."""
+    """Replace the certificate files while a group is open. A second group shares the open connections."""
     store = HashStore()
     both = [asyncio.Barrier(2) for _ in range(4)]
 
@@ -715,7 +715,7 @@ async def test_store_and_clients_present_user_certificates(authority: Authority)
 
 
 async def refused_by_store(server: dict[str, Any], client: dict[str, Any]) -> str:
-    """Return the error of a store client, or the trouble that it reports while it retries."""
+    """Return the error of a store client, or the problem that the client reports while it retries."""
     running = StoreServer("127.0.0.1", 0, **server)
     running.start()
     store = TCPStore("127.0.0.1", running.port, timeout=20, **client)
@@ -778,7 +778,7 @@ async def test_store_refuses_clients_with_invalid_certificates(
     logged: str,
     refusal: str | None,
 ) -> None:
-    """Let the client skip its own checks, as a malicious client or one with another clock does."""
+    """Let the client skip the checks of its own certificate, like a malicious client."""
     good = stores(authority.make(STORE, file="store"))
     bad = unchecked_tls(authority.make(*names, days=days), monkeypatch)
     replace_parts(monkeypatch, prepare_client_tls=lambda *_: bad)

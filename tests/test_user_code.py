@@ -1,4 +1,4 @@
-"""User code that raises a `BaseException`: the operation fails with its name, while the group and the loop continue."""
+"""User code that raises a `BaseException`: only its operation fails, while group and event loop continue."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .store.minimal_store import MinimalStore
 
 
 class Silent(Exception):
-    """An exception whose text cannot be read."""
+    """An exception whose `__str__` raises an error."""
 
     def __str__(self) -> str:
         raise asyncio.CancelledError("no text")
 
 
-#: Exceptions that control a task, a generator or the process, and one whose text cannot be read.
+#: Exceptions that have a special meaning for tasks, generators or the process, and one whose `__str__` fails.
 CONTROL = (asyncio.CancelledError, GeneratorExit, StopIteration, BaseException, Silent)
 FATAL = (KeyboardInterrupt, SystemExit)
 
@@ -55,7 +55,7 @@ def function_raising(error: type[BaseException]) -> Callable[..., Any]:
 async def test_exception_in_a_reduce_function_fails_its_operation_on_every_rank(
     world_size: int, transport: str, error: type[BaseException]
 ) -> None:
-    """Run the failing reduction in every executor."""
+    """Run the failing reduce function in every kind of collective, with small and large arrays."""
 
     async def rank(pg: ProcessGroup, kind: str, count: int) -> None:
         op = ReduceOp.custom(function_raising(error), name="f")
@@ -71,7 +71,7 @@ async def test_exception_in_a_reduce_function_fails_its_operation_on_every_rank(
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_exception_in_a_reduce_function_fails_its_operation_at_once(culprit: int) -> None:
-    """Use a virtual clock, to show that the failure does not wait for the timeout."""
+    """Use a virtual clock to show that the operation fails long before its timeout."""
 
     async def rank(pg: ProcessGroup) -> float:
         op = ReduceOp.custom(function_raising(asyncio.CancelledError) if pg.rank() == culprit else np.add, name="f")
@@ -86,7 +86,7 @@ def test_exception_in_a_reduce_function_fails_its_operation_at_once(culprit: int
 
 
 class Hook:
-    """A hook that raises at one of its calls."""
+    """A hook that raises an error in `on_start` or `on_end`."""
 
     def __init__(self, when: str, error: type[BaseException]) -> None:
         self.calls = 0
@@ -106,7 +106,7 @@ class Hook:
 
 
 class HookWithProperties:
-    """A hook whose methods are properties; reading one of them again raises an error."""
+    """A hook whose methods are properties that raise an error once the hook has been added."""
 
     def __init__(self, when: str, error: type[BaseException]) -> None:
         self.calls = 0
@@ -177,7 +177,7 @@ def allreduce_with_hook(pg: ProcessGroup, when: str, error: type[BaseException])
 def test_system_exit_in_user_code_ends_the_loop_and_fails_the_operation(
     place: str, transport: str, fatal: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Check that the exception leaves the event loop once, after the cancelled tasks have closed their groups."""
+    """Check that `asyncio.run` raises the exception after the cancelled tasks have closed their groups."""
     works: list[Any] = []
     store = HashStore()
 
@@ -206,7 +206,7 @@ def test_system_exit_in_user_code_ends_the_loop_and_fails_the_operation(
 
 
 @each("fatal", FATAL)
-def test_system_exit_in_user_code_of_a_thread_is_raised_in_the_event_loop(fatal: type[BaseException]) -> None:
+def test_system_exit_in_a_worker_threads_user_code_is_raised_by_the_event_loop(fatal: type[BaseException]) -> None:
     async def main() -> None:
         with pytest.raises(UserCodeError) as caught:
             await asyncio.to_thread(raise_contained, fatal)
@@ -257,7 +257,7 @@ def test_system_exit_in_user_code_without_an_event_loop_is_raised(fatal: type[Ba
 
 
 class Unreadable:
-    """An object that raises when it is unpickled."""
+    """An object that raises an error when it is unpickled."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -271,7 +271,7 @@ def raise_error(error: type[BaseException]) -> Any:
 
 
 class Unwritable:
-    """An object that raises when it is pickled."""
+    """An object that raises an error when it is pickled."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -298,7 +298,7 @@ async def test_object_that_cannot_be_unpickled_fails_only_its_own_call(
 
 
 @pytest.mark.parametrize("error", CONTROL)
-async def test_object_that_cannot_be_pickled_is_refused_at_the_call(error: type[BaseException]) -> None:
+async def test_object_that_cannot_be_pickled_is_refused_before_the_operation_starts(error: type[BaseException]) -> None:
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(SerializationError, match=r"cannot send obj\[0\]: pickle cannot encode .*Unwritable: "):
             pg.allgather_object([Unwritable(error)])
@@ -307,7 +307,7 @@ async def test_object_that_cannot_be_pickled_is_refused_at_the_call(error: type[
     await run_all(2, rank, options=GroupOptions(allow_pickle=True))
 
 
-# -- functions on results, callbacks, the log, stores
+# -- result conversions, done callbacks, log handlers, stores
 
 
 @pytest.mark.parametrize("error", [*CONTROL, ValueError])
@@ -322,7 +322,7 @@ async def test_exception_in_a_result_conversion_fails_its_work(pg: ProcessGroup,
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.ranks(2, 3)
 async def test_result_that_cannot_be_written_back_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
-    """Fail to write the result back, as to an array of a foreign library."""
+    """Replace the function that copies the result to a noncontiguous array by a function that raises."""
     work = pg.allreduce(np.ones(6)[::2])  # a noncontiguous array, so the result is copied back
     completion = completion_of(work)
     assert completion.unwrap is not None
@@ -334,7 +334,7 @@ async def test_result_that_cannot_be_written_back_fails_its_work(pg: ProcessGrou
 
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.ranks(2)
-async def test_exception_in_a_done_callback_is_passed_to_the_loops_exception_handler(
+async def test_exception_in_a_done_callback_reaches_the_exception_handler_of_the_loop(
     pg: ProcessGroup, error: type[BaseException]
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -349,7 +349,7 @@ async def test_exception_in_a_done_callback_is_passed_to_the_loops_exception_han
 
 
 class Handler(logging.Handler):
-    """A log handler that raises at every record."""
+    """A log handler that raises an error for every record."""
 
     def __init__(self, error: type[BaseException]) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class Handler(logging.Handler):
 
 
 @pytest.mark.parametrize("error", [*CONTROL, ValueError])
-async def test_exception_in_a_log_handler_disturbs_no_operation(
+async def test_exception_in_a_log_handler_fails_no_operation(
     error: type[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
@@ -379,7 +379,7 @@ async def test_exception_in_a_log_handler_disturbs_no_operation(
 
 
 class Cancelling(MinimalStore):
-    """A store that raises `CancelledError` at one of its reads, as the future of a lost connection does."""
+    """A store that raises `CancelledError` at a chosen read, as a cancelled future of a lost connection does."""
 
     left = 0
 
@@ -391,7 +391,7 @@ class Cancelling(MinimalStore):
 
 
 @pytest.mark.parametrize("left", [1, 2, 3])
-async def test_cancelled_error_of_a_store_does_not_cancel_its_caller(left: int) -> None:
+async def test_cancelled_error_raised_by_a_store_becomes_a_store_error(left: int) -> None:
     async with Cancelling({}) as store:
         store.left = left
         expected = r"Cancelling raised CancelledError: .* in .*\(\), although nothing cancelled the call"
@@ -408,7 +408,7 @@ async def test_wait_at_a_store_can_be_cancelled() -> None:
             await waiting
 
 
-def test_exception_whose_text_cannot_be_read_is_formatted_safely() -> None:
+def test_exception_whose_str_method_fails_is_formatted_safely() -> None:
     assert describe(KeyError("a")) == "KeyError: 'a'"
     assert describe(KeyError()) == "KeyError"
     assert describe(Silent()) == "Silent: <str() of it failed>"

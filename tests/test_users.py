@@ -1,4 +1,4 @@
-"""Owners of files and peers of unix sockets, also where several users share one user id."""
+"""Checks that files and unix socket peers belong to the own user, also where several users share one user id."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from aiocoll.users import owner_trouble, peer_trouble, peer_uid
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and SO_PEERCRED")
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
 
-#: Ids of two users that have no id in the user namespaces of these tests.
+#: Two user ids that exist outside of the tested user namespaces, but not inside.
 OWN, FOREIGN = 12345, 23456
 
-#: The process becomes another user, possibly in a user namespace without ids. It can import nothing afterwards, and
-#: nothing of the package before: with threads, as NumPy starts them, a process cannot make a user namespace.
+#: Code by which a process becomes another user, possibly in a user namespace without ids. Imports come first, since the
+#: new user cannot read the files. NumPy is not imported: a process with threads cannot make a user namespace.
 BECOME = f"""
 import ctypes, encodings.idna, fcntl, os, runpy, signal, socket, sys
 module = runpy.run_path({users.__file__!r})
@@ -37,7 +37,8 @@ CLONE_NEWUSER = 0x10000000
 if inside == "True" and ctypes.CDLL(None).unshare(CLONE_NEWUSER):
     sys.exit("no user namespaces")
 """
-#: A process of `OWN` in a user namespace, which prints its findings on files and on the processes that connect.
+#: A program of the user `OWN` in a user namespace. It checks the given files and two connecting processes, and prints
+#: the results.
 OBSERVER = f"""{BECOME}
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(f"\\0{{name}}")
@@ -55,7 +56,7 @@ own = socket.socket(socket.AF_UNIX)
 own.connect(f"\\0{{name}}")
 print(peer_trouble(own), flush=True)
 """
-#: A process that connects, and stays until the observer has checked it.
+#: A program that connects to the observer, and stays alive until the observer has checked it.
 PEER = f"""{BECOME}
 peer = socket.socket(socket.AF_UNIX)
 peer.connect(f"\\0{{name}}")
@@ -65,7 +66,7 @@ peer.recv(1)
 
 @pytest.fixture
 def share_user_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Return a function that makes the current user the overflow user of a user namespace with some ids."""
+    """Return a function that simulates a user namespace in which other users share the current user's id."""
 
     def make(uid_map: str | None = "", overflow: str | None = f"{os.geteuid()}\n") -> None:
         for name, content in (("_UID_MAP", uid_map), ("_OVERFLOW_UID", overflow)):
@@ -87,8 +88,8 @@ def test_files_and_sockets_of_the_own_user_are_accepted(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_files_of_another_user_id_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Check that files of root are refused too, since root would not accept a process of this user."""
+def test_files_and_socket_peers_of_another_user_id_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Check also that root is refused, since root would not accept a process of this user either."""
     own = os.geteuid()
     for other in (0, 1, 65534, own + 1):
         if other == own:
@@ -111,14 +112,14 @@ def test_files_of_another_user_id_are_refused(monkeypatch: pytest.MonkeyPatch, t
 @linux_only
 @pytest.mark.parametrize("uid_map", ["", "0 1000 1\n", "0 1000 1\n1 100000 65535\n", None])
 @pytest.mark.parametrize("failing", [None, errno.EPERM, errno.EACCES, errno.ENOPROTOOPT, errno.ESRCH, errno.EMFILE])
-def test_file_owner_with_a_shared_user_id_is_verified_by_a_permission_check(
+def test_owner_with_a_shared_user_id_must_pass_a_permission_check(
     uid_map: str | None,
     failing: int | None,
     share_user_id: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Check that any failure of the permission check is no proof."""
+    """Check also that the owner is refused if the permission check fails for any reason."""
     share_user_id(uid_map)
     real = fcntl.fcntl
 
@@ -162,7 +163,7 @@ def test_file_owner_with_a_shared_user_id_is_verified_by_a_permission_check(
         ("", None),
     ],
 )
-def test_file_owner_with_a_unique_user_id_needs_no_permission_check(
+def test_socket_peer_with_a_unique_user_id_needs_no_permission_check(
     uid_map: str, overflow: str | None, share_user_id: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share_user_id(uid_map, overflow)
@@ -185,8 +186,8 @@ def python(program: str, *args: object) -> list[str]:
 @linux_only
 @root_only
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in another namespace"])
-def test_users_without_an_id_in_the_namespace_are_distinguished(inside: bool, tmp_path: Path) -> None:
-    """Run an observer that reads 65534 for its own id, the ids of the files, and the ids of both peers."""
+def test_users_that_a_namespace_shows_with_the_same_id_are_distinguished(inside: bool, tmp_path: Path) -> None:
+    """Run an observer in a user namespace where all users, files and peers have the id 65534."""
     if not may_unshare():
         pytest.skip("needs permission to make user namespaces")
     tmp_path.chmod(0o755)
@@ -208,7 +209,7 @@ def test_users_without_an_id_in_the_namespace_are_distinguished(inside: bool, tm
         refused = "belongs to user 65534, which may be any user without a number in this user namespace: run as a user"
         assert all(line.startswith(f"65534;{refused}") for line in lines[2:]), lines
         for uid, trouble in ((FOREIGN, refused), (OWN, "None")):
-            # The second peer runs as the observer's user, in another namespace.
+            # The second peer runs as the user of the observer, but in another user namespace.
             subprocess.run(python(PEER, name, uid, inside), timeout=60, check=True)
             assert observer.stdout.readline().startswith(trouble)
         assert observer.stdout.readline() == "None\n"

@@ -1,4 +1,4 @@
-"""Works: handles of operations, awaited in every way, by any task or thread, at any time."""
+"""`Work`, the awaitable handle of an operation: await, wait, callbacks, futures, cancellation and abort."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_thousand_works_can_be_awaited_in_reverse_order(pg: ProcessGroup) 
 
 @pytest.mark.ranks(3)
 @parametrize_transports("memory", "unix")
-async def test_keyed_works_match_in_any_order(pg: ProcessGroup) -> None:
+async def test_calls_with_keys_match_in_any_order(pg: ProcessGroup) -> None:
     keys = [f"layer{number % 50}" for number in range(200)]
     random.Random(pg.rank()).shuffle(keys)
     works = []
@@ -41,13 +41,13 @@ async def test_keyed_works_match_in_any_order(pg: ProcessGroup) -> None:
         works.append((work, int(key[5:]) * 10 + count))
     for work, value in works:
         assert (await work == 3 * value).all()
-    # Keyed calls have taken no sequence number, so the barrier has number 1.
+    # Calls with keys use no sequence numbers of the group, so the barrier has sequence number 1.
     assert pg.barrier().seq == 1
     await pg.drain()
 
 
 @pytest.mark.ranks(1)
-async def test_timeout_around_awaits_of_finished_works_expires(pg: ProcessGroup) -> None:
+async def test_timeout_around_a_loop_of_immediately_finished_calls_expires(pg: ProcessGroup) -> None:
     tensor = np.ones(3)
     done = 0
 
@@ -189,7 +189,7 @@ async def test_work_of_a_message_stores_source_and_destination(debug: Any) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_work_supports_futures_coroutines_and_callbacks(pg: ProcessGroup) -> None:
+async def test_work_offers_its_result_by_future_coroutine_and_callback(pg: ProcessGroup) -> None:
     called: list[Any] = []
     tensor = np.ones(1)
     work = pg.allreduce(tensor)

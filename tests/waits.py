@@ -1,4 +1,4 @@
-"""Ways to wait for a work, for tests that check each of them."""
+"""Functions that wait for a work, one for each way to wait, for tests that check every way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ async def _await(work: Work[Any]) -> Any:
     return await work
 
 
-#: Functions that wait for a work of a group, by name.
+#: For each way to wait: a function that waits for a work of a group.
 WAITS: dict[str, Callable[[ProcessGroup, Work[Any]], Awaitable[Any]]] = {
     "await": lambda pg, work: _await(work),
     "future": lambda pg, work: work.get_future(),

@@ -38,7 +38,7 @@ async def test_barrier_completes_after_earlier_collectives(pg: ProcessGroup, cou
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_completes_after_the_collectives_of_a_started_block(pg: ProcessGroup) -> None:
+async def test_barrier_completes_after_the_collectives_of_an_earlier_coalescing_block(pg: ProcessGroup) -> None:
     tensors = [np.full(LARGE, pg.rank() + 1.0) for _ in range(3)]
 
     async def block() -> None:
@@ -54,7 +54,7 @@ async def test_barrier_completes_after_the_collectives_of_a_started_block(pg: Pr
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_in_a_block_waits_for_the_calls_before_the_barrier(pg: ProcessGroup) -> None:
+async def test_barrier_in_a_coalescing_block_waits_for_earlier_calls_of_the_block(pg: ProcessGroup) -> None:
     tensor = np.full(LARGE, pg.rank() + 1.0)
     async with pg.coalescing():
         pg.allreduce(tensor)
@@ -64,7 +64,7 @@ async def test_barrier_in_a_block_waits_for_the_calls_before_the_barrier(pg: Pro
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_does_not_wait_for_messages_keyed_calls_and_later_calls(pg: ProcessGroup) -> None:
+async def test_barrier_does_not_wait_for_messages_keyed_calls_or_later_calls(pg: ProcessGroup) -> None:
     x, y = np.ones(LARGE), np.ones(LARGE)
     other = 1 - pg.rank()
     received = pg.recv(x, other)
@@ -106,7 +106,7 @@ async def test_barrier_raises_the_failure_of_an_earlier_collective(pg: ProcessGr
 
 
 @pytest.mark.ranks(2)
-async def test_barrier_of_an_idle_group_makes_a_process_group_barrier(pg: ProcessGroup) -> None:
+async def test_barrier_without_pending_collectives_is_a_plain_process_group_barrier(pg: ProcessGroup) -> None:
     barrier = dist.barrier()
     assert (barrier.op, barrier.seq) == ("BARRIER", 1)
     await barrier
@@ -114,7 +114,7 @@ async def test_barrier_of_an_idle_group_makes_a_process_group_barrier(pg: Proces
 
 @pytest.mark.ranks(2)
 async def test_process_group_barrier_does_not_wait_for_collectives(pg: ProcessGroup) -> None:
-    """Check that `ProcessGroup.barrier` waits for the ranks but not for earlier collectives."""
+    """Check that `ProcessGroup.barrier` completes while an earlier allreduce is still pending."""
     slow = pg.allreduce(np.ones(8 * LARGE))
     await pg.barrier()
     done = slow.done()
@@ -129,7 +129,7 @@ async def test_barrier_refuses_the_async_op_argument_of_torch(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(1)
-async def test_group_that_was_not_awaited_is_refused(pg: ProcessGroup) -> None:
+async def test_unawaited_new_group_call_is_refused_as_group_argument(pg: ProcessGroup) -> None:
     made = dist.new_group([0])
     with pytest.raises(TypeError, match="group must be a ProcessGroup or None, not Work; await the call that makes"):
         dist.all_reduce(1, group=made)  # type: ignore[arg-type]

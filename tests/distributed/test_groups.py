@@ -1,4 +1,4 @@
-"""`aiocoll.distributed`: groups of some ranks, and global ranks as roots and peers in these groups."""
+"""Subgroups in `aiocoll.distributed`, whose calls take roots and peers as global ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORLDS = (1, 2, 3, 4, 7)
 
 
 @pytest.mark.ranks(*WORLDS)
-async def test_new_group_supports_every_kind_of_call(pg: ProcessGroup) -> None:
+async def test_group_made_by_new_group_supports_every_kind_of_call(pg: ProcessGroup) -> None:
     r, p = pg.rank(), pg.size()
     all_ranks = await dist.new_group()
     assert await dist.all_reduce(1, group=all_ranks) == p
@@ -51,7 +51,7 @@ async def test_subgroups_work_over_every_transport(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(5)
 async def test_global_ranks_are_roots_and_peers_of_a_group(pg: ProcessGroup) -> None:
-    """Use the group of the global ranks 1, 2 and 4, where global rank 4 has group rank 2."""
+    """Use a group of global ranks 1, 2 and 4, so that global rank 4 is group rank 2."""
     r = pg.rank()
     group = await dist.new_group([1, 2, 4])
     if r in (0, 3):
@@ -77,7 +77,7 @@ async def test_global_ranks_are_roots_and_peers_of_a_group(pg: ProcessGroup) -> 
         assert gathered is None or [each[0] for each in gathered] == [1, 2, 4]
         await dist.gather_object(r, gathered := [None] * 3 if r == 4 else None, group=group, **root)
         assert gathered in (None, [1, 2, 4])
-    # Rank 1 sends to rank 4, with global and with group ranks.
+    # Global rank 1 sends to global rank 4. The peer is given as a global rank or, as `group_dst`, as a group rank.
     if r == 1:
         await dist.send(np.ones(1), 4, group)
         await dist.send_object_list(["a"], 4, group)
@@ -98,7 +98,7 @@ async def test_global_ranks_are_roots_and_peers_of_a_group(pg: ProcessGroup) -> 
 
 
 @pytest.mark.ranks(4)
-async def test_ranks_are_global_in_the_default_group(pg: ProcessGroup) -> None:
+async def test_global_ranks_are_ranks_of_the_current_default_group(pg: ProcessGroup) -> None:
     upper = await dist.new_group([2, 3])
     if pg.rank() < 2:
         return
@@ -114,14 +114,14 @@ async def test_ranks_are_global_in_the_default_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_new_group_can_be_called_by_its_members_only(pg: ProcessGroup) -> None:
+async def test_new_group_with_local_synchronization_needs_no_call_of_other_ranks(pg: ProcessGroup) -> None:
     r = pg.rank()
     for _ in range(2):
         if r > 0:
             group = await dist.new_group([2, 1], timeout=20, use_local_synchronization=True, group_desc="upper")
             assert (group.size(), group.timeout, group.group_desc) == (2, 20.0, "upper")
             assert await dist.all_reduce(r, group=group) == 3
-    # Non-members can omit the call. If rank 0 calls, it gets NON_GROUP_MEMBER, and sequence numbers still agree.
+    # Non-members can omit the call. If non-member rank 0 calls, it gets NON_GROUP_MEMBER and uses no sequence number.
     if r == 0:
         assert await dist.new_group([1, 2], use_local_synchronization=True) == OUTSIDE
     assert await dist.all_reduce(1, group=await dist.new_group()) == 3
@@ -132,7 +132,7 @@ async def test_new_group_can_be_called_by_its_members_only(pg: ProcessGroup) -> 
             dist.barrier(group)
 
 
-async def test_world_size_defaults_to_the_value_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_subgroups_use_the_launchers_local_world_size_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     async def body(pg: ProcessGroup) -> None:
@@ -143,7 +143,7 @@ async def test_world_size_defaults_to_the_value_of_the_launcher(monkeypatch: pyt
 
 
 @pytest.mark.ranks(5)
-async def test_new_subgroups_divide_a_group(pg: ProcessGroup) -> None:
+async def test_new_subgroups_can_divide_a_group_other_than_the_default_group(pg: ProcessGroup) -> None:
     upper = await dist.new_group([1, 2, 3, 4])
     if pg.rank() == 0:
         return
@@ -154,7 +154,7 @@ async def test_new_subgroups_divide_a_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_group_that_is_not_the_default_group_can_shrink(pg: ProcessGroup) -> None:
+async def test_shrink_of_a_subgroup_keeps_the_default_group(pg: ProcessGroup) -> None:
     group = await dist.new_group([0, 1, 2])
     if pg.rank() == 1:
         await group.wait_revoked()
@@ -167,7 +167,7 @@ async def test_group_that_is_not_the_default_group_can_shrink(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(4)
-async def test_shrunk_default_group_is_replaced_for_all_tasks(pg: ProcessGroup) -> None:
+async def test_shrunk_default_group_replaces_the_default_group_of_earlier_tasks(pg: ProcessGroup) -> None:
     for excluded in (1, 2):
         world = dist.group.WORLD
         assert world is not None

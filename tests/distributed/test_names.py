@@ -1,4 +1,4 @@
-"""`aiocoll.distributed`: the closed-form results of all functions that move data, and their refused arguments."""
+"""The communication functions of `aiocoll.distributed`: results on small inputs, and refused arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assert_equal_arrays(got: Any, expected: Any) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-# -- collectives: each case gets its rank r and the world size p
+# -- collectives: each case is a function of its rank r and the world size p
 
 
 @case
@@ -63,7 +63,7 @@ async def all_reduce_coalesced(r: int, p: int) -> None:
 
 @case
 async def coalesced(r: int, p: int) -> None:
-    """Make calls that return a converted result, inside a coalescing block."""
+    """Call functions that convert their results, such as lists of objects, inside a coalescing block."""
     async with dist.coalescing_manager():
         works = [dist.all_reduce(r), dist.all_gather_object(objects := [None] * p, r)]
         assert await dist.broadcast_object_list(first := [r]) == [0]
@@ -279,20 +279,20 @@ async def batches(r: int, p: int) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("name", CASES)
-async def test_distributed_functions_return_the_closed_form_results(pg: ProcessGroup, name: str) -> None:
+async def test_distributed_functions_return_the_expected_results(pg: ProcessGroup, name: str) -> None:
     await CASES[name](pg.rank(), pg.size())
 
 
 @pytest.mark.ranks(3)
 @parametrize_transports(*LINKS[1:])
-async def test_distributed_functions_return_the_closed_form_results_over_every_transport(pg: ProcessGroup) -> None:
+async def test_distributed_functions_return_the_expected_results_over_every_transport(pg: ProcessGroup) -> None:
     for each in CASES.values():
         await each(pg.rank(), pg.size())
         await dist.barrier()  # keeps the messages of different cases separate
 
 
 @pytest.mark.parametrize("name", ["ProcessGroupNCCL", "set_debug_level"])
-def test_name_that_is_left_out_gives_an_error_with_the_page_of_replacements(name: str) -> None:
+def test_error_for_an_omitted_torch_name_refers_to_the_porting_page(name: str) -> None:
     page = "docs/porting.md"
     with pytest.raises(AttributeError, match=f"aiocoll.distributed has no '{name}': {page} lists the names"):
         getattr(dist, name)
@@ -300,14 +300,14 @@ def test_name_that_is_left_out_gives_an_error_with_the_page_of_replacements(name
     assert not hasattr(dist, name)
 
 
-def test_functions_that_move_data_are_not_coroutine_functions() -> None:
-    """Check that only functions which create or end a default group are coroutine functions."""
+def test_communication_functions_are_not_coroutine_functions() -> None:
+    """Check that only the functions that create or end a default group are coroutine functions."""
     coroutines = {name for name in dist.__all__ if inspect.iscoroutinefunction(getattr(dist, name))}
     assert coroutines == {"init_process_group", "destroy_process_group", "shrink_group"}
 
 
 @pytest.mark.ranks(2)
-async def test_distributed_function_starts_its_call_before_the_await(pg: ProcessGroup) -> None:
+async def test_distributed_function_starts_its_operation_even_if_not_awaited(pg: ProcessGroup) -> None:
     works = [dist.all_reduce(filled(1)), dist.broadcast_object_list([pg.rank()], 1), dist.barrier()]
     assert all(isinstance(work, Work) for work in works)
     await pg.drain()
@@ -315,7 +315,7 @@ async def test_distributed_function_starts_its_call_before_the_await(pg: Process
     assert works[1].result() == [1]
 
 
-# -- arguments that are refused at the call
+# -- arguments that are refused before the operation starts
 
 
 def refusals(pg: ProcessGroup) -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:
@@ -373,7 +373,7 @@ async def test_distributed_functions_refuse_wrong_arguments(pg: ProcessGroup) ->
 
 
 @pytest.mark.ranks(2)
-async def test_batch_is_checked_before_any_member_starts(pg: ProcessGroup) -> None:
+async def test_batch_isend_irecv_checks_all_operations_before_it_starts_any(pg: ProcessGroup) -> None:
     peer = 1 - pg.rank()
     wrong = [dist.P2POp(dist.isend, filled(0), peer), dist.P2POp(dist.irecv, filled(0), peer, tag=-1)]
     with pytest.raises(ValueError, match="tag"):
@@ -384,7 +384,7 @@ async def test_batch_is_checked_before_any_member_starts(pg: ProcessGroup) -> No
 
 
 @pytest.mark.ranks(2)
-async def test_tensor_lists_are_checked_before_the_gather(pg: ProcessGroup) -> None:
+async def test_all_gather_coalesced_checks_tensor_lists_before_it_starts(pg: ProcessGroup) -> None:
     outputs = [[filled(0), filled(0)] for _ in range(2)]
     with pytest.raises(ValueError, match=r"input_tensor_list\[1\]"):
         dist.all_gather_coalesced(outputs, [filled(1), filled(1, 4)])
@@ -393,7 +393,7 @@ async def test_tensor_lists_are_checked_before_the_gather(pg: ProcessGroup) -> N
 
 
 async def dry_run(r: int, p: int) -> None:
-    """Make every call in a dry run, which leaves arrays and lists unchanged."""
+    """Call functions in a dry run, and check that arrays and lists stay unchanged."""
     await dist.all_reduce(tensor := filled(r))
     assert_equal_arrays(tensor, filled(r))
     other = (r + 1) % p
@@ -431,7 +431,7 @@ async def test_distributed_functions_work_in_dry_runs() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_lists_of_different_lengths_are_reported_as_a_mismatch(pg: ProcessGroup) -> None:
+async def test_object_lists_with_different_lengths_on_two_ranks_raise_an_error(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         await dist.broadcast_object_list([1, 2])
         await dist.send_object_list([1], 1)
@@ -445,7 +445,7 @@ async def test_lists_of_different_lengths_are_reported_as_a_mismatch(pg: Process
 
 
 @pytest.mark.ranks(2)
-async def test_receive_whose_await_is_cancelled_is_withdrawn(pg: ProcessGroup) -> None:
+async def test_cancelled_await_of_a_receive_withdraws_the_receive(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         work = dist.recv(filled(0), 1)
         waiting = asyncio.ensure_future(work.join())

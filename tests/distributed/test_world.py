@@ -1,4 +1,4 @@
-"""The default group of a context or an event loop in `aiocoll.distributed`, and queries about groups."""
+"""The default group in `aiocoll.distributed`, per context, event loop and thread, and queries about groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..ranks import run_ranks
 
 
 async def run_as_ranks(world_size: int, fn: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
-    """Run `fn(store, rank, *args)` for each rank, in tasks of this loop without a group."""
+    """Run `fn(store, rank, *args)` once per rank, each in a task that has no default group yet."""
     store = HashStore()
     try:
         return await asyncio.gather(*(fn(store, rank, *args) for rank in range(world_size)))
@@ -53,7 +53,7 @@ async def test_default_group_requires_init_process_group() -> None:
         await dist.destroy_process_group()
 
 
-async def test_init_makes_and_destroy_ends_the_default_group() -> None:
+async def test_init_process_group_sets_the_default_group_until_destroy_process_group() -> None:
     async def rank_of_two(store: HashStore, rank: int) -> None:
         await dist.init_process_group("aio", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30),
                                       group_name="job", device_id="cpu")  # fmt: skip
@@ -80,7 +80,7 @@ async def test_init_makes_and_destroy_ends_the_default_group() -> None:
     assert not dist.is_initialized()
 
 
-async def test_first_group_of_a_loop_is_the_default_of_tasks_without_a_group() -> None:
+async def test_task_without_a_default_group_uses_the_first_group_of_its_loop() -> None:
     store = HashStore()
 
     async def query_default_group() -> tuple[bool, int]:
@@ -103,7 +103,7 @@ async def test_first_group_of_a_loop_is_the_default_of_tasks_without_a_group() -
     # A task passes its default group to the tasks that it starts.
     with aiocoll.process_group(second):
         assert await asyncio.create_task(query_default_group()) == (True, 1)
-        # After its close, a default group is not replaced by the loop's first group, which may belong to another rank.
+        # A task whose default group is closed does not use the loop's first group, which may be another rank's.
         if owner is first:
             await second.shutdown()
             assert await query_default_group() == (False, -1)
@@ -112,7 +112,7 @@ async def test_first_group_of_a_loop_is_the_default_of_tasks_without_a_group() -
     await store.aclose()
 
 
-def test_default_group_of_an_ended_loop_is_released() -> None:
+def test_default_group_is_released_when_its_event_loop_has_ended() -> None:
     async def main() -> None:
         store = HashStore()
         await dist.init_process_group(store=store, rank=0, world_size=1)
@@ -138,7 +138,7 @@ def query_numbers() -> tuple[bool, int, int]:
     return dist.is_initialized(), dist.get_rank(), dist.get_world_size()
 
 
-async def test_threads_use_the_default_group_of_the_only_rank_in_the_process() -> None:
+async def test_thread_uses_the_default_group_if_the_process_has_one_rank() -> None:
     async with HashStore() as store:
         assert not call_in_thread(dist.is_initialized)
         await dist.init_process_group(store=store, rank=0, world_size=1)
@@ -151,7 +151,7 @@ async def test_threads_use_the_default_group_of_the_only_rank_in_the_process() -
             call_in_thread(dist.get_rank)
 
 
-async def test_threads_use_the_group_that_replaced_the_default_group() -> None:
+async def test_thread_uses_the_shrunk_group_that_replaced_the_default_group() -> None:
     async def rank(store: HashStore, number: int) -> None:
         await dist.init_process_group(store=store, rank=number, world_size=2)
         pg = dist.group.WORLD
@@ -164,7 +164,7 @@ async def test_threads_use_the_group_that_replaced_the_default_group() -> None:
     await run_as_ranks(2, rank)
 
 
-async def test_threads_of_a_process_with_several_default_groups_get_an_error() -> None:
+async def test_thread_gets_an_error_if_several_ranks_of_the_process_have_default_groups() -> None:
     async def rank(store: HashStore, number: int) -> tuple[int, int]:
         await dist.init_process_group(store=store, rank=number, world_size=2)
         await dist.barrier()
@@ -181,7 +181,7 @@ async def test_threads_of_a_process_with_several_default_groups_get_an_error() -
     assert await run_as_ranks(2, rank) == [(0, 0), (1, 1)]
 
 
-async def test_threads_with_their_own_event_loops_are_separate_ranks() -> None:
+async def test_thread_with_its_own_event_loop_does_not_inherit_the_default_group() -> None:
     async with HashStore() as store:
         await dist.init_process_group(store=store, rank=0, world_size=1)
 
@@ -192,7 +192,7 @@ async def test_threads_with_their_own_event_loops_are_separate_ranks() -> None:
         await dist.destroy_process_group()
 
 
-async def test_init_refuses_the_same_arguments_as_new_group() -> None:
+async def test_init_process_group_refuses_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="exclude each other"):
         await dist.init_process_group(init_method="env://", store=HashStore())
     with pytest.raises(ValueError, match=r"backend='gloo' is not known; .*, or leave out backend=: only torch has"):
@@ -229,7 +229,7 @@ async def test_process_group_context_sets_the_default_group(pg: ProcessGroup) ->
         with aiocoll.process_group(alone):
             assert dist.get_world_size() == 1
             assert await dist.all_reduce(5) == 5
-            # The ranks of this group are separate from those of the other world.
+            # The one-rank group does not change the ranks of the two-rank group `pg`.
             assert dist.get_world_size(pg) == 2
             assert await dist.all_reduce(1, group=pg) == 2
     assert dist.group.WORLD is pg
@@ -240,7 +240,7 @@ async def test_process_group_context_sets_the_default_group(pg: ProcessGroup) ->
 
 
 @pytest.mark.ranks(2)
-async def test_ranks_of_a_test_have_a_default_group(pg: ProcessGroup) -> None:
+async def test_pytest_plugin_gives_each_test_rank_a_default_group(pg: ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"the default group .* exists already"):
         await dist.init_process_group()
     await dist.destroy_process_group()
@@ -253,7 +253,7 @@ async def init_from_the_environment(pg: ProcessGroup) -> tuple[int, int, int]:
 
 
 @pytest.mark.ranks(3)
-async def test_ranks_share_keys_in_the_store_of_the_default_group(pg: ProcessGroup) -> None:
+async def test_ranks_of_a_group_share_keys_in_the_store_of_the_group(pg: ProcessGroup) -> None:
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.store
     await store.set(f"card/{pg.rank()}", f"here {pg.rank()}")
@@ -298,7 +298,7 @@ async def meet_at_own_address(pg: ProcessGroup, port: int) -> Any:
     return total
 
 
-async def test_program_may_set_the_master_address_itself() -> None:
+async def test_program_may_set_master_addr_and_master_port_before_init() -> None:
     assert await run_processes(2, meet_at_own_address, free_port()) == [2, 2]
 
 
@@ -306,7 +306,7 @@ async def test_program_may_set_the_master_address_itself() -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_rank_numbers_of_the_default_group_are_global(pg: ProcessGroup) -> None:
+async def test_group_ranks_equal_global_ranks_in_the_default_group(pg: ProcessGroup) -> None:
     assert dist.get_group_rank(pg, 2) == dist.get_global_rank(pg, 2) == 2
     assert dist.get_process_group_ranks() == dist.get_process_group_ranks(pg) == [0, 1, 2]
     for call, words in (
@@ -333,7 +333,7 @@ def test_local_rank_is_read_from_the_launcher_environment(monkeypatch: pytest.Mo
         dist.get_node_local_rank()
 
 
-def test_init_works_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchelastic_launch_is_detected_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert not dist.is_torchelastic_launched()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -376,7 +376,7 @@ def test_backend_registered_by_another_library_is_reported_as_available(
     assert is_registered() is True
 
 
-async def test_debug_level_is_read_like_in_torch() -> None:
+async def test_debug_level_is_off_by_default() -> None:
     async def body(pg: ProcessGroup) -> dist.DebugLevel:
         return dist.get_debug_level()
 
@@ -384,7 +384,7 @@ async def test_debug_level_is_read_like_in_torch() -> None:
     assert dist.get_debug_level() is dist.DebugLevel.OFF
 
 
-def test_ops_that_support_complex_numbers_match_the_documentation() -> None:
+def test_supports_complex_is_true_only_for_sums_averages_and_products() -> None:
     refused = {"MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR"}
     for name in ("SUM", "AVG", "PRODUCT", *refused):
         assert dist.supports_complex(getattr(dist.ReduceOp, name)) is (name not in refused)

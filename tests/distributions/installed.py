@@ -1,4 +1,4 @@
-"""Distributions in a folder of the import path, with the metadata that an installer writes."""
+"""Installation of the test distributions into a folder, with the metadata that pip would write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = ("abacus", "rail", "shelf")
 
 
 def install(name: str, site: Path) -> None:
-    """Install a distribution of this folder into the folder `site`."""
+    """Install the test distribution in the subfolder `name` into the folder `site`."""
     project = tomllib.loads((HERE / name / "pyproject.toml").read_text())["project"]
     for module in (HERE / name).glob("*.py"):
         shutil.copy2(module, site)

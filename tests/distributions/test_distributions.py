@@ -1,4 +1,4 @@
-"""Three small distributions, a store with a command, a transport, and a device, found by their entry points."""
+"""Plugins in three small distributions that entry points announce: a store with a command, a transport, a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from aiocoll.testing.contracts import DeviceContract, OpenStore, StoreContract, 
 from .installed import NAMES, install
 
 ROOT = Path(__file__).parents[2]
-#: A test module that runs the contracts like another distribution does.
+#: A test module that runs aiocoll's contract tests on the plugins, as the tests of another distribution would.
 CHECK = """
 import contextlib
 
@@ -134,7 +134,7 @@ class TestRail(TransportContract):
 
 
 @pytest.mark.usefixtures("site")
-async def test_ranks_meet_at_the_url_of_a_plugin(tmp_path: Path) -> None:
+async def test_ranks_meet_at_the_url_of_a_store_plugin(tmp_path: Path) -> None:
     async def rank() -> int:
         async with new_group(init_method=f"shelf://{tmp_path}/jobs", world_size=2, timeout=20) as pg:
             return int(await pg.allreduce(pg.rank() + 1))
@@ -153,7 +153,7 @@ def test_transport_option_accepts_the_name_of_a_plugin() -> None:
     assert GroupOptions.resolve(None, {"AIOCOLL_TRANSPORT": "rail"}).transport == "rail"
 
 
-def test_transport_option_refuses_the_name_of_a_plugin_that_is_not_installed() -> None:
+def test_transport_option_refuses_the_name_of_an_uninstalled_plugin() -> None:
     with pytest.raises(ValueError, match="transport='rail': must be one of 'auto', 'tcp', 'unix', 'shm', or a trans"):
         GroupOptions(transport="rail")
     transports.packages["rail"] = "aiocoll-rail"
@@ -166,7 +166,7 @@ def test_transport_option_refuses_the_name_of_a_plugin_that_is_not_installed() -
 
 
 @pytest.mark.usefixtures("site")
-async def test_different_plugin_transports_refuse_each_other(tmp_path: Path) -> None:
+async def test_ranks_with_different_transport_plugins_refuse_each_other(tmp_path: Path) -> None:
     async def rank(number: int) -> None:
         options = GroupOptions(transport="rail" if number else "unix")
         async with new_group(
@@ -191,7 +191,7 @@ class TransportHook:
 
 
 async def carrying_transports(pg: ProcessGroup) -> set[str]:
-    """Return the transports that carried an allreduce."""
+    """Run an allreduce; return the transports that carried its data."""
     pg.add_hook(carriers := TransportHook())
     assert ((await pg.allreduce(np.ones(100_000))) == pg.size()).all()
     return carriers.found
@@ -209,7 +209,7 @@ async def test_auto_transport_uses_a_registered_transport_only_between_hosts(
             return await carrying_transports(pg)
 
     assert "rail" in transports
-    # Each rank has its own event loop, because ranks of one loop use no transport.
+    # Run each rank in its own event loop, because ranks of the same loop exchange data in memory.
     found = await asyncio.gather(*(asyncio.to_thread(asyncio.run, rank(number)) for number in range(2)))
     assert found == [{carrier}] * 2
 
@@ -230,7 +230,7 @@ async def test_group_over_a_plugin_transport_can_be_split(tmp_path: Path) -> Non
 
 
 async def sum_until_killed(pg: ProcessGroup) -> list[int]:
-    """Start two allreduces, of which rank 1 makes only the first; return the ranks that the error names."""
+    """Kill rank 1 between two allreduces; return the ranks that the error of the second allreduce names."""
     first, *second = [pg.allreduce(np.ones(100_000), timeout=20) for _ in range(1 if pg.rank() == 1 else 2)]
     with contextlib.suppress(PeerLostError):  # rank 1 may end before the others receive its part
         assert (await first == pg.size()).all()
@@ -241,7 +241,7 @@ async def sum_until_killed(pg: ProcessGroup) -> list[int]:
     return sorted(raised.value.ranks)
 
 
-async def test_killed_rank_is_named_to_ranks_that_use_a_plugin(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_over_a_transport_plugin_names_the_killed_rank(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{ROOT}")
     options = GroupOptions(transport="rail")
     found = await run_processes(3, sum_until_killed, options=options, expect_death={1: signal.SIGKILL})

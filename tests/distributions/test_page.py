@@ -1,4 +1,4 @@
-"""The page about plugins, which shows the tested packages and runnable commands."""
+"""The code and the commands on docs/plugins.md, compared with the test distributions and run."""
 
 from __future__ import annotations
 

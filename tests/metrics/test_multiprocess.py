@@ -1,4 +1,7 @@
-"""The multiprocess mode of prometheus_client; `tests/integration/test_metrics.py` uses real processes."""
+"""Metrics in the multiprocess mode of prometheus_client, tested within one process.
+
+`tests/integration/test_metrics.py` tests several processes.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ from ..pages import code
 from ..ranks import wait_until
 from .test_prometheus import Samples, key, samples
 
-#: An id that no process has, above the largest process id of Linux.
+#: A process id that no process can have: it is above the largest process id of Linux.
 DEAD = 1 << 23
 
 
 @pytest.fixture
 def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Enable the multiprocess mode, as the environment does when prometheus_client is imported."""
+    """Enable the multiprocess mode in the imported prometheus_client; yield the directory of the metric files."""
     value_class: Any = values.MultiProcessValue(getattr(request, "param", os.getpid))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr(values, "ValueClass", value_class)
@@ -41,7 +44,7 @@ def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.fixture
 def registry(directory: Path) -> Any:
-    """Return the registry of `collector`."""
+    """Return the prometheus_client registry in which the fixture `collector` registers."""
     return prometheus_client.CollectorRegistry()
 
 
@@ -53,7 +56,7 @@ def collector(registry: Any) -> Iterator[GroupCollector]:
 
 
 def written() -> Samples:
-    """Return the samples in the metric files of all processes, as the page reads them."""
+    """Return the samples in the metric files of all processes, read by the example of docs/metrics.md."""
     names: dict[str, Any] = {}
     # prometheus_client cannot read the length of a file that was created a moment ago.
     with suppress(struct.error):
@@ -63,7 +66,7 @@ def written() -> Samples:
 
 
 def scraped(registry: Any) -> Samples:
-    """Return the samples of a scrape of this process alone."""
+    """Return the samples that a scrape of this process contains."""
     return samples(prometheus_client.generate_latest(registry).decode())
 
 
@@ -87,7 +90,7 @@ async def test_metric_files_contain_the_samples_of_a_scrape(registry: Any) -> No
         return {each: value for each, value in found.items() if each[0] != "aiocoll_oldest_pending_seconds"}
 
     await run_ranks(2, rank)
-    # The files of closed groups also contain the counts since the last write by the thread, and nothing is pending.
+    # Closing a group writes its last counts to the metric files, with no pending operation.
     for number in range(2):
         this = {"group": "world:0", "rank": number}
         kind = {**this, "op": "SEND", "algorithm": "", "transport": "memory"}
@@ -98,7 +101,7 @@ async def test_metric_files_contain_the_samples_of_a_scrape(registry: Any) -> No
 
 
 async def test_counters_in_a_metric_file_never_decrease(directory: Path) -> None:
-    """Include a group that is removed and added again, and the file of an ended process."""
+    """Remove a group and add it again; then continue with the metric file of an ended process."""
     kind = {"group": "a", "rank": 0, "op": "ALLREDUCE", "algorithm": "alone", "transport": "", "outcome": "completed"}
     calls = key("aiocoll_operations_total", **kind)
     count = key("aiocoll_operation_seconds_count", **{name: kind[name] for name in kind if name != "outcome"})
@@ -157,14 +160,16 @@ async def test_metric_files_not_named_by_process_ids_are_kept(directory: Path, c
 
 
 @pytest.mark.usefixtures("collector")
-async def test_lost_metrics_directory_fails_no_group(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_group_works_after_the_metrics_directory_is_deleted(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.rmtree(directory)
 
     async def rank(pg: ProcessGroup) -> None:
         assert await pg.allreduce(1) == 1
 
     await run_ranks(1, rank)
-    # The thread that writes may have noted the failure, and may be about to log it.
+    # The thread that writes metric files may log its failure a moment after the group has ended.
     await wait_until(lambda: any(each.name == "aiocoll" for each in caplog.records))
     (record,) = [each for each in caplog.records if each.name == "aiocoll"]
     assert record.getMessage().startswith(f"cannot write metrics to PROMETHEUS_MULTIPROC_DIR={directory}: ")
@@ -197,7 +202,7 @@ def test_missing_metrics_directory_is_refused(monkeypatch: pytest.MonkeyPatch, t
     GroupCollector(registry).close()
 
 
-def test_metrics_directory_that_is_set_too_late_is_reported(
+def test_prometheus_multiproc_dir_set_after_the_import_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))

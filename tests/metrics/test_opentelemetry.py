@@ -1,4 +1,4 @@
-"""OpenTelemetry: metrics and spans that exporters in memory receive."""
+"""OpenTelemetry metrics and spans of groups, as in-memory exporters receive them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_opentelemetry_makes_one_span_per_operation(debug: Any) -> None:
 
 
 async def test_opentelemetry_exports_a_replacement_group_under_the_name_of_its_predecessor() -> None:
-    """Check the name, counters that only grow, and spans with the same parent."""
+    """Check that the name is the same, that counters never decrease, and that spans have the same parent."""
     reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
     meters, tracers = MeterProvider([reader]), TracerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(exporter))

@@ -1,4 +1,4 @@
-"""The examples of docs/metrics.md."""
+"""The code examples on docs/metrics.md, run and compared with the shown output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.testing import run_ranks
 from ..pages import ROOT, code, execute, without_numbers
 
 
-async def test_metrics_page_shows_the_output_of_stats(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_metrics_page_shows_the_output_of_its_stats_examples(capsys: pytest.CaptureFixture[str]) -> None:
     async def work_for_a_while(pg: ProcessGroup) -> None:
         await pg.allreduce(np.ones(100))
 
@@ -41,7 +41,7 @@ async def test_metrics_page_shows_the_output_of_stats(capsys: pytest.CaptureFixt
 
 
 async def test_prometheus_example_of_the_metrics_page_works(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    """Run one rank; `tests/integration/test_metrics.py` runs ranks of several processes."""
+    """Run the example with one rank; `tests/integration/test_metrics.py` runs it in several processes."""
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setattr("aiocoll.metrics.prometheus.REGISTRY", registry)
     monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -1,4 +1,4 @@
-"""Prometheus: samples of HTTP scrapes from the server of `prometheus_client`, parsed by its parser."""
+"""Prometheus metrics of groups, as an HTTP scrape of prometheus_client's server shows them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def samples(text: str) -> Samples:
-    """Parse a scrape, and check that it contains no sample twice; return the samples."""
+    """Parse the text of a scrape; check that no sample occurs twice, and return the samples."""
     found = [
         ((sample.name, frozenset(sample.labels.items())), sample.value)
         for family in text_string_to_metric_families(text)
@@ -52,7 +52,7 @@ async def scrape(port: int) -> Samples:
     return samples(await asyncio.to_thread(get))
 
 
-async def test_prometheus_scrape_contains_the_counters() -> None:
+async def test_prometheus_scrape_contains_the_counters_of_a_group() -> None:
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
     server, thread = prometheus_client.start_http_server(0, "127.0.0.1", registry)
@@ -111,7 +111,7 @@ async def test_prometheus_scrape_contains_the_counters() -> None:
     GroupCollector(registry).close()
 
 
-def test_prometheus_scrape_contains_a_sample_for_a_missing_rank() -> None:
+def test_prometheus_scrape_shows_which_rank_a_collective_waits_for() -> None:
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
 
@@ -169,7 +169,7 @@ async def test_revoked_group_is_exported_until_the_group_is_closed() -> None:
     ("name", "package", "extra"),
     [("prometheus", "prometheus_client", "prometheus"), ("opentelemetry", "opentelemetry", "otel")],
 )
-def test_missing_prometheus_client_error_names_the_package(
+def test_error_for_a_missing_metrics_package_names_the_extra(
     name: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import importlib
@@ -181,7 +181,7 @@ def test_missing_prometheus_client_error_names_the_package(
 
 
 async def test_consecutive_groups_can_share_an_exported_name() -> None:
-    """Check also that a new exported name per group is refused, because the number of names is limited."""
+    """Check also that the exporter refuses a new name for each group, since the number of names is limited."""
     collector = GroupCollector(prometheus_client.CollectorRegistry())
 
     async def rank(pg: ProcessGroup) -> None:

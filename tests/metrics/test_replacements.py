@@ -1,4 +1,4 @@
-"""Groups whose metrics are exported, and replacement groups, which continue the series of their predecessors."""
+"""Metrics of successor groups, which continue the series of their predecessors, and the choice of exported groups."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def separate_collector() -> GroupCollector:
 
 
 def calls(collector: GroupCollector) -> Mapping[tuple[str, int], float]:
-    """Return the number of completed allreduces, by group and rank."""
+    """Return the exported number of completed allreduces for each (group name, rank)."""
     return {
         (sample.labels["group"], int(sample.labels["rank"])): sample.value
         for family in collector.collect()
@@ -63,7 +63,7 @@ def test_strip_generation_removes_the_successor_number_from_a_group_name(name: s
 
 
 async def test_all_groups_are_exported_until_a_group_is_added_explicitly() -> None:
-    """Check open groups and groups that are made later, but no group without statistics."""
+    """Check groups made before and after the collector; a group without statistics is not exported."""
     collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -119,7 +119,7 @@ async def test_successor_group_continues_the_metric_series(added: str | None) ->
     collector.close()
 
 
-async def test_successor_of_a_removed_group_is_not_exported() -> None:
+async def test_successor_of_a_group_removed_from_the_exporter_is_not_exported() -> None:
     collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:
@@ -135,7 +135,7 @@ async def test_successor_of_a_removed_group_is_not_exported() -> None:
 
 
 async def test_counters_of_groups_with_the_same_name_are_summed() -> None:
-    """Check the sums of all counters, also after one of the groups is closed."""
+    """Check the summed counters while both groups are open, and after one group is closed."""
     registry = prometheus_client.CollectorRegistry()
     collector = GroupCollector(registry)
 
@@ -199,7 +199,7 @@ async def test_groups_of_an_elastic_program_are_exported_as_one_series() -> None
     collector.close()
 
 
-async def test_group_names_beyond_the_limit_are_not_exported(caplog: pytest.LogCaptureFixture) -> None:
+async def test_groups_beyond_the_limit_of_exported_names_are_not_exported(caplog: pytest.LogCaptureFixture) -> None:
     collector = separate_collector()
 
     async def rank(pg: ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""A program run by another user, which sends a request to the socket in its argument and prints the result."""
+"""A program that becomes another user, sends a request to the given unix socket, and prints the outcome."""
 
 import os
 import socket

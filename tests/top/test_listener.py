@@ -1,4 +1,4 @@
-"""Listeners for `aiocoll top`: reported groups, permitted viewers, request rates and cleanup."""
+"""Listeners, which report groups to the viewer `aiocoll top`: contents, permitted users, and request rates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def options(folder: str, **more: Any) -> GroupOptions:
 
 
 def reported_groups(folder: str) -> list[dict[str, Any]]:
-    """Return the reported groups of this process."""
+    """Return the groups that this process reports to a viewer, sorted by name and rank."""
     viewer = Viewer(folder, time.monotonic)
     try:
         viewer.request_answers(20)
@@ -52,7 +52,7 @@ def reported_groups(folder: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Any]:
-    """Yield a source that a listener shows, with a counter of the requests."""
+    """Yield a fake group that a listener reports, with a counter of the requests."""
 
     class Source:
         requests = 0
@@ -89,7 +89,7 @@ def answer(connection: socket.socket, reader: messages.Reader | None = None) -> 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-async def test_top_listener_reports_all_groups_of_a_process_with_their_counts(
+async def test_top_listener_reports_all_groups_of_a_process_with_their_call_counts(
     folder: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "FRESH", 0.0)
@@ -145,7 +145,7 @@ async def test_top_listener_reports_pending_calls_and_missing_ranks(folder: str)
     await run_ranks(3, rank, options=options(folder))
 
 
-async def test_top_listener_reports_a_group_without_statistics_without_counts(folder: str) -> None:
+async def test_top_listener_reports_no_counts_for_a_group_without_statistics(folder: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         if pg.rank() == 0:
@@ -156,7 +156,7 @@ async def test_top_listener_reports_a_group_without_statistics_without_counts(fo
     await run_ranks(2, rank, options=options(folder, stats=False))
 
 
-async def test_top_listener_refuses_a_folder_open_to_other_users_and_the_group_continues(
+async def test_top_listener_refuses_a_folder_that_other_users_may_enter(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.chmod(tmp_path, 0o750)
@@ -186,7 +186,7 @@ def test_top_listener_logs_a_folder_that_cannot_be_created(tmp_path: Path, caplo
     assert "aiocoll top cannot show this group" in caplog.text
 
 
-def test_run_on_a_virtual_clock_starts_no_top_listener(tmp_path: Path) -> None:
+def test_virtual_run_starts_no_top_listener(tmp_path: Path) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         assert not (tmp_path / "top").exists()
@@ -196,7 +196,7 @@ def test_run_on_a_virtual_clock_starts_no_top_listener(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_top_listener_sends_no_answer_to_another_user(source: Any, tmp_path: Path) -> None:
-    """Check the permissions of the folder, and then, with permissions for all, the check of the user."""
+    """Check the folder permissions; then permit access to all users, and check that the listener refuses the user."""
     path = tmp_path / f"{os.getpid()}.sock"
     common = Path(tempfile.gettempdir())
     short = common / f"aiocoll-test-{os.getpid()}"
@@ -222,7 +222,7 @@ def test_top_listener_sends_no_answer_to_another_user(source: Any, tmp_path: Pat
 
 
 def test_top_viewer_that_does_not_read_delays_no_other_viewer(source: Any, tmp_path: Path) -> None:
-    """Check that at most one unread answer waits for this viewer, and that others get answers meanwhile."""
+    """Check also that the listener stores at most one unread answer for this viewer."""
     source.report = {"name": "x" * 200_000}
     with connected(tmp_path) as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -266,7 +266,7 @@ def test_longest_idle_top_viewer_is_disconnected_if_there_are_too_many(source: A
             each.close()
 
 
-def test_top_answer_counts_groups_that_do_not_fit() -> None:
+def test_top_listener_answer_counts_the_groups_omitted_for_size() -> None:
     groups = [{"name": str(number), "text": "x" * 50_000} for number in range(9)]
     data = messages.answer(7, [*groups, {"name": "small"}])
     assert len(data) <= messages.MOST + 4

@@ -1,4 +1,4 @@
-"""The device plugin "abacus", whose memory the host can access: arrays, adapter and backend."""
+"""A plugin for the simulated device "abacus", whose memory is host memory: arrays, adapter and backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from aiocoll.plugins import (
 
 
 class Beads:
-    """An array on an abacus.
+    """An array in the memory of an abacus, as programs see it.
 
     Args:
         memory: contiguous memory of the device, which the host can access.
@@ -39,7 +39,7 @@ class Beads:
 
 
 class AbacusArray(DeviceArray):
-    """Contiguous elements on an abacus; `keep` is the memory as a flat NumPy array."""
+    """An array on an abacus as the engine sees it: flat elements, which the NumPy array `keep` views."""
 
     __slots__ = ()
     kind = "abacus"
@@ -62,7 +62,7 @@ class BeadsAdapter(ArrayAdapter):
 
 
 class AbacusCalls:
-    """The calls of one group on abacus arrays, carried out by the host."""
+    """The calls of one group on abacus arrays, which the CPU carries out in host memory."""
 
     kind = "abacus"
 
@@ -96,7 +96,7 @@ class AbacusCalls:
 
 
 class AbacusBackend:
-    """See `aiocoll.plugins.DeviceBackend`."""
+    """The device backend of the abacus; see `aiocoll.plugins.DeviceBackend`."""
 
     kind = "abacus"
     label = "Abacus"

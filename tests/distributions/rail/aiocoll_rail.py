@@ -1,4 +1,4 @@
-"""A transport whose data links use their own medium, here a socket: ``GroupOptions(transport="rail")``.
+"""A transport plugin with its own medium for data, here a socket: ``GroupOptions(transport="rail")``.
 
 It is set up like a transport over RDMA. The ends exchange an address and a secret over the authenticated connection,
 then connect their medium. They keep the connection to detect the end of the peer.
@@ -26,17 +26,17 @@ from aiocoll.plugins import (
     send_message,
 )
 
-#: The port and the secret, sent by the dialling end.
+#: The offer that the dialling end sends: its port, and a secret that the other end must present there.
 _OFFER = struct.Struct("!H16s")
-#: The number of bytes that one callback receives and delivers.
+#: The number of received bytes after which a callback returns to the event loop.
 _TURN = 1 << 18
-#: The payload length in the header that ends a direction. No frame has this length.
+#: The payload length in the header that ends one direction of a link. No frame has this length.
 _NO_LENGTH = (1 << 32) - 1
 _LAST = HEADER.pack(0, 0, 0, 0, 0, 0, 0, _NO_LENGTH, 0)
 
 
 class RailLink:
-    """An end of a link; see `aiocoll.plugins.Link`."""
+    """An end of a data link over the plugin's socket; see `aiocoll.plugins.Link`."""
 
     sink: Sink
     shared = None
@@ -53,7 +53,7 @@ class RailLink:
         self._ending = self._peer_has_ended = False
         self._refusing = False
         self._started = False
-        # The received part of a header or a payload.
+        # The receive state: the header of the current payload, the memory that is filled, and the filled bytes.
         self._header: Header | None = None
         self._target = memoryview(bytearray(HEADER.size))
         self._placed = False
@@ -144,7 +144,7 @@ class RailLink:
             self._end_both()
 
     def _complete(self) -> None:
-        """Handle a completely received header or payload."""
+        """Handle a header or payload after its last byte has arrived."""
         try:
             if self._header is None:
                 header = HEADER.unpack(self._target)
@@ -176,12 +176,12 @@ class RailLink:
         self._header, self._target, self._filled = header, target.cast("B"), 0
 
     def _end_both(self) -> None:
-        """Close the connection in order, once both ends have finished and the peer has received everything."""
+        """Close the link if the peer has finished and all queued data has been sent."""
         if self._peer_has_ended and not self._waiting:
             self._lose(None)
 
     def _stream_ended(self) -> None:
-        """Handle the end of `_stream`, which the peer closes only with the link; its data is on the rail."""
+        """Handle the end of `_stream`: receive the remaining data from the socket, then report the lost link."""
         self._stream.stop_reading()
         while self.poll():
             pass
@@ -197,7 +197,7 @@ class RailLink:
 
 
 class RailCarrier:
-    """See `aiocoll.plugins.DataCarrier`."""
+    """The carrier that makes data links over sockets; see `aiocoll.plugins.DataCarrier`."""
 
     def __init__(self, request: CarrierRequest) -> None:
         self._runtime = request.runtime

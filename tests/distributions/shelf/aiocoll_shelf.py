@@ -1,4 +1,4 @@
-"""A store in a folder of files by the URL ``shelf:///path``; ``aiocoll shelf PATH`` lists its keys."""
+"""A store plugin that keeps entries as files: URL ``shelf:///path``, command ``aiocoll shelf PATH``."""
 
 from __future__ import annotations
 
