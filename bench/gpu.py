@@ -195,10 +195,11 @@ def verdict(found: dict[int, Times]) -> str:
     added = whole - agreement
     met = "met" if added <= LIMIT else "**missed**"
     return (
-        f"An awaited allreduce of {size_of(nbytes)} takes {whole:.1f} µs more than the bare call. Of these, "
-        f"{agreement:.1f} µs are the agreement of the only rank with itself. They are 'agreed' (a call on no elements) "
-        "minus 'host, 4 B' (a call on a host array) and minus 'marked'. In 'marked', the array is viewed as flat "
-        f"memory, and an event is recorded on the stream. The rest, {added:.1f} µs, must be at most {LIMIT} µs: {met}."
+        f"An awaited allreduce of {size_of(nbytes)} takes {whole:.1f} µs more than the bare call. Of this additional "
+        f"time, {agreement:.1f} µs are the agreement of the only rank with itself. The agreement's time is 'agreed' "
+        "(a call on no elements) minus 'host, 4 B' (a call on a host array) and minus 'marked'. The column 'marked' is "
+        "the time to view the array as flat memory and to record an event on the stream. The rest of the additional "
+        f"time is {added:.1f} µs. Its limit of {LIMIT} µs is {met}."
     )
 
 
@@ -267,8 +268,9 @@ def main() -> None:
     texts = ["# Calls on CUDA arrays", machine()]
     if args.fake:
         texts.append(
-            "**There was no GPU.** All of this was measured on the fake device. Host memory simulates device memory, "
-            "and threads simulate streams. So the times are those of aiocoll's own code, without CUDA, NCCL or copies."
+            "**This run used no GPU.** All times were measured on the fake device. Host memory simulates device "
+            "memory, and threads simulate streams. The times are therefore the times of aiocoll's own code, without "
+            "CUDA, NCCL or copies."
         )
     if args.pin:
         texts.append("The process that used NCCL was kept on one core.")

@@ -293,7 +293,7 @@ def main() -> None:
     )
     texts = ["# Launching calls on CUDA arrays", machine(), table((*head, f"{ADDED:g} / {BUSY:g} µs"), rows)]
     if args.fake:
-        texts.insert(2, "**There was no GPU.** All of this was measured on the fake device.")
+        texts.insert(2, "**This run used no GPU.** All times were measured on the fake device.")
     texts += [
         "Share of CUDA and NCCL functions in a call, world size 1; counting them takes time, too:",
         table(("8 B", "functions", "µs p50 in them", "the rest"), shares),

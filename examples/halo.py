@@ -1,8 +1,8 @@
 """Heat in a plate, on a grid of ranks: aiocoll run -n 4 examples/halo.py
 
-Each rank has a block of the plate, with a border of ghost cells for the cells of its neighbours. It receives these
-while it computes the inner cells. The plate is hot at its upper edge, and its left and right edges are joined. At the
-end rank 0 computes the whole plate alone, and compares.
+Each rank has a block of the plate, with a border of ghost cells for the cells of its neighbours. A rank receives the
+ghost cells while it computes the inner cells. The plate is hot at its upper edge, and its left and right edges are
+joined. At the end, rank 0 computes the whole plate alone, and compares the results.
 """
 
 import asyncio

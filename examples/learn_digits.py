@@ -1,12 +1,12 @@
 """Ranks that learn, lose one of them and continue: aiocoll run -n 2 --max-restarts 1 examples/learn_digits.py
 
-The ranks train a classifier of handwritten digits, each on its share of the images. Half-way, the last rank kills its
-own process. The other ranks report which rank they lost. The launcher starts a process in its place, which receives the
-weights. At the end all ranks have the same weights, to the last bit. The program then measures three sizes of
-`allreduce`, and prints them with the load of the machine.
+The ranks train a classifier of handwritten digits, each on its share of the images. Half-way through the training, the
+last rank kills its own process. The other ranks report the number of the lost rank. The launcher starts a replacement
+process, which receives the weights. At the end of the training all ranks have the same weights, to the last bit. The
+program then measures three sizes of `allreduce`, and prints them with the load of the machine.
 
-The images are those of the UCI Machine Learning Repository's "Optical Recognition of Handwritten Digits" (E. Alpaydin
-and C. Kaynak, 1998, CC BY 4.0).
+The images of the digits are from the UCI Machine Learning Repository's "Optical Recognition of Handwritten Digits" (E.
+Alpaydin and C. Kaynak, 1998, CC BY 4.0).
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """A parameter server and its workers: aiocoll run -n 4 examples/parameter_server.py
 
-Rank 0 holds the weights of a classifier of handwritten digits, and applies every gradient when it arrives. The other
-ranks are workers, each with its own share of the images. A worker sends a gradient and receives the current weights.
-Workers come and leave at any time, and no worker waits for another.
+Rank 0 holds the weights of a classifier of handwritten digits, and applies every gradient when the gradient arrives.
+The other ranks are workers, each with its own share of the images. A worker sends a gradient and receives the current
+weights. Workers come and leave at any time, and no worker waits for another.
 """
 
 import asyncio

@@ -1,12 +1,12 @@
 """A web service on several ranks that count together: aiocoll run -n 2 examples/service.py
 
-Each rank serves HTTP on a port of its own. POST /count/3 adds one to bucket 3, on any rank. Meanwhile, one allreduce
-after another adds up the new counts, so GET /stats on any rank returns the counts of all ranks.
+Each rank serves HTTP on a port of its own. POST /count/3 adds one to bucket 3, on any rank. Meanwhile, the ranks add up
+the new counts in one allreduce after another, so GET /stats on any rank returns the counts of all ranks.
 
-If a client disconnects, its request stops waiting for the collective, and the collective continues. If a rank dies,
-only its counts since the last round are lost. The other ranks answer all the time, and admit a replacement.
-`aiocoll run -n 2 --max-restarts 9 examples/service.py` starts the replacement. A supervisor of your own passes --join
-and --port to it.
+If an HTTP client disconnects, its request stops waiting for the collective, and the collective continues. If a rank
+dies, only its counts since the last allreduce are lost. The other ranks continue to serve requests, and admit a
+replacement. `aiocoll run -n 2 --max-restarts 9 examples/service.py` starts the replacement. Your own supervisor passes
+--join and --port to the replacement.
 """
 
 import argparse

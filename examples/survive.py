@@ -1,6 +1,6 @@
 """Ranks that lose one of them and continue: aiocoll run -n 3 examples/survive.py
 
-Rank 1 kills its own process. The other ranks get an error that names it, and form a group without it.
+Rank 1 kills its own process. The other ranks get an error that names rank 1, and form a group without rank 1.
 """
 
 import asyncio

@@ -137,7 +137,7 @@ def test_wire_protocol_page_lists_all_connection_frame_and_message_kinds() -> No
     tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", page, re.M)
     kinds = [{kind for row in table.splitlines() for kind in re.findall(r"\w+", row.split("|")[1])} for table in tables]
     assert kinds == [set(ConnKind.__members__), set(FrameKind.__members__), set(SHAPES)]
-    assert f"this is version {WIRE_VERSION} (`WIRE_VERSION`)" in " ".join(page.split())
+    assert f"describes version {WIRE_VERSION} (`WIRE_VERSION`)" in " ".join(page.split())
 
 
 #: Each page without its code blocks, which other tests check. The page reference-tests.md is omitted, since it names
