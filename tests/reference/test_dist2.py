@@ -1,4 +1,4 @@
-"""Torch's tests of the object API, ported to `await`, over every transport."""
+"""Torch's tests of `ProcessGroup` objects (test_dist2.py), ported to `await`, over every transport."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
     @pytest.mark.torch
     @requires_module("torch")
     async def test_bwd_sees_fwd_pg(self) -> None:
-        """Check a backward function, which runs on the thread of forward, cannot await and keeps the work."""
+        """Start a collective in autograd's `backward`, which cannot await; the test awaits the work afterwards."""
         import torch
 
         thread = threading.get_ident()
@@ -245,7 +245,7 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
         assert rank.grad is not None
         assert float(rank.grad) == 2.0
 
-    async def test_thread_has_the_group_of_the_rank_that_started_it(self) -> None:
+    async def test_thread_inherits_the_current_group_of_the_rank_that_started_it(self) -> None:
         loop = asyncio.get_running_loop()
 
         async def reduce(group: ProcessGroup, value: int) -> int:

@@ -1,4 +1,4 @@
-"""Training programs, on one of two ranks: `python -m tests.integrations.torch.training BACKEND RANK FOLDER`.
+"""A rank of several training programs: `python -m tests.integrations.torch.training BACKEND RANK FOLDER`.
 
 Each program returns tensors that must be equal, bit by bit, over aio and over Gloo.
 """
@@ -23,7 +23,7 @@ PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {}
 
 
 def program(function: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """Register a program by the name of its function."""
+    """Register a training program under the name of its function."""
     PROGRAMS[function.__name__] = function
     return function
 
