@@ -25,7 +25,7 @@ RANKS = {ALL: (0, 1, 2), PAIR: (0, 1)}
 
 
 def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.JobFacts:
-    """Return the `JobFacts` with which one of three ranks, a member of `ranks`, validates control messages."""
+    """Return the `JobFacts` with which `rank` validates control messages; `ranks` has the members by group id."""
     return gate.JobFacts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 __all__ = ["Package", "Place", "Spot", "header", "sequences", "spots", "text"]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-#: Statements that contain no other statements.
+#: The AST node types of simple statements, which contain no other statements.
 SIMPLE = (
     ast.Assign,
     ast.AugAssign,

@@ -104,7 +104,7 @@ async def test_aclose_of_a_redis_store_ends_waits_at_once(
 async def test_aclose_during_a_redis_read_leaves_no_subscription(
     own_server: RedisServer, open_store: OpenStore
 ) -> None:
-    """Close the store after a wait has read that its key is absent, before the wait subscribes."""
+    """Close the store between a wait's first read, which finds no key, and its subscription."""
     store = open_store(own_server.url)
     call = store._client.call
 
@@ -199,7 +199,7 @@ async def test_reached_attribute_is_the_address_of_the_redis_server(redis: Redis
 
 @pytest.mark.parametrize("assigned", [False, True])
 async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own_server: RedisServer, assigned: bool) -> None:
-    """Let each rank and the newcomer open a separate store."""
+    """Let each rank, and the newcomer that `grow` admits, open a separate `RedisStore`."""
     options = GroupOptions(transport="unix")
 
     async def rank(number: int) -> Any:
@@ -409,7 +409,7 @@ async def test_older_snapshot_of_the_redis_data_counts_as_data_loss(
             await each.get("k")
 
 
-# -- data left on the server
+# -- data that jobs leave on the Redis server
 
 
 async def test_redis_entries_expire_if_no_client_renews_them(

@@ -20,7 +20,7 @@ COVERS = {
     "destroy_process_group, one and all": "test_destroy_process_group_closes_one_group_or_all_groups",
     "get_rank, outside": "test_get_rank_returns_minus_one_outside_of_the_group",
     "get_group_rank, errors": "test_get_group_rank_refuses_ranks_outside_of_the_group",
-    "get_node_local_rank, errors": "test_get_node_local_rank_needs_local_rank_or_a_fallback",
+    "get_node_local_rank, errors": "test_get_node_local_rank_refuses_a_missing_variable_without_a_fallback",
     "all_reduce, example": "test_all_reduce_example_gives_the_documented_result",
     "all_reduce, complex maximum": "test_all_reduce_refuses_the_maximum_of_complex_numbers",
     "all_gather, example": "test_all_gather_example_gives_the_documented_result",
@@ -131,7 +131,7 @@ async def test_get_group_rank_refuses_ranks_outside_of_the_group(pg: ProcessGrou
         dist.get_global_rank(group, 2)
 
 
-def test_get_node_local_rank_needs_local_rank_or_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_node_local_rank_refuses_a_missing_variable_without_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(RuntimeError, match="LOCAL_RANK is not in the environment"):
         dist.get_node_local_rank()

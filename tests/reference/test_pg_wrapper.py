@@ -160,6 +160,8 @@ async def test_monitored_barrier_hang(wait_all_ranks: bool, transport: str) -> N
 
 @pytest.mark.parametrize(("world_size", "transport"), PLACES)
 async def test_collectives_op_mismatch_debug_mode(world_size: int, transport: str) -> None:
+    """Check that a group with `debug="detail"` reports mismatched ops on every rank, and stays usable."""
+
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(SHAPE)
         for work in [pg.allreduce(tensor) for _ in range(500)]:
@@ -174,6 +176,8 @@ async def test_collectives_op_mismatch_debug_mode(world_size: int, transport: st
 
 @pytest.mark.parametrize(("number", "transport"), NUMBERS)
 async def test_collectives_op_mismatch(number: int, transport: str) -> None:
+    """Check that mismatched ops revoke a group without debugging, with an error that describes the call."""
+
     async def rank(pg: ProcessGroup) -> None:
         await pg.allreduce(np.ones(SHAPE))
         call, named_tensor = op_mismatches(pg, np.ones(SHAPE))[number]
@@ -184,6 +188,8 @@ async def test_collectives_op_mismatch(number: int, transport: str) -> None:
 
 @pytest.mark.parametrize(("world_size", "transport"), PLACES)
 async def test_collective_shape_mismatch_debug_mode(world_size: int, transport: str) -> None:
+    """Check that a group with `debug="detail"` reports mismatched shapes on every rank, and stays usable."""
+
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         for call, named_tensor in shape_mismatches(pg):
@@ -195,6 +201,8 @@ async def test_collective_shape_mismatch_debug_mode(world_size: int, transport: 
 
 @pytest.mark.parametrize(("number", "transport"), NUMBERS)
 async def test_collective_shape_mismatch_debug_mode_off(number: int, transport: str) -> None:
+    """Check that mismatched shapes revoke a group without debugging, with an error that describes the call."""
+
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         call, named_tensor = shape_mismatches(pg)[number]
@@ -241,6 +249,8 @@ async def test_group_continues_after_mismatches_of_op_shape_and_list_length(tran
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_nccl_only_op_mismatch(transport: str) -> None:
+    """Check that an allgather on one rank and a reduce-scatter on the other are a mismatch."""
+
     async def rank(pg: ProcessGroup) -> None:
         part, whole = np.zeros(4), np.ones(4 * pg.size())
         work = pg.allgather_into_tensor(whole, part) if pg.rank() == 0 else pg.reduce_scatter_tensor(part, whole)
@@ -266,6 +276,8 @@ async def test_nccl_only_shape_mismatch() -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_coalescing_manager_debug_mode_detail(transport: str) -> None:
+    """Check that `coalescing()` works in a group with `debug="detail"`."""
+
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(1)
         async with pg.coalescing():

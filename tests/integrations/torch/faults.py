@@ -122,7 +122,7 @@ def interrupted(rank: int, folder: Path) -> float | None:
 
 
 def main(name: str, rank: int, folder: Path) -> None:
-    """Run one case and print its error."""
+    """Run one fault case, and print its error as a line of JSON."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "aio", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)

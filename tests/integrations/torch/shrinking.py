@@ -102,7 +102,7 @@ def mismatch() -> str:
 
 
 def main(case: str, rank: int, folder: Path) -> None:
-    """Run one case and print the results."""
+    """Run one case of `shrink_group`, and print the results as a line of JSON."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "aio", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)

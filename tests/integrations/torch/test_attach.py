@@ -48,7 +48,7 @@ def test_torch_wait_on_the_event_loop_thread_is_refused(results: list[dict[str, 
         )
 
 
-def test_attach_refuses_a_group_of_another_size(results: list[dict[str, Any]]) -> None:
+def test_attach_refuses_a_group_whose_size_differs_from_torchs_default_group(results: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(results):
         assert found["other size"].startswith("ValueError: group 'world:0/")
         assert f"has rank 0 of 1 here, but torch's default group has rank {rank} of 2" in found["other size"]

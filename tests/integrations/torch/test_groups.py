@@ -45,7 +45,7 @@ def test_pg_options_of_a_wrong_type_are_refused_by_new_group(results: list[dict[
         assert found["wrong options"] == "pg_options must be aiocoll.GroupOptions or None, not str"
 
 
-def test_set_timeout_of_torch_changes_the_timeout_of_the_group(results: list[dict[str, Any]]) -> None:
+def test_set_timeout_of_torch_changes_the_timeout_of_the_aiocoll_group(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["timeouts"] == [7.0, 2.5]
 

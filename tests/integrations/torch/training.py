@@ -40,7 +40,7 @@ def batches() -> list[Tensor]:
 
 
 def train(model: nn.Module, optimizer: Any = None) -> list[Tensor]:
-    """Train for some steps; return the parameters and buffers."""
+    """Train for `STEPS` steps; return the model's parameters and buffers."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in batches():
         optimizer.zero_grad()
@@ -264,7 +264,7 @@ def edges() -> list[Tensor]:
 
 
 def main(backend: str, rank: int) -> None:
-    """Run all programs and save their results."""
+    """Run all training programs on this rank, and save their results."""
     if backend == "aio":
         import aiocoll.torch  # noqa: F401
     torch.set_num_threads(1)
