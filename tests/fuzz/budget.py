@@ -1,4 +1,4 @@
-"""Running times of fuzzers: a few hundred fixed examples in `make test`, or a given time in `make soak`."""
+"""A decorator for fuzz tests: fixed examples in `make test`, or random examples for a given time in `make soak`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-#: Seconds of each fuzzer in `make soak`. The variable is removed, since the library refuses unknown variables.
+#: The duration of each fuzz test in `make soak`, in seconds. The environment variable is removed, since aiocoll refuses
+#: `AIOCOLL_` variables that it does not know.
 SECONDS = float(os.environ.pop("AIOCOLL_FUZZ_SECONDS", "60"))
-#: The number of examples between two checks of the elapsed time.
+#: The number of examples that hypothesis runs between two checks of the elapsed time.
 ROUND = 200
 
 _COMMON: dict[str, Any] = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 def fuzz(*strategies: Any, examples: int) -> Callable[[Callable[..., None]], Callable[[bool], None]]:
-    """Make a test of a property that must hold for all examples of the strategies."""
+    """Turn a function that checks one example into a test of many examples, drawn from `strategies`."""
 
     def decorate(holds: Callable[..., None]) -> Callable[[bool], None]:
         @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["short", "long"])
@@ -31,7 +32,7 @@ def fuzz(*strategies: Any, examples: int) -> Callable[[Callable[..., None]], Cal
                 return
             began = time.monotonic()
             for number in itertools.count():
-                # Define a new function each time, since hypothesis stores the seed on the function.
+                # Define a new function for each seed, since hypothesis stores the seed on the function.
                 def check_example(drawn: tuple[Any, ...]) -> None:
                     holds(*drawn)
 

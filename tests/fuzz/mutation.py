@@ -1,4 +1,4 @@
-"""Hypothesis strategies for nearly valid data: valid values with some changed parts."""
+"""Hypothesis strategies for nearly valid data: valid nested values in which a few elements are changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-#: Numbers at and next to the limits of number types.
+#: Integers at and next to the powers of two that limit number types, such as 2**31 - 1 and 2**31.
 EDGES = sorted(
     {
         sign * (1 << bits) + around
@@ -38,7 +38,7 @@ Path = tuple[Any, ...]
 
 
 def paths(value: Any, above: Path = ()) -> list[Path]:
-    """Return the paths of all parts of a value."""
+    """Return the path of each element in nested dicts and lists: a tuple of keys and indices."""
     found = [above]
     if isinstance(value, dict):
         for name, each in value.items():
@@ -50,7 +50,7 @@ def paths(value: Any, above: Path = ()) -> list[Path]:
 
 
 def at(value: Any, path: Path) -> Any:
-    """Return the part of a value at a path."""
+    """Return the element of a nested value at a path of keys and indices."""
     for step in path:
         value = value[step]
     return value
@@ -58,7 +58,7 @@ def at(value: Any, path: Path) -> Any:
 
 @st.composite
 def mutated(draw: st.DrawFn, valid: st.SearchStrategy[Any]) -> Any:
-    """Draw a valid value, and change up to three of its parts."""
+    """Draw a valid nested value, and change up to three of its elements."""
     value = copy.deepcopy(draw(valid))
     for _ in range(draw(st.integers(0, 3))):
         value = _changed(draw, value)

@@ -14,7 +14,7 @@ from aiocoll.errors import GroupError, PeerLostError
 __all__ = ["WORLD", "valid"]
 
 WORLD = 3
-#: Stand-ins for group ids in messages: the group of all ranks, the group of ranks 0 and 1, a group not made yet.
+#: Placeholder group ids in messages: the group of all ranks, the group of ranks 0 and 1, and an unknown group.
 ALL, PAIR, UNMADE = 1001, 1002, 77
 
 CARD = {"library": 22809, "why": "", "bus": "0", "unfinished": False, "float8": True, "ahead": True}

@@ -1,4 +1,4 @@
-"""Jobs over shared memory whose last rank is broken: words of its outbox change while calls are in flight."""
+"""Shared-memory jobs for fuzzing: the outbox of the last rank is overwritten at random while calls are in flight."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from aiocoll.transport.shm.slots import CommonWriter
 from ..internals import comm_of, use_same_slots
 from ..ranks import options
 
-#: The timeout of a call, and of a whole job on a busy machine, in seconds.
+#: Timeouts in seconds: TIMEOUT for one call, and OVER for all jobs together, enough for a busy machine.
 TIMEOUT, OVER = 0.3, 30.0
-#: The number of moments at which a word may change: loop iterations and memory fences.
+#: The number of moments at which a memory word may change. Each event loop iteration and memory fence is a moment.
 MOMENTS = 150
 
-#: Memory words of the outbox, by kind: per rank, per reader's lane, per slot of a lane, and per slot line.
+#: Offsets of 64-bit words in an outbox, by name. RANK has words per rank, LANE per lane, ROWS per slot, and FIELDS has
+#: words in the line that describes a slot.
 RANK = {"status": STATUS, "core": CORE}
 LANE = {"posts": POSTS}
 ROWS = {
@@ -52,12 +53,12 @@ KINDS = (*RANK, *LANE, *ROWS, *(f"{lane}_{field}" for lane in ("common", "lane")
 
 
 class Write(NamedTuple):
-    """A change of one memory word in the outbox.
+    """A planned change of one 64-bit word in the broken rank's outbox.
 
     Attributes:
-        moment: the moment of the change.
-        kind: the kind of the word, in `KINDS`.
-        reader: the rank whose lane has the word.
+        moment: the number of the moment at which the word changes.
+        kind: the name of the word, one of `KINDS`.
+        reader: the rank in whose lane the word is.
         slot: the slot of the word; None for all slots.
         value: the value to store, or to add to the word.
         adds: whether the value is added, once.
@@ -74,7 +75,7 @@ class Write(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """An attack on one job: its size, its calls, and the changes of memory words."""
+    """A job to fuzz: its world size, its calls, and the changes to the broken rank's outbox."""
 
     world_size: int
     calls: list[tuple[str, int]]
@@ -116,7 +117,7 @@ async def _gather(pg: ProcessGroup, count: int) -> bool:
 
 
 async def _lengths(pg: ProcessGroup, count: int) -> bool:
-    """Gather arrays whose lengths only their owners know; the broken rank may send a wrong length."""
+    """Gather arrays of unequal lengths; skip the check of the last array, whose length the broken rank may falsify."""
     found = await pg.gather(None, np.full(count + pg.rank(), float(pg.rank())), 0, timeout=TIMEOUT)
     known = () if found is None else found[:-1]
     return all(len(array) == count + rank and (array == rank).all() for rank, array in enumerate(known))
@@ -156,7 +157,7 @@ writes = st.builds(
     moment=st.integers(0, MOMENTS),
     kind=st.sampled_from(KINDS),
     reader=st.integers(0, 1),
-    # Any slot, or slots that the first calls use for small and larger arrays.
+    # Draw slots 0 to 9 and the last four often, since the first calls use them for small and larger arrays.
     slot=st.one_of(st.none(), st.integers(0, 9), st.integers(SLOTS - 4, SLOTS - 1), st.integers(0, SLOTS - 1)),
     value=st.one_of(values, st.integers(0, (1 << 64) - 1), st.sampled_from([1, 4, 128, (1 << 64) - 1])),
     adds=st.booleans(),
@@ -166,7 +167,7 @@ names, counts = st.sampled_from(sorted(CALLS)), st.sampled_from([1, 3, 100, 513,
 attacks = st.builds(
     Attack,
     world_size=st.sampled_from([2, 3]),
-    # Calls of random kinds, or calls that are all of one kind.
+    # Draw a random function for each call, or the same function for all calls.
     calls=st.one_of(
         st.lists(st.tuples(names, counts), min_size=3, max_size=10),
         names.flatmap(lambda name: st.lists(st.tuples(st.just(name), counts), min_size=3, max_size=10)),
@@ -176,7 +177,7 @@ attacks = st.builds(
 
 
 class _Outbox:
-    """The outbox of the broken rank, with the changes to its words."""
+    """The broken rank's outbox, and the planned changes of its memory words."""
 
     def __init__(self, attack: Attack) -> None:
         self.layout = OutboxLayout(attack.world_size)
@@ -187,7 +188,7 @@ class _Outbox:
         self._moment = itertools.count()
 
     def open(self, pg: ProcessGroup) -> None:
-        """Map the outbox of this rank, so that `make_changes` can overwrite its words."""
+        """Keep a view of the broken rank's outbox memory, so that `make_changes` can overwrite its words."""
         links = [channel.shared for channel in comm_of(pg).channels if channel.shared is not None]
         writer = links[0].common_writer
         assert isinstance(writer, CommonWriter)
@@ -195,11 +196,11 @@ class _Outbox:
         self.words = memoryview(writer._region.memory).cast("Q")
 
     def close(self) -> None:
-        """Unmap the outbox, so that `make_changes` does nothing."""
+        """Drop the view of the outbox memory, so that `make_changes` does nothing."""
         self.words = None
 
     def make_changes(self) -> None:
-        """Make the changes of words that are due."""
+        """Overwrite the memory words whose planned changes are due at this moment."""
         if self.words is not None:
             moment = next(self._moment)
             while self._left and self._left[-1].moment <= moment:
@@ -218,7 +219,7 @@ class _Outbox:
             words[place] = (write.value + (words[place] if write.adds else 0)) % (1 << 64)
 
     def _row(self, write: Write) -> tuple[int, int]:
-        """Return the first word of a kind, and the distance in words between two slots; 0 for a single word."""
+        """Return the word's index in slot 0, and the number of words from slot to slot (0 for words without slots)."""
         kind = write.kind
         if kind in RANK:
             return RANK[kind], 0
@@ -236,7 +237,7 @@ _broken: ContextVar[_Outbox] = ContextVar("broken")
 
 
 def _changing_fences() -> Fences:
-    """Return memory fences at which words change, so that the broken rank can interfere between any two steps."""
+    """Return memory fences that also call `make_changes`, so that words change between any two fenced accesses."""
     known, outbox = fences(), _broken.get()
     assert known is not None
 
@@ -248,7 +249,7 @@ def _changing_fences() -> Fences:
 
 
 def run_jobs(attacked: list[Attack]) -> None:
-    """Run jobs concurrently, since most wait for a timeout, and check the end of all their ranks."""
+    """Run all jobs concurrently, since most wait for timeouts; check that each call succeeds or raises AiocollError."""
     raised: list[dict[str, Any]] = []
 
     async def run() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 keys = st.sampled_from(["a", "b", "n", "ü", "", "x" * 1024, "x" * 1025, "\udc80"])
 values = st.sampled_from([b"", b"1", b"12", b"value", b"9" * 5000, bytes(100_000)])
 amounts = st.sampled_from([0, 1, -1, (1 << 63) - 1, 1 << 63, True])
-#: Garbage between two messages.
+#: Garbage bytes to insert between two messages; mostly no bytes.
 garbled = st.one_of(st.just(b""), st.just(b""), st.binary(max_size=20))
 
 
@@ -25,7 +25,7 @@ def framed(message: Any) -> bytes:
 
 
 class Wire:
-    """A stand-in for an asyncio transport, which keeps the written data."""
+    """A fake asyncio transport that keeps the written data."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -55,7 +55,7 @@ class Wire:
 
 
 def feed(connection: Any, wire: Wire, data: bytes) -> None:
-    """Pass data to a connection, as a loop does, until the connection is closed."""
+    """Pass bytes to a `BufferedProtocol` as the event loop would, until the connection closes."""
     while data and not wire.is_closing():
         room = connection.get_buffer(-1)
         taken = min(len(room), len(data))

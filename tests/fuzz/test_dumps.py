@@ -1,4 +1,4 @@
-"""Nearly valid dumps of flight recorders: `aiocoll trace` reports on them, or names the invalid file."""
+"""Fuzz tests of `aiocoll trace`: it reads nearly valid flight recorder dumps, or names the invalid file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .mutation import mutated
 
 @cache
 def dumped() -> list[dict[str, Any]]:
-    """Return the recorder dumps of three ranks after a call of each kind; the last call is a mismatch."""
+    """Return the flight recorder dumps of three ranks whose last calls do not match."""
 
     async def rank(pg: ProcessGroup) -> dict[str, Any]:
         await pg.allreduce(np.ones(3))
@@ -47,7 +47,7 @@ def dumped() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @fuzz(mutated(st.deferred(lambda: st.just(dumped()))), examples=150)
-def test_trace_reports_or_refuses_mutated_dumps(dumps: Any) -> None:
+def test_trace_command_reads_or_refuses_mutated_recorder_dumps(dumps: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for number, dump in enumerate(dumps if isinstance(dumps, list) else [dumps]):

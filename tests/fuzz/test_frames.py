@@ -1,4 +1,4 @@
-"""Nearly valid frames, and byte streams that are nearly frames."""
+"""Fuzz tests of the frame protocol: invalid frames from a peer, and damaged byte streams."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..internals import comm_of
 from .budget import fuzz
 from .world import run_attack
 
-#: Stand-ins for ids in frames: the group of all ranks, and the group of ranks 0 and 1.
+#: Placeholder group ids in frames: the group of all ranks, and the group of ranks 0 and 1.
 ALL, PAIR = 1001, 1002
 U16, U32 = (1 << 16) - 1, (1 << 32) - 1
 
 sizes = st.sampled_from([0, 1, 7, 8, 16, 32, 100, 4096, SEGMENT - 8, SEGMENT])
 totals = st.sampled_from([0, 1, 8, 32, 100, 4096, SEGMENT, SEGMENT + 8, 1_600_000, U32])
 tags = st.sampled_from([1, 1, 2])
-#: Operation ids: of the allreduce, messages, the broadcast with the key "k" (-1), and no operation.
+#: Operation ids of calls in flight and of unknown calls. The id -1 stands for the broadcast with the key "k".
 operations = st.one_of(
     st.sampled_from([0, 1, 2, 3, 1000, KEYED | 5, KEYED | P2P, P2P, (1 << 64) - 1]),
     st.builds(lambda tag, number: P2P | tag << 32 | number, tags, st.integers(0, 3)),
@@ -72,7 +72,7 @@ def test_works_end_for_any_frames_that_a_peer_sends(sent: list[tuple[tuple[int, 
 
 
 def fingerprints(pg: Any) -> list[int]:
-    """Return the fingerprints of operations that other ranks have in flight, by making equal calls here."""
+    """Start the same calls as the other ranks, and return the fingerprints of these operations."""
     import numpy as np
 
     found = []
@@ -84,7 +84,7 @@ def fingerprints(pg: Any) -> list[int]:
 
 
 class Sink:
-    """A frame sink that keeps the headers of frames, and the end of the link."""
+    """A frame sink that records received headers, and the errors with which the link ends."""
 
     def __init__(self) -> None:
         self.headers: list[Header] = []
@@ -112,7 +112,7 @@ class Sink:
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[bytes, list[int]]:
-    """Draw consecutive frames with some wrong bytes, and the offsets at which they are cut into pieces."""
+    """Draw a byte stream of frames with some wrong bytes, and the offsets at which to split the stream."""
     stream = bytearray()
     for _ in range(draw(st.integers(1, 5))):
         length = draw(st.sampled_from([0, 1, 31, 5000, 20_000, 70_000]))
@@ -126,7 +126,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[int]]:
 
 @fuzz(streams(), examples=200)
 def test_mutated_stream_delivers_valid_frames_until_the_link_fails(stream: tuple[bytes, list[int]]) -> None:
-    """Check that the link delivers all frames before the first invalid frame and nothing later, and fails once."""
+    """Check that the link delivers exactly the frames before the first invalid frame, and ends once."""
     data, cuts = stream
 
     async def read() -> Sink:
@@ -152,7 +152,7 @@ def test_mutated_stream_delivers_valid_frames_until_the_link_fails(stream: tuple
 
 
 def split(data: bytes) -> tuple[list[Header], bool]:
-    """Return the headers of the complete frames, and whether all frames are valid."""
+    """Return the headers before the first invalid or incomplete frame, and whether all frames are valid."""
     found: list[Header] = []
     at = 0
     while len(data) - at >= HEADER_SIZE:

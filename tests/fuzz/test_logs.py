@@ -1,4 +1,4 @@
-"""Damaged logs of a `FileStore`: a new reader finds exactly the written records, or raises `StoreError`."""
+"""Fuzz tests of `FileStore` logs: a reader of a damaged log finds only written records, or raises `StoreError`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from aiocoll.errors import StoreError
 
 from .budget import fuzz
 
-#: Bytes before the payload of a record, which begin with its length.
+#: The size of a record header in bytes. The header begins with the length of the record's payload.
 PREFIX = 12
 State = dict[str, bytes]
 
 
 async def contents(path: Path) -> State:
-    """Return the store contents that a new reader finds."""
+    """Open the log at `path` in a new store, and return its keys and values."""
     async with FileStore(str(path)) as store:
         keys = await store.list_keys()
         return dict(zip(keys, await store.multi_get(keys), strict=True))
@@ -29,7 +29,7 @@ async def contents(path: Path) -> State:
 
 @cache
 def written() -> tuple[bytes, list[int], list[State]]:
-    """Return a store log, the end positions of its header and of each record, and the contents at each end."""
+    """Return a valid log, the offsets after its header and after each record, and the contents at each offset."""
 
     async def write() -> tuple[bytes, list[int], list[State]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def written() -> tuple[bytes, list[int], list[State]]:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """Draw a damaged log: with changed bytes, whole records removed or moved, or its end cut off."""
+    """Draw a damaged store log: bytes changed, records removed, repeated or moved, or the end cut off."""
     log, ends, _ = written()
     data = bytearray(log)
     for _ in range(draw(st.integers(1, 2))):
@@ -77,12 +77,12 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 def is_torn(rest: bytes) -> bool:
-    """Return whether the first record in these bytes is incomplete."""
+    """Return whether the first record in `rest` is incomplete."""
     return len(rest) < PREFIX + int.from_bytes(rest[:4], "little")
 
 
 @fuzz(damaged(), examples=100)
-def test_mutated_store_log_contains_the_written_records_or_is_refused(data: bytes) -> None:
+def test_damaged_store_log_is_read_up_to_the_damage_or_refused(data: bytes) -> None:
     log, ends, states = written()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"

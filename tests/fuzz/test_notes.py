@@ -1,4 +1,4 @@
-"""Nearly valid control messages of ranks: they raise only `ProtocolError`, and every work ends."""
+"""Fuzz tests of control messages: an invalid message raises only `ProtocolError`, and every work ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANKS = {ALL: (0, 1, 2), PAIR: (0, 1)}
 
 
 def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.JobFacts:
-    """Return what one of three ranks knows as a member of the given groups."""
+    """Return the `JobFacts` with which `rank` validates control messages; `ranks` has the members by group id."""
     return gate.JobFacts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
 
 
@@ -55,7 +55,7 @@ def test_mutated_control_message_is_valid_or_refused(note: Any, way: str) -> Non
 
 
 @fuzz(st.binary(max_size=200), WAYS, examples=200)
-def test_mutated_bytes_of_a_control_message_are_valid_or_refused(body: bytes, way: str) -> None:
+def test_random_bytes_are_read_as_a_control_message_or_refused(body: bytes, way: str) -> None:
     try:
         gate.read(body, 2, way, facts(0))
     except ProtocolError:
@@ -65,7 +65,7 @@ def test_mutated_bytes_of_a_control_message_are_valid_or_refused(body: bytes, wa
 @pytest.mark.slow
 @fuzz(st.lists(st.tuples(mutated(valid), st.booleans(), st.integers(0, 1)), min_size=1, max_size=3), examples=150)
 def test_works_end_for_any_control_messages_that_a_peer_sends(sent: list[tuple[Any, bool, int]]) -> None:
-    """Check also that groups of the other ranks continue if all notes are invalid."""
+    """Check also that a group without the sender continues if all messages of the sender are invalid."""
     nonsense: list[bool] = []
 
     def attack(pg: Any, pair: int) -> None:
@@ -94,7 +94,7 @@ def _fits(body: bytes, behind_data: bool, to: int, ranks: dict[int, tuple[int, .
 
 
 def _with_ids(note: Any, names: dict[int, int]) -> Any:
-    """Replace the stand-ins for group ids by the ids of this job's groups."""
+    """Return a message in which the ids of this job's groups replace the placeholder ids."""
     if isinstance(note, dict):
         return {name: _with_ids(each, names) for name, each in note.items()}
     if isinstance(note, list):

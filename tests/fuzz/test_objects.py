@@ -1,4 +1,4 @@
-"""Nearly valid bytes of an object: they are decoded, or refused with `SerializationError`."""
+"""Fuzz tests of the object codec: it decodes nearly valid bytes, or raises `SerializationError`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ objects = st.recursive(
 
 
 def encoded(obj: Any) -> bytes:
-    """Return the encoded form of an object, or of None if the object cannot be sent."""
+    """Encode an object, or encode None if the codec refuses the object."""
     try:
         return dumps(obj)
     except SerializationError:
@@ -57,7 +57,7 @@ def encoded(obj: Any) -> bytes:
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """Draw an encoded object in which some bytes are wrong, missing, repeated or moved."""
+    """Draw an encoded object in which some bytes are changed, missing, repeated or inserted."""
     data = bytearray(encoded(draw(objects)))
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, max(0, len(data) - 1)))
@@ -80,7 +80,7 @@ def messages(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def structures(draw: st.DrawFn) -> bytes:
-    """Draw an encoded object with some parts and tags replaced."""
+    """Draw an encoded object with elements and type tags added to, or removed from, its msgpack lists."""
     value = msgpack.unpackb(
         encoded(draw(objects)),
         strict_map_key=False,
@@ -114,7 +114,7 @@ def check_decoding(data: bytes) -> None:
         found = loads(data)
     except SerializationError:
         return
-    # Any decoded object can be encoded again.
+    # To encode a decoded object must succeed or raise `SerializationError`.
     encoded(found)
 
 

@@ -1,4 +1,4 @@
-"""Outboxes in which a broken rank has changed memory words: every call ends in time, with a result or an error."""
+"""Fuzz tests of shared memory: if one rank corrupts its outbox, the calls of all ranks end in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nearly valid requests to a store server."""
+"""Fuzz tests of the store server with nearly valid requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def requests(draw: st.DrawFn) -> list[Any]:
 
 
 class Owner:
-    """A stand-in for a store server without sockets."""
+    """A fake store server that opens sessions without sockets."""
 
     def __init__(self) -> None:
         self.core = StoreCore()
@@ -69,7 +69,7 @@ class Owner:
 
 
 def check_counters(core: StoreCore) -> None:
-    """Compare the counters of a store with its contents."""
+    """Check that the byte and queue counters of a store agree with its contents."""
     sizes = [*map(len, core._values.values()), *(len(item) for queue in core._queues.values() for item in queue)]
     assert core._nbytes == sum(sizes) <= MAX_TOTAL_BYTES
     assert core._queued == sum(map(len, core._queues.values()))

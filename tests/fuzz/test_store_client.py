@@ -1,4 +1,4 @@
-"""Nearly valid replies to a store client."""
+"""Fuzz tests of the store client with nearly valid replies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REQUESTS: list[tuple[str, tuple[Any, ...]]] = [
 
 
 @fuzz(st.lists(st.tuples(mutated(answers()), garbled), min_size=1, max_size=6), examples=150)
-def test_mutated_store_replies_match_their_request_or_close_the_connection(sent: list[tuple[Any, bytes]]) -> None:
+def test_mutated_store_replies_give_valid_results_or_store_errors(sent: list[tuple[Any, bytes]]) -> None:
     async def send_requests() -> None:
         link, wire = ClientLink(None, "here"), Wire()  # type: ignore[arg-type]
         link.connection_made = lambda transport: None  # type: ignore[method-assign]

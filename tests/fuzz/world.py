@@ -1,4 +1,4 @@
-"""A job of three ranks on a virtual clock, in which rank 2 attacks the others."""
+"""A job of three ranks on a virtual clock, in which rank 2 sends invalid data to ranks 0 and 1."""
 
 from __future__ import annotations
 

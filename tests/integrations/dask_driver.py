@@ -1,4 +1,4 @@
-"""The driver of `test_dask.py`: it starts a Dask cluster on the loopback, and calls functions on request."""
+"""The driver process of `test_dask.py`: it starts a local Dask cluster, and calls functions on request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def run_hello() -> str:
 
 
 async def reduce_through_a_loss(folder: str, alone: bool = False) -> tuple[int, int, list[float]]:
-    """Repeat allreduces until the group is complete again after the loss of a rank, and for 200 more steps."""
+    """Repeat allreduces in an elastic group that loses a rank, until its second group has made 200 steps."""
     state: dict[str, Any] = {"groups": 0, "step": 0, "end": 0}
     options = GroupOptions(host_id=f"host of {os.getpid()}", encryption="none") if alone else None
     size = 0
@@ -65,7 +65,7 @@ async def reduce_forever(folder: str) -> None:
 
 
 def record_start(folder: str, name: str) -> None:
-    """Record the process of a rank and the time of its start in a file."""
+    """Write the process id of this rank and the current time to a file."""
     file = Path(folder, name)
     file.with_suffix(".new").write_text(f"{os.getpid()} {time.time()}")
     file.with_suffix(".new").rename(file)
@@ -101,15 +101,15 @@ def block_forever(folder: str) -> None:
 
 
 def remaining_objects() -> tuple[list[str], list[str]]:
-    """Return the objects of earlier ranks that a worker process still references."""
+    """Return the resources and the running programs that earlier ranks have left in this worker process."""
     return sorted(held_resources()), sorted(map(str, on_dask._running))
 
 
-# -- functions for the tests
+# -- functions that the tests call by name
 
 
 async def recorded_starts(folder: str, *names: str) -> dict[str, list[float]]:
-    """Wait for the records of these names; return them."""
+    """Wait for the files that `record_start` writes under these names; return their numbers."""
     files = {name: Path(folder, name) for name in names}
     await wait_until(lambda: all(file.exists() for file in files.values()))
     return {name: [float(each) for each in file.read_text().split()] for name, file in files.items()}
@@ -120,7 +120,7 @@ def kill(pid: float) -> None:
 
 
 async def wait_for_workers() -> list[str]:
-    """Wait until all workers of the cluster run; return them."""
+    """Wait until all workers of the Dask cluster run; return their addresses."""
     while True:
         workers = (await client.scheduler.identity(n_workers=-1))["workers"]
         if len(workers) == WORKERS and all(each["status"] == "running" for each in workers.values()):
@@ -129,7 +129,7 @@ async def wait_for_workers() -> list[str]:
 
 
 async def leftovers() -> list[Any]:
-    """Return the resources that remain on the workers after the time that they need to end earlier ranks."""
+    """Wait up to 5 s for the cleanup on the Dask workers; return the threads and programs that remain."""
     found: Any = None
     for _ in range(50):
         found = list((await client.run(remaining_objects)).values())
@@ -155,7 +155,7 @@ async def sum_of(x: float) -> float:
 
 
 async def from_another_client() -> Any:
-    """Run the job through a synchronous client, as most programs do."""
+    """Run two ranks through a synchronous Dask client, as most programs do."""
     await wait_for_workers()
 
     def make() -> Client:
@@ -177,7 +177,7 @@ async def in_one_process() -> Any:
 
 
 async def lose(folder: str, n: int, victim: int, alone: bool) -> Any:
-    """Kill the worker of a rank; return all results, and the seconds from its restart to the next group."""
+    """Kill one rank's worker; return the results, the seconds from restart to new group, and the restarts."""
     await wait_for_workers()
     restarted: list[float] = []
 
@@ -234,7 +234,7 @@ async def cancel(folder: str, blocking: bool) -> Any:
 
 
 async def cancel_early() -> Any:
-    """Cancel the run while it waits for workers that never come."""
+    """Cancel a run of 100 ranks while it waits for Dask workers that do not exist."""
     await wait_for_workers()
     found: list[str] = []
     with record_leftovers(found):
@@ -298,7 +298,8 @@ async def page() -> Any:
 
 async def main() -> None:
     global cluster, client
-    # A LocalCluster gives up a worker that is absent 15 s after a loss, even if another loss came in between.
+    # By default, LocalCluster drops a worker that is absent 15 s after its loss, even if the worker was restarted and
+    # lost again in that time.
     dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"})
     async with (
         LocalCluster(

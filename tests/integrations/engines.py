@@ -1,4 +1,4 @@
-"""Driver programs: each starts an engine (Ray or Dask) in a process, and calls its functions by name for a test.
+"""Driver processes for tests: each starts an engine (Ray or Dask), and calls functions by name on request.
 
 An engine keeps threads and files for the life of its process, so it does not run in the process of the tests.
 """
@@ -20,12 +20,12 @@ from typing import Any
 __all__ = ["Driver", "held_resources", "hello_program", "record_leftovers", "serve", "wait_until"]
 
 ROOT = Path(__file__).parents[2]
-#: Seconds within which any step must end.
+#: The timeout in seconds of each function call in a driver process, and of the end of the process.
 LIMIT = 60.0
 
 
 class Driver:
-    """A driver process, which has started an engine."""
+    """A handle for a driver process that has started an engine (Ray or Dask)."""
 
     def __init__(self, module: str, **environ: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIOCOLL_", "PYTHONASYNCIO"))}
@@ -35,7 +35,7 @@ class Driver:
         )  # fmt: skip
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Let the driver call a function; return the result."""
+        """Let the driver process call one of its functions by name, and return the result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([name, arguments]), file=self._process.stdin, flush=True)
@@ -46,13 +46,13 @@ class Driver:
         return result
 
     def close(self) -> None:
-        """End the driver and its engine."""
+        """End the driver process, and with it Ray or Dask."""
         self._process.communicate(timeout=LIMIT)
         assert self._process.returncode == 0
 
 
 async def serve(functions: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
-    """Call functions on requests of a `Driver`; standard output carries only the answers."""
+    """Call functions as a `Driver` requests on standard input; write the results to standard output."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -66,7 +66,7 @@ async def serve(functions: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition in another process, which no event reports."""
+    """Poll until `condition` is true, since no event reports changes in another process."""
     while True:
         if condition():
             return
@@ -74,7 +74,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def held_resources() -> set[str]:
-    """Return the threads of aiocoll in this process, its shared memory, and its listening sockets."""
+    """Return the aiocoll threads, the aiocoll shared memory and the listening sockets of this process."""
     threads = {f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("aiocoll")}
     files = set()
     for fd in os.listdir("/proc/self/fd"):
@@ -84,7 +84,7 @@ def held_resources() -> set[str]:
 
 
 def _listening() -> set[str]:
-    """Return the listening sockets of this host; other sockets of the engine come and go."""
+    """Return the listening sockets of this host, without connected ones, which Ray and Dask open at any time."""
     rows = [row.split() for row in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     unix = [row.split() for row in Path("/proc/self/net/unix").read_text().splitlines()[1:]]
     listening = {row[9] for row in rows if row[3] == "0A"} | {row[6] for row in unix if row[3] == "00010000"}
@@ -93,14 +93,14 @@ def _listening() -> set[str]:
 
 @contextmanager
 def record_leftovers(found: list[str]) -> Iterator[None]:
-    """Append to `found` the resources that this process keeps after the block."""
+    """Append to `found` the aiocoll resources that this process has after the block, but not before it."""
     before = held_resources()
     yield
     found += held_resources() - before
 
 
 def hello_program() -> str:
-    """Return the program of the README, without the line that runs it."""
+    """Return the program of the section "Twelve lines" in the README, without `asyncio.run(main())`."""
     from tests.pages import code
 
     return code("README.md", "Twelve lines").replace("asyncio.run(main())\n", "")

@@ -1,4 +1,4 @@
-"""The driver of `test_ray.py`: it starts Ray on the loopback, and calls functions on request."""
+"""The driver process of `test_ray.py`: it starts Ray on this host, and calls functions on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiocoll.integrations.ray import BlockingMember, Member, group, register
 from tests.integrations.engines import held_resources, hello_program, record_leftovers, serve, wait_until
 from tests.pages import code, execute
 
-#: CPUs of an actor: a fraction, so that all actors fit on two cores.
+#: The CPUs that Ray reserves for an actor. With a fraction of a CPU, all actors of a test fit on this host.
 CPUS = 0.1
 
 
@@ -33,7 +33,7 @@ def kill_at_step_20(doomed: int, step: int) -> None:
 
 
 class Counter(Member):
-    """An actor with a state, which it sends to newcomers."""
+    """An actor with a step counter, which rank 0 broadcasts after each change of the group."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -44,7 +44,7 @@ class Counter(Member):
         self.sizes.append(self.group.size())
 
     async def add(self, value: float, doomed: int = 0) -> list[float]:
-        """Reduce 50 times; the process `doomed` is killed in the middle."""
+        """Make 50 allreduces; the process with the id `doomed` kills itself at step 20."""
         for step in range(50):
             kill_at_step_20(doomed, step)
             x = np.full(3000, value * (self.group.rank() + 1))
@@ -100,7 +100,7 @@ class Waiter(BlockingMember):
 
 
 class Alone(Counter):
-    """An actor that identifies as the only one on its host."""
+    """An actor with a separate host id, as if it ran alone on a host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ async def kill(actor: Any) -> None:
     os.kill(await actor.pid.remote(), signal.SIGKILL)
 
 
-# -- functions for the tests
+# -- functions that the tests call by name
 
 
 async def run_hello() -> str:
@@ -159,7 +159,7 @@ async def sums(kind: str, n: int) -> Any:
 
 
 async def lose(kind: str, n: int, victim: int, again: bool) -> Any:
-    """Kill an actor during allreduces; Ray restarts the actor, or `replace` makes another one."""
+    """Kill an actor during allreduces; Ray restarts the actor if `again` is set, else `replace` starts a new one."""
     actors = start_actors(kind, n, max_restarts=-1 if again else 0)
     replaced_numbers: list[int] = []
 
@@ -185,7 +185,7 @@ async def lose(kind: str, n: int, victim: int, again: bool) -> Any:
 
 
 async def reduce_through_a_loss() -> list[float]:
-    """Repeat allreduces until a rank was lost, and for 100 more steps."""
+    """Repeat allreduces in an elastic group that loses a rank, until its second group has made 100 steps."""
     state = {"groups": 0, "step": 0, "end": 0}
     async for pg in aiocoll.elastic(state=state):
         state["groups"] += 1
@@ -232,7 +232,7 @@ async def lose_all() -> Any:
 
 
 async def lose_for_good() -> Any:
-    """Lose an actor without a replacement."""
+    """Kill an actor that is not replaced; return the sums, and the number of remaining actors."""
     actors = start_actors("async", 3)
     async with group(actors) as ranks:
         await ranks.call("add", 1.0)
@@ -266,7 +266,7 @@ async def fail(kind: str) -> Any:
 
 
 async def close(kind: str) -> Any:
-    """Return the resources of actors and driver before, during and after a group, and the error of a later call."""
+    """Return the resources before, during and after a group of actors, and the error of a call after its end."""
     actors = start_actors(kind, 2)
     before = [await actor.leftovers.remote() for actor in actors]
     found: list[str] = []
@@ -303,7 +303,7 @@ async def cancel(kind: str) -> Any:
 
 
 async def cancel_early(kind: str) -> Any:
-    """Cancel the call while it waits for an actor that has no place on the cluster."""
+    """Cancel the creation of a group while it waits for an actor that needs more CPUs than Ray has."""
     actors = [*start_actors(kind, 2), ray.remote(num_cpus=100)(KINDS[kind]).remote()]
     found: list[str] = []
     with record_leftovers(found):

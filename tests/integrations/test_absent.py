@@ -1,4 +1,4 @@
-"""Errors where a package of an engine is not installed."""
+"""Import errors of `aiocoll.integrations` if Ray, Dask or torch is not installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiocoll import BackendUnavailableError
 
 
 @pytest.mark.parametrize(("name", "package"), [("ray", "ray"), ("dask", "distributed"), ("torch", "torch")])
-def test_error_for_a_missing_engine_names_the_package(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_error_names_the_extra_to_install(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for loaded in [each for each in sys.modules if each.startswith(f"aiocoll.integrations.{name}")]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, package, None)

@@ -23,7 +23,7 @@ def driver() -> Iterator[Driver]:
     driver.close()
 
 
-def test_readme_program_runs_unchanged_on_the_cluster(driver: Driver) -> None:
+def test_readme_program_runs_unchanged_on_dask_workers(driver: Driver) -> None:
     assert driver.call("say_hello") == ["[3. 3. 3.] ['rank 0', 'rank 1']\n"] * 2
 
 
@@ -43,7 +43,7 @@ def test_dask_workers_can_be_threads_of_one_process(driver: Driver) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_dask_worker_is_replaced(driver: Driver, victim: int, tmp_path: Path) -> None:
-    """Kill a worker; within 10 s of the nanny's restart, the group is complete again."""
+    """Check that the group is complete within 10 s after Dask's nanny has restarted the killed worker."""
     results, seconds, restarts = driver.call("lose", folder=str(tmp_path), n=3, victim=victim, alone=False)
     assert results == [[2, 3, [7.0]]] * 3
     assert restarts == 1
@@ -55,8 +55,8 @@ def test_spare_dask_worker_replaces_a_lost_worker(driver: Driver, tmp_path: Path
     assert results == [[2, 2, [3.0]]] * 2
 
 
-def test_dask_proves_a_death_that_the_ranks_cannot_see(driver: Driver, tmp_path: Path) -> None:
-    """Put each rank on a separate host, where rank 1 alone could not continue without rank 0."""
+def test_death_reported_by_dask_lets_a_rank_on_another_host_continue(driver: Driver, tmp_path: Path) -> None:
+    """Give each rank a separate host id, so that rank 1 cannot confirm the death of rank 0 by itself."""
     results, _, _ = driver.call("lose", folder=str(tmp_path), n=2, victim=0, alone=True)
     assert results == [[2, 2, [3.0]]] * 2
 
@@ -68,7 +68,7 @@ def test_program_without_recovery_fails_after_the_loss_of_a_dask_worker(driver: 
 
 
 @pytest.mark.parametrize("how", ["waits", "sleeps"])
-def test_failed_rank_ends_the_dask_run(driver: Driver, how: str) -> None:
+def test_exception_on_one_rank_ends_the_dask_run(driver: Driver, how: str) -> None:
     message, left, leftovers = driver.call("fail", how=how)
     assert message == "rank 1 does not like it"
     assert (left, leftovers) == ([], [[]] * 3)
@@ -85,7 +85,7 @@ def test_dask_run_cancelled_before_its_start_leaves_no_resources(driver: Driver)
     assert driver.call("cancel_early") == []
 
 
-def test_dask_run_waits_for_workers(driver: Driver) -> None:
+def test_dask_run_waits_until_the_cluster_has_enough_workers(driver: Driver) -> None:
     assert driver.call("grow_until_there_are_enough") == [4.0] * 4
 
 

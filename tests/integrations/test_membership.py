@@ -1,4 +1,4 @@
-"""Membership: how the processes of an engine stay in one group; here, the processes are objects."""
+"""Tests of `Membership`, which keeps the processes of Ray or Dask in one group; objects stand in for processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 20.0
 
 
 class Engine:
-    """An engine with numbered processes, each of which has a membership or none."""
+    """A fake engine (Ray or Dask) with numbered processes, each with a `Membership` or None."""
 
     def __init__(self, n: int) -> None:
         self.processes: dict[int, Membership | None] = dict.fromkeys(range(n))
@@ -37,7 +37,7 @@ class Engine:
         membership.abort(reason)
 
     async def lose(self, number: int) -> None:
-        """End a process, and report its loss to the others."""
+        """End a process, and report its loss to the other processes."""
         self.memberships.report(number, "the engine has lost it")
         await self.leave(number)
 
@@ -52,7 +52,7 @@ class Engine:
         }
 
     async def complete_group(self) -> list[tuple[int, int]]:
-        """Complete the group; return process number and world size of each issued ticket."""
+        """Wait until one group has all processes; return process number and world size of each issued ticket."""
         self.tickets.clear()
         async with asyncio.timeout(LIMIT):
             while not await self.memberships.ensure_one_group(self.states()):  # noqa: ASYNC110 - engines poll as well
@@ -60,7 +60,7 @@ class Engine:
         return self.tickets
 
     async def total(self) -> list[Any]:
-        """Return the sum of all ranks' `rank + 1`, once per process."""
+        """Allreduce `rank + 1` in each process, and return the results."""
         groups = [membership.group for membership in self.processes.values() if membership is not None]
         return await asyncio.gather(*(group.allreduce(group.rank() + 1) for group in groups if group is not None))
 
@@ -97,7 +97,7 @@ async def test_new_engine_processes_replace_lost_processes(lost: tuple[int, ...]
         assert await engine_.total() == [6] * 3
 
 
-async def test_remaining_engine_processes_repair_the_group_between_calls() -> None:
+async def test_remaining_engine_processes_shrink_the_group_between_calls() -> None:
     async with engine(3) as engine_:
         await engine_.complete_group()
         old = engine_.processes[0]
@@ -127,7 +127,7 @@ async def test_engine_process_lost_before_the_rendezvous_does_not_delay_the_grou
         assert await engine_.total() == [6] * 3
 
 
-async def test_engine_process_without_a_replacement_is_reported_as_missing() -> None:
+async def test_group_continues_without_a_lost_engine_process_that_is_not_replaced() -> None:
     async with engine(3) as engine_:
         await engine_.complete_group()
         await engine_.lose(0)
@@ -151,7 +151,7 @@ async def test_aborted_group_is_replaced_by_a_group_of_the_same_engine_processes
         assert first.state() == State(True, "world:0~1", 2)
 
 
-async def test_permanent_failure_of_an_engine_process_is_raised() -> None:
+async def test_membership_state_raises_a_permanent_failure() -> None:
     membership = Membership("nonsense")  # type: ignore[arg-type]
     assert membership.state() == State(False, "", 0)
     await asyncio.wait([membership._task])
@@ -160,7 +160,7 @@ async def test_permanent_failure_of_an_engine_process_is_raised() -> None:
 
 
 @pytest.mark.parametrize("error", [GroupError, RendezvousError, StoreError])
-async def test_failure_of_another_engine_process_is_not_raised(
+async def test_membership_state_is_none_after_a_failure_of_the_group(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(**given: Any) -> AsyncIterator[Any]:
@@ -173,7 +173,7 @@ async def test_failure_of_another_engine_process_is_not_raised(
     assert membership.state() is None
 
 
-async def test_failed_group_is_no_longer_the_current_group() -> None:
+async def test_membership_has_no_group_after_its_group_has_failed() -> None:
     async with engine(2) as engine_:
         await engine_.complete_group()
         first = engine_.processes[0]
@@ -186,7 +186,7 @@ async def test_failed_group_is_no_longer_the_current_group() -> None:
         assert first.state() == State(True, "world:0~1", 2)
 
 
-async def test_engine_processes_are_notified_of_a_replaced_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_death_of_a_replaced_engine_process_is_reported_to_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     report, reports = Meeting.report_death, []
 
     def record_report(meeting: Meeting, ticket: Ticket, reason: str) -> None:

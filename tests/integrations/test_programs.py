@@ -1,4 +1,4 @@
-"""The error that is raised for a program whose ranks fail."""
+"""The choice of the error that `Ranks.results` raises if several ranks fail."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ def group_revoked() -> GroupRevokedError:
 
 
 async def outcome_of(*errors: BaseException) -> BaseException:
-    """Return the error of `Ranks.results` if each rank raises one of the given errors, in this order."""
+    """Return the error that `Ranks.results` raises if the ranks raise `errors`, one after the other."""
     turns = [asyncio.Event() for _ in errors]
 
     async def fail(number: int, ticket: Ticket) -> None:
@@ -40,7 +40,7 @@ async def test_error_of_the_program_takes_precedence_over_group_errors() -> None
         assert await outcome_of(*errors) is blamed
 
 
-async def test_group_that_failed_before_a_call_raises_its_cause() -> None:
-    """Expect the same error as for a failure during a call, since the moment of a failure is random."""
+async def test_program_raises_the_cause_of_a_revoked_group() -> None:
+    """Expect `PeerLostError` whether a rank raises it, or raises `GroupRevokedError` with it as cause."""
     for errors in ([peer_lost(), group_revoked()], [group_revoked(), peer_lost()], [group_revoked(), group_revoked()]):
         assert isinstance(await outcome_of(*errors), PeerLostError)

@@ -40,7 +40,7 @@ def expected_sums(n: int, value: float, steps: int) -> list[list[float]]:
 
 
 @KINDS
-def test_readme_program_runs_unchanged_on_the_cluster(driver: Driver, kind: str) -> None:
+def test_readme_program_runs_unchanged_on_ray_actors(driver: Driver, kind: str) -> None:
     assert driver.call("say_hello", kind=kind) == ["[3. 3. 3.] ['rank 0', 'rank 1']\n"] * 2
 
 
@@ -57,7 +57,7 @@ def test_ray_actors_become_ranks_of_one_group(driver: Driver, kind: str, n: int)
 def test_ray_actor_killed_during_allreduces_is_replaced(
     driver: Driver, kind: str, n: int, victim: int, again: bool
 ) -> None:
-    """Check that the group is complete within 10 s of the restart, with correct sums."""
+    """Check that the group is complete and sums correctly within 10 s after the restart of the killed actor."""
     first, second, third, seconds, replaced_numbers = driver.call("lose", kind=kind, n=n, victim=victim, again=again)
     assert first == expected_sums(n, 1.0, 1)
     assert [each[:2] for each in second] == [each[:2] for each in expected_sums(n, 1.0, 2)]
@@ -67,8 +67,8 @@ def test_ray_actor_killed_during_allreduces_is_replaced(
     assert seconds < 10
 
 
-def test_ray_proves_a_death_that_the_ranks_cannot_see(driver: Driver) -> None:
-    """Put each rank on a separate host, where rank 1 alone could not continue without rank 0."""
+def test_death_reported_by_ray_lets_a_rank_on_another_host_continue(driver: Driver) -> None:
+    """Give each rank a separate host id, so that rank 1 cannot confirm the death of rank 0 by itself."""
     first, _, third, _, _ = driver.call("lose", kind="alone", n=2, victim=0, again=True)
     assert first == expected_sums(2, 1.0, 1)
     assert third == expected_sums(2, 2.0, 3)
@@ -86,15 +86,15 @@ def test_several_ray_actors_lost_between_calls_are_replaced(driver: Driver, kind
     assert driver.call("lose_between_calls", kind=kind) == expected_sums(3, 1.0, 2)
 
 
-def test_replacement_works_after_the_loss_of_all_ray_actors(driver: Driver) -> None:
+def test_group_is_complete_again_after_ray_has_restarted_all_actors(driver: Driver) -> None:
     assert driver.call("lose_all") == expected_sums(2, 1.0, 1)
 
 
-def test_lost_ray_actor_without_a_replacement_is_reported_as_missing(driver: Driver) -> None:
+def test_group_continues_without_a_lost_ray_actor_that_is_not_replaced(driver: Driver) -> None:
     assert driver.call("lose_for_good") == [expected_sums(2, 1.0, 2), 2]
 
 
-def test_missing_ray_actor_is_reported(driver: Driver) -> None:
+def test_group_with_a_dead_ray_actor_is_refused(driver: Driver) -> None:
     assert "actor 1 has died and has no replacement" in driver.call("group_with_a_dead_actor")
 
 
@@ -113,7 +113,7 @@ def test_closed_group_of_ray_actors_leaves_no_resources(driver: Driver, kind: st
 
 
 @KINDS
-def test_cancelled_call_ends_on_the_ray_actors(driver: Driver, kind: str) -> None:
+def test_cancelled_call_on_ray_actors_ends_and_the_group_continues(driver: Driver, kind: str) -> None:
     again, seconds, left, after = driver.call("cancel", kind=kind)
     assert again == expected_sums(2, 1.0, 1)
     assert seconds < 4

@@ -1,4 +1,4 @@
-"""The command `python -m tests.planted`; see `tests.planted.run`."""
+"""The command `python -m tests.planted`, which runs the mutation tests of `tests.planted.run`."""
 
 import sys
 

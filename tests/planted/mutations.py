@@ -1,4 +1,4 @@
-"""Mutants: small faults that a programmer could make, each at one code place, as valid Python code."""
+"""Mutants for mutation testing: small faults that a programmer could make, each at one place in the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Mutant", "draw", "mutants"]
 
 
 class Mutant(NamedTuple):
-    """A fault: the code at a place, and its replacement.
+    """A fault to plant in the package: the original code, and its replacement.
 
     Attributes:
         subject: the part of the package, one of `SUBJECTS`.
@@ -35,7 +35,7 @@ class Mutant(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """The place of the fault in the package."""
+        """The function and the original code of the fault, which identify its place in the package."""
         return Place(self.where, self.old)
 
 
@@ -122,13 +122,13 @@ def _constant(node: ast.AST) -> Iterator[ast.AST]:
 
 def _arguments(node: ast.AST) -> Iterator[ast.AST]:
     match node:
-        # Swap only arguments of the same syntactic kind, since the called function would refuse others at once.
+        # Swap only two arguments of the same AST node type: if a name and a number swap, the call fails at once.
         case ast.Call(func, [first, second, *others], keywords) if type(first) is type(second) is not ast.Starred:
             if text(func) not in ("isinstance", "min", "max"):
                 yield ast.Call(func, [second, first, *others], keywords)
 
 
-#: By kind, the function that yields the mutations of a node inside a place.
+#: The functions that yield the mutations of an AST node, by kind of mutation.
 INSIDE: dict[str, Callable[[ast.AST], Iterator[ast.AST]]] = {
     "comparison": _comparison,
     "bound": _bound,
@@ -148,7 +148,7 @@ class _Replace(ast.NodeTransformer):
 
 
 def _is_for_people(node: ast.AST) -> bool:
-    """Return whether a place only produces text for people, such as a docstring, a message or a log record."""
+    """Return whether an AST node only produces text for people: a docstring, a message or a log record."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
     return any(
@@ -163,7 +163,7 @@ def _is_call(node: ast.AST) -> bool:
 
 
 def _mutations_of_place(node: ast.AST, is_condition: bool) -> Iterator[tuple[str, str]]:
-    """Yield the kind and the text of each replacement for a statement or condition."""
+    """Yield the kind and the code of each mutation of a statement or condition."""
     if isinstance(node, ast.Raise):
         yield "dropped", "pass"
         return
@@ -210,7 +210,7 @@ def _targets(node: ast.stmt) -> list[ast.expr]:
 
 
 def _can_be_swapped(one: ast.stmt, other: ast.stmt) -> bool:
-    """Return whether two statements in the wrong order are a fault that a programmer could overlook."""
+    """Return whether swapping two adjacent statements makes a fault that a programmer could overlook."""
     for each in (one, other):
         if not isinstance(each, SIMPLE) or _is_for_people(each) or isinstance(each, ast.Return | ast.Raise | ast.Break):
             return False
@@ -227,7 +227,7 @@ def _can_be_swapped(one: ast.stmt, other: ast.stmt) -> bool:
 
 
 def mutants(package: Package, subject: str, files: Collection[Path]) -> list[Mutant]:
-    """Return all mutants in `files`, except those whose place occurs more than once in the package."""
+    """Return all mutants of the code in `files` whose place is unique in the package."""
     found: dict[Mutant, None] = {}
     for where, functions in package.functions.items():
         for path, function in functions:
@@ -239,12 +239,12 @@ def mutants(package: Package, subject: str, files: Collection[Path]) -> list[Mut
 
 
 def draw(candidates: list[Mutant], count: int, seed: str, taken: Collection[Mutant] = ()) -> list[Mutant]:
-    """Return `count` random candidates, evenly over all kinds, and at most one per place.
+    """Return `count` random mutants, evenly over all kinds of mutation, at most one per place in the code.
 
     Args:
         candidates: the mutants to choose from.
-        count: how many to return.
-        seed: of the random choice.
+        count: the number of mutants to return.
+        seed: the seed of the random choice.
         taken: mutants whose places are not used again.
     """
     chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Code places in the package, which can be found again after the code has moved.
+"""Places in the package's code that can be found again after the code has moved.
 
 A place is a statement, or the condition of a compound statement. It is identified by the qualified name of its function
 and by its text from `ast.unparse`. The file and the line are not part of the identity.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 __all__ = ["Package", "Place", "Spot", "header", "sequences", "spots", "text"]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-#: Statements that contain no other statements.
+#: The AST node types of simple statements, which contain no other statements.
 SIMPLE = (
     ast.Assign,
     ast.AugAssign,
@@ -30,7 +30,7 @@ SIMPLE = (
 
 
 class Place(NamedTuple):
-    """A place for a fault.
+    """A place in the code for a fault: consecutive statements, or one condition.
 
     Attributes:
         where: the qualified name of the function.
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """The nodes of a place in a file, in order."""
+    """The AST nodes of a place in the code, and the file that contains them."""
 
     path: Path
     nodes: tuple[ast.AST, ...]
@@ -61,7 +61,7 @@ class Spot(NamedTuple):
 
 
 def text(node: ast.AST) -> str:
-    """Return the normalized text by which a statement or an expression is compared."""
+    """Return the normalized source text of a statement or an expression, for comparisons."""
     return ast.unparse(node)
 
 
@@ -76,7 +76,7 @@ def header(node: ast.AST) -> ast.expr | None:
 
 
 def sequences(function: Function) -> Iterator[list[ast.stmt]]:
-    """Yield the blocks of a function, without the blocks of nested functions."""
+    """Yield the blocks (lists of statements) of a function, without those of nested functions."""
     waiting: list[ast.AST] = [function]
     while waiting:
         node = waiting.pop()
@@ -90,7 +90,7 @@ def sequences(function: Function) -> Iterator[list[ast.stmt]]:
 
 
 def spots(path: Path, function: Function) -> Iterator[Spot]:
-    """Yield the code places of a function that consist of one statement or one condition."""
+    """Yield a `Spot` for each simple statement and each condition in a function."""
     for block in sequences(function):
         for node in block:
             if isinstance(node, SIMPLE):

@@ -35,20 +35,19 @@ EQUIVALENT = HERE / "equivalent.json"
 #: The seed of the random choice of faults.
 SEED = "planted"
 BY_HAND = "by hand"
-#: The time limit of a test run: a base in seconds, for a busy machine, plus this multiple of the time without a fault.
-#: A longer run counts as hung.
+#: The time limit of a test run: FLOOR seconds, plus TIMES the duration without a fault. A longer run counts as hung.
 FLOOR, TIMES = 40.0, 4.0
 #: Files and folders of the tree that the tests need.
 PARTS = ("aiocoll", "tests", "docs", "examples", "bench", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md")
 
 
 class Verdict(NamedTuple):
-    """The outcome for one fault.
+    """The result of the tests with one planted fault.
 
     Attributes:
         mutant: the fault.
         outcome: "caught", "survived" or "equivalent".
-        detail: the test that caught it, or the reason why it is equivalent.
+        detail: the test that caught the fault, or the reason why the fault is equivalent.
         seconds: the duration of the test run.
     """
 
@@ -59,7 +58,7 @@ class Verdict(NamedTuple):
 
 
 def read(path: Path = FAULTS) -> list[Mutant]:
-    """Return the faults of a file."""
+    """Read faults from a JSON file."""
     return [
         Mutant(**{**each, "old": tuple(each["old"]), "new": tuple(each["new"])})
         for each in json.loads(path.read_text())
@@ -67,7 +66,7 @@ def read(path: Path = FAULTS) -> list[Mutant]:
 
 
 def write(faults: Sequence[Mutant], path: Path = FAULTS) -> None:
-    """Write faults to a file, one per line."""
+    """Write faults to a JSON file, one per line."""
     lines = ",\n".join(json.dumps(each._asdict(), ensure_ascii=False) for each in faults)
     path.write_text(f"[\n{lines}\n]\n")
 
@@ -102,11 +101,11 @@ class Tree:
         self._package = Package(self.root / parts[0])
 
     def close(self) -> None:
-        """Remove the copy."""
+        """Delete the copy of the source tree."""
         shutil.rmtree(self.root)
 
     def tests(self, runs: Sequence[tuple[str, ...]], limits: Sequence[float], *, native: bool = False) -> str | None:
-        """Run tests, with or without the accelerator.
+        """Run tests in the copied tree, with or without the C accelerator.
 
         Returns:
             The first test that fails, or "no end within ... s"; None if all pass.
@@ -145,7 +144,7 @@ class Tree:
             return f"no end within {limit:.0f} s"
         finally:
             if process.poll() is None:
-                # Kill the whole session, since tests start processes.
+                # Kill all processes of the session, since tests start processes of their own.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
         if process.returncode == 0:
@@ -156,7 +155,7 @@ class Tree:
     def judge(
         self, mutant: Mutant, runs: Sequence[tuple[str, ...]], limits: Sequence[float], *, native: bool = False
     ) -> str | None:
-        """Plant a fault, run its tests as `tests` does, and restore the file."""
+        """Plant a fault in the copied tree, return the result of `tests`, and restore the file."""
         spots = self._package.find(mutant.place)
         if len(spots) != 1:
             raise LookupError(f"{mutant.where}: {len(spots)} places with {'; '.join(mutant.old)}; run with --draw")
@@ -169,7 +168,7 @@ class Tree:
 
 
 def redraw_lost(faults: Sequence[Mutant]) -> list[Mutant]:
-    """Return the faults with an existing place, and new faults for drawn ones whose place no longer exists."""
+    """Return the faults, with new random faults for drawn faults whose code no longer exists."""
     package = Package(ROOT / "aiocoll")
     kept = [mutant for mutant in faults if len(package.find(mutant.place)) == 1]
     for subject, count in quota().items():
@@ -177,14 +176,14 @@ def redraw_lost(faults: Sequence[Mutant]) -> list[Mutant]:
         candidates = mutants(package, subject, files(package, subject))
         kept += draw(candidates, count - len(mine), f"{SEED} {subject}", kept)
     subjects = list(SUBJECTS)
-    # Faults that were written by hand must be updated by hand. They stay in the list, and the test
+    # Keep hand-written faults whose code no longer exists, since they must be updated by hand. The test
     # `test_code_places_of_all_recorded_faults_exist` reports them.
     lost = [mutant for mutant in faults if mutant.kind == BY_HAND and mutant not in kept]
     return sorted([*kept, *lost], key=lambda mutant: (mutant.kind != BY_HAND, subjects.index(mutant.subject)))
 
 
 class Limits:
-    """Time limits for test runs, measured once per run without a fault."""
+    """Time limits of test runs, derived from the duration of each run without a fault."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, ...], float] = {}
@@ -204,7 +203,7 @@ class Limits:
 
 
 def judge_faults(faults: Sequence[Mutant], jobs: int, out: Path) -> list[Verdict]:
-    """Return the verdicts on faults; `jobs` threads test them, each in its own copy of the tree."""
+    """Test faults in `jobs` threads, each with its own copy of the tree, and return the verdicts."""
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     equivalent, limits = reasons(), Limits()
     verdicts = [Verdict(each, "equivalent", equivalent[key(each)], 0.0) for each in faults if key(each) in equivalent]
@@ -253,7 +252,7 @@ def describe_verdict(verdict: Verdict) -> str:
 
 
 def report(verdicts: Sequence[Verdict], out: Path) -> None:
-    """Write the verdicts to `planted.json` and `planted.md`, survivors first."""
+    """Write the verdicts to `planted.json` and `planted.md`, surviving faults first."""
     out.mkdir(parents=True, exist_ok=True)
     ordered = sorted(verdicts, key=lambda each: (each.outcome != "survived", each.outcome, each.mutant))
     rows: list[dict[str, Any]] = [
@@ -276,7 +275,7 @@ def report(verdicts: Sequence[Verdict], out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command `python -m tests.planted`.
 
     Returns:
         1 if a fault has survived, else 0.

@@ -1,4 +1,4 @@
-"""The parts of the package in which faults are planted, and the tests that must catch the faults."""
+"""The subjects of mutation testing: parts of aiocoll, each with the tests that must catch its faults."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .places import Package
 
 __all__ = ["COUNT", "SUBJECTS", "Subject", "files", "pytest_arguments", "quota"]
 
-#: The number of drawn mutants.
+#: The number of randomly drawn mutants in all subjects together.
 COUNT = 150
 
 
 class Subject(NamedTuple):
-    """A part of the package, and its tests.
+    """A part of aiocoll to plant faults in, and the tests that must catch them.
 
     Attributes:
         names: one function of each module that belongs to the subject, by qualified name.
@@ -273,7 +273,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "unclosed groups": Subject(("LoopEnd.add",), (("test_unclosed.py",), ("test_user_code.py", "-k", "exit"))),
     }
 )
-#: Subjects that have faults by hand only.
+#: Subjects whose faults are all written by hand, not drawn.
 BY_HAND = (
     "session",
     "control",
@@ -313,7 +313,7 @@ BY_HAND = (
 
 
 def quota() -> dict[str, int]:
-    """Return the number of drawn mutants for each subject."""
+    """Return the number of mutants to draw for each subject that is not in `BY_HAND`."""
     drawn = [name for name in SUBJECTS if name not in BY_HAND]
     return {name: COUNT // len(drawn) + (place < COUNT % len(drawn)) for place, name in enumerate(drawn)}
 

@@ -1,4 +1,4 @@
-"""Planted faults: random choice, places that move with the code, and verdicts."""
+"""Tests of `tests.planted`: random choice of faults, places that move with the code, and verdicts."""
 
 from __future__ import annotations
 

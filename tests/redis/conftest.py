@@ -1,3 +1,3 @@
-"""The fixture of a Redis server that is shared by all tests which do not change its configuration."""
+"""The fixture `redis`: one Redis server for all tests that do not change its configuration."""
 
 from ..redis_server import redis as redis

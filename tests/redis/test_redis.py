@@ -24,7 +24,7 @@ from ..internals import Limits
 from ..ranks import wait_until
 from ..redis_server import RedisServer, need_redis, redis_server, request
 
-#: Seconds within which a notification must end a wait; polling is off.
+#: The timeout in seconds of waits that a notification of the Redis server must end; the tests turn polling off.
 SOON = 10.0
 LOST = "has lost the entries of this job"
 
@@ -33,7 +33,7 @@ OpenStore = Callable[..., RedisStore]
 
 @pytest.fixture
 async def open_store() -> AsyncIterator[OpenStore]:
-    """Yield a function that opens stores; close them after the test."""
+    """Yield a function that opens a `RedisStore`; close all opened stores after the test."""
     need_redis()
     async with AsyncExitStack() as stack:
 
@@ -47,7 +47,7 @@ async def open_store() -> AsyncIterator[OpenStore]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """Yield a server for this test only."""
+    """Yield a Redis server that no other test uses."""
     with redis_server(tmp_path) as server:
         yield server
 
@@ -104,7 +104,7 @@ async def test_aclose_of_a_redis_store_ends_waits_at_once(
 async def test_aclose_during_a_redis_read_leaves_no_subscription(
     own_server: RedisServer, open_store: OpenStore
 ) -> None:
-    """Close the store after a wait has read that its key is absent, before the wait subscribes."""
+    """Close the store between a wait's first read, which finds no key, and its subscription."""
     store = open_store(own_server.url)
     call = store._client.call
 
@@ -123,7 +123,7 @@ async def test_aclose_during_a_redis_read_leaves_no_subscription(
 async def test_redis_queue_pop_continues_to_wait_after_a_notification_without_an_item(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    """Check that the wait does not poll the server."""
+    """Check also that the waiting `queue_pop` does not poll the server."""
     limits(redis_read_interval=math.inf)
     store, other = open_store(own_server.url), open_store(own_server.url)
     pops = [asyncio.create_task(store.queue_pop("q")) for _ in range(2)]
@@ -139,7 +139,7 @@ async def test_redis_queue_pop_continues_to_wait_after_a_notification_without_an
         assert await waiting == b"2"
 
 
-async def test_absent_redis_key_differs_from_an_empty_value(redis: RedisServer, open_store: OpenStore) -> None:
+async def test_absent_redis_key_is_not_swapped_as_an_empty_value(redis: RedisServer, open_store: OpenStore) -> None:
     store = open_store(redis.url, job="swapping")
     for old, new, done in (
         (b"", b"1", False),
@@ -162,7 +162,7 @@ async def test_waits_of_a_redis_store_share_one_connection(own_server: RedisServ
     await store.multi_set([str(number) for number in range(100)], [b"1"] * 100)
     await asyncio.gather(*waits)
     assert own_server.clients() == 2
-    # The next change removes the subscription if no call waits.
+    # The notification of this change makes the store end its subscription, since no call waits.
     await store.set("here", b"")
     await wait_until(lambda: own_server.clients() == 1)
     assert await store.get("0") == b"1"
@@ -173,7 +173,9 @@ async def test_waits_of_a_redis_store_share_one_connection(own_server: RedisServ
         assert await again == b"2"
 
 
-async def test_concurrent_redis_clients_can_add_to_one_number(redis: RedisServer, open_store: OpenStore) -> None:
+async def test_concurrent_add_calls_of_redis_clients_lose_no_addition(
+    redis: RedisServer, open_store: OpenStore
+) -> None:
     stores = [open_store(redis.url, job="adding") for _ in range(20)]
     sums = await asyncio.gather(*(store.add("n", 1) for store in stores * 10))
     assert sorted(sums) == list(range(1, 201))
@@ -197,7 +199,7 @@ async def test_reached_attribute_is_the_address_of_the_redis_server(redis: Redis
 
 @pytest.mark.parametrize("assigned", [False, True])
 async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own_server: RedisServer, assigned: bool) -> None:
-    """Let each rank and the newcomer open a separate store."""
+    """Let each rank, and the newcomer that `grow` admits, open a separate `RedisStore`."""
     options = GroupOptions(transport="unix")
 
     async def rank(number: int) -> Any:
@@ -275,9 +277,9 @@ async def test_broken_redis_connections_are_replaced(
 
 @asynccontextmanager
 async def lossy_proxy(server: RedisServer, every: int, requests: list[bytes]) -> AsyncIterator[str]:
-    """Yield the URL of a proxy that loses one in `every` replies to changes, together with its connection.
+    """Yield the URL of a Redis proxy that closes the connection instead of one in `every` replies to changes.
 
-    It appends the requests to `requests`.
+    The proxy appends all requests to `requests`.
     """
     count = 0
     writers: set[asyncio.StreamWriter] = set()
@@ -328,7 +330,7 @@ async def test_redis_change_whose_reply_is_lost_is_made_once(
         assert await store.multi_get(["n", "log"]) == [b"20", b"x" * 10]
         assert [await store.delete_key("n") for _ in range(2)] == [True, False]
         await store.aclose()
-    # Replay requests, since a request from a broken connection may reach the server after later requests.
+    # Send the changes again, since a request of a broken connection may reach the server after later requests.
     for request_bytes in requests:
         if b"EVAL" in request_bytes:
             own_server.send(request_bytes)
@@ -340,7 +342,7 @@ async def test_redis_change_whose_reply_is_lost_is_made_once(
 async def test_requests_to_a_stalled_redis_server_are_carried_out_once(
     own_server: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    """Check that the server, which receives a request several times, carries it out once."""
+    """Check that a change that the client sends several times is made once."""
     limits(redis_max_wait=0.05)
     store = open_store(own_server.url)
     await store.set("k", b"v")
@@ -382,7 +384,7 @@ async def test_data_loss_of_the_redis_server_raises_an_error_in_every_client(
         for call in (third.set("k", b"v"), third.check(["k"]), third.add("n", 1), third.list_keys(), store.get("k")):
             with pytest.raises(StoreUnavailableError, match=LOST):
                 await call
-    # A new client creates a new hash, whose entries old clients refuse.
+    # A new client creates a new Redis hash for the job. Clients of the lost hash refuse the entries of the new hash.
     fresh = open_store(own_server.url)
     await fresh.set("k", b"new")
     assert await fresh.get("k") == b"new"
@@ -407,7 +409,7 @@ async def test_older_snapshot_of_the_redis_data_counts_as_data_loss(
             await each.get("k")
 
 
-# -- data left on the server
+# -- data that jobs leave on the Redis server
 
 
 async def test_redis_entries_expire_if_no_client_renews_them(
@@ -463,7 +465,7 @@ async def test_redis_server_receives_neither_job_keys_nor_arrays(own_server: Red
 
 
 def shown_texts(error: BaseException) -> str:
-    """Return all texts of an error and its causes."""
+    """Return the `str` and `repr` of an error and of its causes, as one text."""
     shown, cause = [], error
     while cause is not None:
         shown += [str(cause), repr(cause)]
@@ -610,13 +612,13 @@ async def test_server_that_is_not_redis_is_refused(open_store: OpenStore) -> Non
 
 @pytest.fixture
 def tls_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """Yield a TLS server for this test that requires client certificates of its CA."""
+    """Yield a Redis server with TLS that requires client certificates of its own CA."""
     files = Authority(tmp_path).make("DNS:localhost", file="server")
     with redis_server(tmp_path, files, "--tls-auth-clients", "yes") as server:
         yield server
 
 
-async def test_redis_client_and_server_verify_certificates(
+async def test_redis_client_without_a_certificate_of_the_server_ca_is_refused(
     tls_server: RedisServer, open_store: OpenStore, tmp_path: Path
 ) -> None:
     files = Authority(tmp_path, "clients").make("DNS:client", file="client")
@@ -646,7 +648,7 @@ async def test_client_certificate_required_by_redis_is_presented(tmp_path: Path,
         assert await store.get("k") == b"v"
 
 
-async def test_redis_certificate_of_another_ca_is_refused_at_once(
+async def test_redis_server_certificate_of_another_ca_is_refused_at_once(
     redis: RedisServer, open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Authority(tmp_path, "other")
@@ -656,7 +658,7 @@ async def test_redis_certificate_of_another_ca_is_refused_at_once(
         with pytest.raises(StoreUnavailableError, match=refused) as raised:
             await open_store(url, tls_ca=ca, timeout=SOON).set("k", b"v")
         assert isinstance(raised.value, AuthenticationError)
-    # A store with tls_ca= trusts only that CA. Without it, the store trusts the CAs of the system.
+    # A store with tls_ca= trusts only that CA. A store without tls_ca= trusts the CAs of the system.
     monkeypatch.setenv("SSL_CERT_FILE", redis.ca)
     with pytest.raises(StoreUnavailableError, match=refused):
         await open_store(redis.tls_url, tls_ca=str(other.file), timeout=SOON).set("k", b"v")
@@ -666,7 +668,7 @@ async def test_redis_certificate_of_another_ca_is_refused_at_once(
 async def test_connection_to_a_silent_redis_server_closes_at_once(
     redis: RedisServer, open_store: OpenStore, limits: Limits
 ) -> None:
-    """Check that the close does not wait for an orderly TLS shutdown of the server."""
+    """Check that the client closes a connection without waiting for the server's TLS shutdown."""
     stores = [open_store(redis.url), open_store(redis.tls_url, tls_ca=redis.ca)]
     for store in stores:
         await store.set("k", b"v")

@@ -1,4 +1,4 @@
-"""The features of torch's test harness, tested with aiocoll's test harness."""
+"""Tests of `aiocoll.testing`, with an equivalent for each feature of torch's test harness."""
 
 from __future__ import annotations
 
@@ -29,53 +29,51 @@ from aiocoll.testing import (
 from ..internals import replace_parts, set_limits
 
 COVERS = {
-    "skip_if_no_gpu": "test_skip_if_no_gpu",
-    "skip_if_small_worldsize": "test_skip_if_small_worldsize",
-    "skip_if_odd_worldsize": "test_skip_if_odd_worldsize",
-    "import_transformers_or_skip": "test_import_or_skip",
-    "at_least_x_gpu": "test_skip_if_lt_x_gpu",
-    "skip_if_lt_x_gpu": "test_skip_if_lt_x_gpu",
+    "skip_if_no_gpu": "test_skip_if_no_gpu_needs_a_gpu_per_rank",
+    "skip_if_small_worldsize": "test_skip_if_small_worldsize_needs_enough_ranks",
+    "skip_if_odd_worldsize": "test_skip_if_odd_worldsize_needs_an_even_number_of_ranks",
+    "import_transformers_or_skip": "test_requires_module_skips_a_test_if_the_module_is_missing",
+    "at_least_x_gpu": "test_skip_if_lt_x_gpu_needs_x_gpus",
+    "skip_if_lt_x_gpu": "test_skip_if_lt_x_gpu_needs_x_gpus",
     "create_tcp_store": "test_create_tcp_store",
     "find_free_port": "test_create_tcp_store",
-    "TIMEOUT_OVERRIDE": "test_a_hung_process_shows_its_stack",
-    "get_timeout": "test_a_hung_process_shows_its_stack",
-    "MultiProcessTestCase.world_size": "test_every_rank_is_a_process_that_runs_the_test",
-    "MultiProcessTestCase.join_or_run": "test_every_rank_is_a_process_that_runs_the_test",
-    "MultiProcessTestCase.run_test": "test_an_error_in_a_process_is_the_error_of_the_test",
-    "MultiProcessTestCase._check_return_codes": "test_a_process_that_exits_by_itself_is_named",
-    "MultiProcessTestCase._get_timedout_process_traceback": "test_a_hung_process_shows_its_stack",
-    "MultiProcessTestCase._event_listener": "test_a_hung_process_shows_its_stack",
-    "MultiProcessTestCase._join_processes": "test_a_hung_process_shows_its_stack",
-    "MultiProcessTestCase.tearDown": "test_no_process_is_left",
-    "MultiProcessTestCase._spawn_processes": "test_ported_test_case_knows_its_master_and_file",
-    "MultiProcessTestCase.is_master": "test_ported_test_case_knows_its_master_and_file",
-    "MultiProcessTestCase.file_name": "test_ported_test_case_knows_its_master_and_file",
-    "MultiProcessTestCase.skip_return_code_checks": "test_expected_exit_code_of_a_class_passes",
-    "MultiProcessTestCase._check_no_test_errors": "test_expected_exit_code_of_a_class_passes",
-    "run_subtests": "test_subtests_share_the_ranks",
-    "spawn_threads_and_init_comms": "test_spawn_ranks",
-    "MultiThreadedTestCase.world_size": "test_each_rank_is_set_up_and_torn_down",
-    "MultiThreadedTestCase.join_or_run": "test_each_rank_is_set_up_and_torn_down",
-    "MultiThreadedTestCase.perThreadSetUp": "test_each_rank_is_set_up_and_torn_down",
-    "MultiThreadedTestCase.perThreadTearDown": "test_each_rank_is_set_up_and_torn_down",
-    "MultiThreadedTestCase.run_test_with_threaded_pg": "test_each_rank_is_set_up_and_torn_down",
-    "MultiThreadedTestCase._join_threads": "test_a_rank_that_does_not_end_is_named",
-    "MultiThreadedTestCase._check_return_codes": "test_all_failed_ranks_are_reported",
-    "MultiThreadedTestCase.assertEqualOnRank": "test_assert_on_rank",
-    "MultiThreadedTestCase.assertNotEqualOnRank": "test_assert_on_rank",
-    "MultiProcContinousTest.world_size": "test_continuous_processes_keep_their_group",
-    "MultiProcContinousTest.setUpClass": "test_continuous_processes_keep_their_group",
-    "MultiProcContinousTest.tearDownClass": "test_no_process_is_left",
-    "MultiProcContinousTest.run_rank": "test_continuous_processes_keep_their_group",
+    "TIMEOUT_OVERRIDE": "test_timeout_error_shows_the_stack_of_a_hung_process",
+    "get_timeout": "test_timeout_error_shows_the_stack_of_a_hung_process",
+    "MultiProcessTestCase.world_size": "test_each_rank_of_a_multi_process_test_is_a_separate_process",
+    "MultiProcessTestCase.join_or_run": "test_each_rank_of_a_multi_process_test_is_a_separate_process",
+    "MultiProcessTestCase.run_test": "test_error_on_a_rank_is_reported_as_the_error_of_the_test",
+    "MultiProcessTestCase._check_return_codes": "test_error_names_the_rank_whose_process_exits_early",
+    "MultiProcessTestCase._get_timedout_process_traceback": "test_timeout_error_shows_the_stack_of_a_hung_process",
+    "MultiProcessTestCase._event_listener": "test_timeout_error_shows_the_stack_of_a_hung_process",
+    "MultiProcessTestCase._join_processes": "test_timeout_error_shows_the_stack_of_a_hung_process",
+    "MultiProcessTestCase.tearDown": "test_multi_process_tests_leave_no_process_behind",
+    "MultiProcessTestCase._spawn_processes": "test_ported_test_case_provides_is_master_and_file_name",
+    "MultiProcessTestCase.is_master": "test_ported_test_case_provides_is_master_and_file_name",
+    "MultiProcessTestCase.file_name": "test_ported_test_case_provides_is_master_and_file_name",
+    "MultiProcessTestCase.skip_return_code_checks": "test_exit_code_in_expect_death_passes_the_test",
+    "MultiProcessTestCase._check_no_test_errors": "test_exit_code_in_expect_death_passes_the_test",
+    "run_subtests": "test_subtests_of_a_multi_process_test_run_on_the_same_ranks",
+    "spawn_threads_and_init_comms": "test_spawn_ranks_runs_the_test_on_each_rank",
+    "MultiThreadedTestCase.world_size": "test_in_process_test_case_sets_up_and_tears_down_each_rank",
+    "MultiThreadedTestCase.join_or_run": "test_in_process_test_case_sets_up_and_tears_down_each_rank",
+    "MultiThreadedTestCase.perThreadSetUp": "test_in_process_test_case_sets_up_and_tears_down_each_rank",
+    "MultiThreadedTestCase.perThreadTearDown": "test_in_process_test_case_sets_up_and_tears_down_each_rank",
+    "MultiThreadedTestCase.run_test_with_threaded_pg": "test_in_process_test_case_sets_up_and_tears_down_each_rank",
+    "MultiThreadedTestCase._join_threads": "test_timeout_error_names_the_rank_that_does_not_end",
+    "MultiThreadedTestCase._check_return_codes": "test_error_notes_name_all_failed_ranks",
+    "MultiThreadedTestCase.assertEqualOnRank": "test_assert_on_rank_compares_only_on_the_given_rank",
+    "MultiThreadedTestCase.assertNotEqualOnRank": "test_assert_on_rank_compares_only_on_the_given_rank",
+    "MultiProcContinousTest.world_size": "test_continuous_test_case_keeps_its_group_between_tests",
+    "MultiProcContinousTest.setUpClass": "test_continuous_test_case_keeps_its_group_between_tests",
+    "MultiProcContinousTest.tearDownClass": "test_multi_process_tests_leave_no_process_behind",
+    "MultiProcContinousTest.run_rank": "test_continuous_test_case_keeps_its_group_between_tests",
     "simple_sparse_reduce_tests, sparse_dims": "test_simple_sparse_reduce_tests_of_sparse_dimensions",
     "simple_sparse_reduce_tests, dense_dims": "test_simple_sparse_reduce_tests_of_dense_dimensions",
 }
 
 _TORCH_DEVICES = "chooses among torch's device backends, which are options of a group here"
 _REGISTERED = "the backend does not exist unless the test registers it"
-_SKIPS = (
-    "a test skips by `skipTest` or a decorator; a rank that exits fails it (`test_a_skip_in_a_process_skips_the_test`)"
-)
+_SKIPS = "a test skips by `skipTest` or a decorator; a rank that exits fails it (`test_skip_on_a_rank_skips_the_test`)"
 _RPC = "chooses a transport of torch's RPC"
 _TORCH = "a torch module"
 _COMPILER = "sets up torch's compiler"
@@ -130,7 +128,7 @@ def run(*cases: unittest.TestCase) -> unittest.TestResult:
 
 
 async def skip_reason(skip: Callable[[Any], Any], world_size: int) -> str | None:
-    """Return the reason why a test with this decorator is skipped, or None."""
+    """Return the reason for which the decorator `skip` skips a test, or None if the test runs."""
 
     @skip
     async def test(pg: ProcessGroup) -> None: ...
@@ -148,35 +146,35 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-async def test_skip_if_no_gpu() -> None:
+async def test_skip_if_no_gpu_needs_a_gpu_per_rank() -> None:
     assert await skip_reason(requires_gpu(), 2) is None
     assert await skip_reason(requires_gpu(), 3) == "needs 3 CUDA devices, there are 2"
 
 
 @pytest.mark.usefixtures("two_gpus")
-async def test_skip_if_lt_x_gpu() -> None:
+async def test_skip_if_lt_x_gpu_needs_x_gpus() -> None:
     assert await skip_reason(requires_gpu(2), 4) is None
     assert await skip_reason(requires_gpu(3), 1) == "needs 3 CUDA devices, there are 2"
 
 
-async def test_skip_if_small_worldsize() -> None:
+async def test_skip_if_small_worldsize_needs_enough_ranks() -> None:
     assert await skip_reason(skip_if_world_smaller_than(3), 2) == "needs at least 3 ranks, the world has 2"
     assert await skip_reason(skip_if_world_smaller_than(3), 3) is None
 
 
-async def test_skip_if_odd_worldsize() -> None:
+async def test_skip_if_odd_worldsize_needs_an_even_number_of_ranks() -> None:
     assert await skip_reason(skip_if_world_is_odd(), 3) == "needs an even number of ranks, the world has 3"
     assert await skip_reason(skip_if_world_is_odd(), 4) is None
 
 
-async def test_import_or_skip() -> None:
+async def test_requires_module_skips_a_test_if_the_module_is_missing() -> None:
     assert await skip_reason(requires_module("unittest"), 1) is None
     missing = "needs no_such_module: No module named 'no_such_module'"
     assert await skip_reason(requires_module("no_such_module"), 1) == missing
 
 
 async def test_create_tcp_store() -> None:
-    """Check that a server with port 0 takes a free port, so that no test has to find one."""
+    """Check that a store server takes a free port by default, so that tests need not find a port."""
     server = StoreServer(key=b"k" * 32)
     host, port = server.start()
     try:
@@ -188,7 +186,7 @@ async def test_create_tcp_store() -> None:
 
 
 class PortedTestCase(MultiProcessTestCase):
-    """A sample test case for the test below, whose ranks meet in a file."""
+    """A sample test case with torch's `_spawn_processes` and `file_name`; its ranks use a `FileStore`."""
 
     __test__ = False
     world_size = 2
@@ -205,7 +203,7 @@ class PortedTestCase(MultiProcessTestCase):
 
 
 class ExitingTestCase(MultiProcessTestCase):
-    """A sample test case for the test below, whose rank 1 exits with the expected code 7."""
+    """A sample test case whose rank 1 exits with code 7, as `expect_death` declares."""
 
     __test__ = False
     world_size = 2
@@ -216,11 +214,11 @@ class ExitingTestCase(MultiProcessTestCase):
             os._exit(7)
 
 
-def test_ported_test_case_knows_its_master_and_file() -> None:
+def test_ported_test_case_provides_is_master_and_file_name() -> None:
     assert run(PortedTestCase("names")).wasSuccessful()
 
 
-def test_expected_exit_code_of_a_class_passes() -> None:
+def test_exit_code_in_expect_death_passes_the_test() -> None:
     assert run(ExitingTestCase("exits")).wasSuccessful()
 
 
@@ -285,33 +283,33 @@ def outcome() -> dict[str, str | None]:
 
 
 @pytest.mark.slow
-def test_every_rank_is_a_process_that_runs_the_test(outcome: dict[str, str]) -> None:
+def test_each_rank_of_a_multi_process_test_is_a_separate_process(outcome: dict[str, str]) -> None:
     assert outcome["place"] is None
 
 
-def test_continuous_processes_keep_their_group(outcome: dict[str, str]) -> None:
+def test_continuous_test_case_keeps_its_group_between_tests(outcome: dict[str, str]) -> None:
     assert outcome["same_group"] is None
 
 
-def test_subtests_share_the_ranks(outcome: dict[str, str]) -> None:
+def test_subtests_of_a_multi_process_test_run_on_the_same_ranks(outcome: dict[str, str]) -> None:
     assert "AssertionError: unlucky" in outcome["subtests"]
     assert "in the part root=2" in outcome["subtests"]
 
 
-def test_a_skip_in_a_process_skips_the_test(outcome: dict[str, str]) -> None:
+def test_skip_on_a_rank_skips_the_test(outcome: dict[str, str]) -> None:
     assert outcome["skip"] == "no use"
 
 
-def test_an_error_in_a_process_is_the_error_of_the_test(outcome: dict[str, str]) -> None:
+def test_error_on_a_rank_is_reported_as_the_error_of_the_test(outcome: dict[str, str]) -> None:
     assert "KeyError: 'lost'\nits traceback on rank 1 of 3:\nTraceback" in outcome["error"]
     assert "rank 1 of 3 failed first" in outcome["error"]
 
 
-def test_a_process_that_exits_by_itself_is_named(outcome: dict[str, str]) -> None:
+def test_error_names_the_rank_whose_process_exits_early(outcome: dict[str, str]) -> None:
     assert "ChildProcessError: rank 1 of 3 exited with code 7" in outcome["exit"]
 
 
-def test_a_hung_process_shows_its_stack(outcome: dict[str, str]) -> None:
+def test_timeout_error_shows_the_stack_of_a_hung_process(outcome: dict[str, str]) -> None:
     waits, *_, hangs = outcome["hang"].split("\nrank ")[1:]
     assert "ranks 0, 1 and 2 of 3 did not end within 0.5 s" in outcome["hang"]
     assert "pending: <Work BARRIER" in waits
@@ -320,13 +318,13 @@ def test_a_hung_process_shows_its_stack(outcome: dict[str, str]) -> None:
 
 
 @pytest.mark.usefixtures("outcome")
-def test_no_process_is_left() -> None:
+def test_multi_process_tests_leave_no_process_behind() -> None:
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 
 
 @spawn_ranks(4)
-async def test_spawn_ranks(pg: ProcessGroup) -> None:
+async def test_spawn_ranks_runs_the_test_on_each_rank(pg: ProcessGroup) -> None:
     assert current_process_group() is pg
     assert await pg.allreduce(1) == 4
 
@@ -359,18 +357,18 @@ class InProcessTests(InProcessTestCase):
         self.assertNotEqualOnRank(self.rank, 1, rank=1)
 
 
-def test_each_rank_is_set_up_and_torn_down() -> None:
+def test_in_process_test_case_sets_up_and_tears_down_each_rank() -> None:
     assert run(InProcessTests("steps")).wasSuccessful()
 
 
-def test_assert_on_rank() -> None:
+def test_assert_on_rank_compares_only_on_the_given_rank() -> None:
     assert run(InProcessTests("assertions")).wasSuccessful()
     first, second = (text for _, text in run(InProcessTests("wrong_equal"), InProcessTests("wrong_not_equal")).failures)
     assert "AssertionError: 2 != 5\nrank 2 of 3 failed first" in first
     assert "AssertionError: 1 == 1\nrank 1 of 3 failed first" in second
 
 
-def test_a_rank_that_does_not_end_is_named() -> None:
+def test_timeout_error_names_the_rank_that_does_not_end() -> None:
     async def hang(pg: ProcessGroup) -> None:
         if pg.rank() == 1:
             await asyncio.Event().wait()
@@ -379,7 +377,7 @@ def test_a_rank_that_does_not_end_is_named() -> None:
         run_virtual(3, hang, timeout=300)
 
 
-async def test_all_failed_ranks_are_reported() -> None:
+async def test_error_notes_name_all_failed_ranks() -> None:
     async def fail(pg: ProcessGroup) -> None:
         try:
             await pg.barrier()
@@ -396,7 +394,7 @@ async def test_all_failed_ranks_are_reported() -> None:
     assert caught.value.__notes__ == ["rank 0 of 3 failed first", "rank 2 of 3 failed too: ValueError: second"]
 
 
-# -- sparse arrays: rank r has ones at indices 0 to r of the first dimension, and at 0 of all others
+# -- sparse arrays: rank r has ones at the indices 0 to r of the first dimension, and at index 0 of other dimensions
 
 
 @pytest.mark.ranks(1, 2, 4)

@@ -1,4 +1,4 @@
-"""Torch's tests of the object API, ported to `await`, over every transport."""
+"""Torch's tests of `ProcessGroup` objects (test_dist2.py), ported to `await`, over every transport."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def filled(value: float, count: int = 10) -> np.ndarray:
 
 
 async def test_context_manager() -> None:
+    """Check that `aiocoll.process_group` sets the current group, and restores the previous group at its end."""
     store = HashStore()
 
     def new_group() -> aiocoll.new_group:
@@ -64,6 +65,7 @@ async def test_context_manager() -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_allreduce(pg: ProcessGroup) -> None:
+    """Check that an allreduce of ones over two ranks gives twos."""
     t = filled(1)
     await pg.allreduce(t, timeout=LIMIT)
     np.testing.assert_array_equal(t, filled(2))
@@ -73,6 +75,7 @@ async def test_allreduce(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_barrier(pg: ProcessGroup) -> None:
+    """Check that a barrier of two ranks completes within its timeout."""
     await pg.barrier(timeout=LIMIT)
     await pg.shutdown()
 
@@ -80,6 +83,7 @@ async def test_barrier(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_broadcast(pg: ProcessGroup) -> None:
+    """Check that both ranks have the array of rank 0 after a broadcast."""
     t = filled(pg.rank())
     await pg.broadcast(t, root=0, timeout=LIMIT)
     np.testing.assert_array_equal(t, filled(0))
@@ -88,6 +92,7 @@ async def test_broadcast(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_allgather(pg: ProcessGroup) -> None:
+    """Check that each rank gathers the arrays of both ranks, in rank order."""
     out = [filled(0) for _ in range(2)]
     await pg.allgather(out, filled(pg.rank() + 1), timeout=LIMIT)
     for rank in range(2):
@@ -97,6 +102,7 @@ async def test_allgather(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_gather(pg: ProcessGroup) -> None:
+    """Check that rank 0 gathers the arrays of both ranks, in rank order."""
     out = [filled(0) for _ in range(2)] if pg.rank() == 0 else []
     await pg.gather(out, filled(pg.rank() + 1), root=0, timeout=LIMIT)
     for rank, each in enumerate(out):
@@ -106,6 +112,7 @@ async def test_gather(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_scatter(pg: ProcessGroup) -> None:
+    """Check that each rank receives its array from rank 0."""
     inputs = [filled(rank + 1) for rank in range(2)] if pg.rank() == 0 else []
     out = filled(0)
     await pg.scatter(out, inputs, root=0, timeout=LIMIT)
@@ -115,6 +122,7 @@ async def test_scatter(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_reduce(pg: ProcessGroup) -> None:
+    """Check that rank 0 has the sum after a reduce, and rank 1 has its own array."""
     t = filled(1)
     await pg.reduce(t, root=0, op=ReduceOp.SUM, timeout=LIMIT)
     np.testing.assert_array_equal(t, filled(2 if pg.rank() == 0 else 1))
@@ -123,6 +131,7 @@ async def test_reduce(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_reduce_scatter(pg: ProcessGroup) -> None:
+    """Check that each rank has the sum of its block after a reduce-scatter."""
     out = filled(0)
     await pg.reduce_scatter(out, [filled(rank + 1) for rank in range(2)], op=ReduceOp.SUM, timeout=LIMIT)
     np.testing.assert_array_equal(out, filled(2 * (pg.rank() + 1)))
@@ -131,6 +140,7 @@ async def test_reduce_scatter(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_alltoall_base(pg: ProcessGroup) -> None:
+    """Check that the ranks exchange blocks of explicit sizes in one array."""
     out = filled(0, 20)
     await pg.alltoall_base(out, filled(pg.rank() + 1, 20), [10, 10], [10, 10], timeout=LIMIT)
     np.testing.assert_array_equal(out, np.repeat(np.float32([1, 2]), 10))
@@ -139,6 +149,7 @@ async def test_alltoall_base(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @parametrize_transports(*LINKS)
 async def test_group_split(pg: ProcessGroup) -> None:
+    """Check that a subgroup has the given name and timeout, and that ranks outside of it get None."""
     subgroup = await pg.split_group([0], timeout=LIMIT, group_name="subgroup_1")
     if pg.rank() == 0:
         assert subgroup is not None
@@ -151,6 +162,7 @@ async def test_group_split(pg: ProcessGroup) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_remote_group_merge(transport: str) -> None:
+    """Check that two groups of one rank become one group over a store."""
     async with TCPStore("127.0.0.1", 0, world_size=2, is_master=True, wait_for_workers=False) as hosted:
 
         async def body(pg: ProcessGroup) -> None:

@@ -15,53 +15,53 @@ from aiocoll import CollectiveTimeoutError, HashStore, ProcessGroup, ReduceOp
 from ..ranks import run_ranks
 
 COVERS = {
-    "init_process_group, twice": "test_init_process_group_twice",
-    "init_process_group, store and init_method": "test_init_process_group_store_and_init_method",
-    "destroy_process_group, one and all": "test_destroy_process_group",
-    "get_rank, outside": "test_get_rank_outside",
-    "get_group_rank, errors": "test_get_group_rank_errors",
-    "get_node_local_rank, errors": "test_get_node_local_rank_errors",
-    "all_reduce, example": "test_all_reduce_example",
-    "all_reduce, complex maximum": "test_all_reduce_complex_maximum",
-    "all_gather, example": "test_all_gather_example",
-    "all_gather_into_tensor, example": "test_all_gather_into_tensor_example",
-    "all_gather_coalesced, example": "test_all_gather_coalesced_example",
-    "all_gather_object, example": "test_all_gather_object_example",
-    "gather, example": "test_gather_example",
-    "gather, errors": "test_gather_errors",
-    "gather_object, example": "test_gather_object_example",
-    "scatter, example": "test_scatter_example",
-    "scatter, errors": "test_scatter_errors",
-    "scatter_object_list, example": "test_scatter_object_list_example",
-    "broadcast_object_list, example": "test_broadcast_object_list_example",
-    "send_object_list, example": "test_send_object_list_example",
-    "reduce_scatter_tensor, example": "test_reduce_scatter_tensor_example",
-    "all_to_all_single, example": "test_all_to_all_single_example",
-    "all_to_all_single, uneven example": "test_all_to_all_single_uneven_example",
-    "all_to_all, example": "test_all_to_all_example",
-    "all_to_all, uneven example": "test_all_to_all_uneven_example",
-    "batch_isend_irecv, example": "test_batch_isend_irecv_example",
-    "batch_isend_irecv, errors": "test_batch_isend_irecv_errors",
-    "monitored_barrier, example": "test_monitored_barrier_example",
-    "_coalescing_manager, example": "test_coalescing_manager_example",
-    "_time_estimator, example": "test_time_estimator_example",
-    "new_group, errors": "test_new_group_errors",
-    "new_subgroups, example": "test_new_subgroups_example",
-    "new_subgroups, errors": "test_new_subgroups_errors",
-    "new_subgroups_by_enumeration, example": "test_new_subgroups_by_enumeration_example",
-    "new_subgroups_by_enumeration, errors": "test_new_subgroups_by_enumeration_errors",
-    "split_group, errors": "test_split_group_errors",
-    "shrink_group, errors": "test_shrink_group_errors",
-    "shrink_group, default group": "test_shrink_group_default_group",
-    "Backend, names": "test_backend_names",
-    "BackendConfig, errors": "test_backend_config_errors",
+    "init_process_group, twice": "test_second_init_process_group_is_refused",
+    "init_process_group, store and init_method": "test_init_process_group_refuses_store_with_init_method",
+    "destroy_process_group, one and all": "test_destroy_process_group_closes_one_group_or_all_groups",
+    "get_rank, outside": "test_get_rank_returns_minus_one_outside_of_the_group",
+    "get_group_rank, errors": "test_get_group_rank_refuses_ranks_outside_of_the_group",
+    "get_node_local_rank, errors": "test_get_node_local_rank_refuses_a_missing_variable_without_a_fallback",
+    "all_reduce, example": "test_all_reduce_example_gives_the_documented_result",
+    "all_reduce, complex maximum": "test_all_reduce_refuses_the_maximum_of_complex_numbers",
+    "all_gather, example": "test_all_gather_example_gives_the_documented_result",
+    "all_gather_into_tensor, example": "test_all_gather_into_tensor_example_gives_the_documented_result",
+    "all_gather_coalesced, example": "test_all_gather_coalesced_example_gives_the_documented_result",
+    "all_gather_object, example": "test_all_gather_object_example_gives_the_documented_result",
+    "gather, example": "test_gather_example_gives_the_documented_result",
+    "gather, errors": "test_gather_refuses_wrong_arguments",
+    "gather_object, example": "test_gather_object_example_gives_the_documented_result",
+    "scatter, example": "test_scatter_example_gives_the_documented_result",
+    "scatter, errors": "test_scatter_refuses_wrong_arguments",
+    "scatter_object_list, example": "test_scatter_object_list_example_gives_the_documented_result",
+    "broadcast_object_list, example": "test_broadcast_object_list_example_gives_the_documented_result",
+    "send_object_list, example": "test_send_object_list_example_gives_the_documented_result",
+    "reduce_scatter_tensor, example": "test_reduce_scatter_tensor_example_gives_the_documented_result",
+    "all_to_all_single, example": "test_all_to_all_single_example_gives_the_documented_result",
+    "all_to_all_single, uneven example": "test_all_to_all_single_uneven_example_gives_the_documented_result",
+    "all_to_all, example": "test_all_to_all_example_gives_the_documented_result",
+    "all_to_all, uneven example": "test_all_to_all_uneven_example_gives_the_documented_result",
+    "batch_isend_irecv, example": "test_batch_isend_irecv_example_gives_the_documented_result",
+    "batch_isend_irecv, errors": "test_batch_isend_irecv_refuses_wrong_arguments",
+    "monitored_barrier, example": "test_monitored_barrier_names_the_missing_rank",
+    "_coalescing_manager, example": "test_coalescing_manager_example_gives_the_documented_result",
+    "_time_estimator, example": "test_time_estimator_estimates_calls_without_making_them",
+    "new_group, errors": "test_new_group_refuses_wrong_arguments",
+    "new_subgroups, example": "test_new_subgroups_example_gives_the_documented_result",
+    "new_subgroups, errors": "test_new_subgroups_refuses_wrong_arguments",
+    "new_subgroups_by_enumeration, example": "test_new_subgroups_by_enumeration_example_gives_the_documented_result",
+    "new_subgroups_by_enumeration, errors": "test_new_subgroups_by_enumeration_refuses_wrong_arguments",
+    "split_group, errors": "test_split_group_refuses_wrong_arguments",
+    "shrink_group, errors": "test_shrink_group_refuses_wrong_arguments",
+    "shrink_group, default group": "test_shrink_group_replaces_the_default_group",
+    "Backend, names": "test_backend_name_is_converted_to_lower_case",
+    "BackendConfig, errors": "test_backend_config_refuses_invalid_backends",
 }
 LEFT_OUT: dict[str, str] = {}
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 OBJECTS: list[Any] = ["foo", 12, {1: 2}]
 DTYPES = pytest.mark.parametrize("unit", [np.int64(1), np.complex64(1 + 1j)])
-#: By sending rank, the parts sent in the examples with uneven parts.
+#: The numbers of each message in the all-to-all examples with uneven sizes: UNEVEN[sender][receiver].
 UNEVEN = [
     [[0, 1], [2, 3], [4], [5]],
     [[10, 11, 12], [13, 14], [15, 16], [17, 18]],
@@ -74,7 +74,7 @@ def assert_equal_arrays(got: Any, expected: Any) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-async def test_init_process_group_twice() -> None:
+async def test_second_init_process_group_is_refused() -> None:
     store = HashStore()
     await dist.init_process_group(store=store, rank=0, world_size=1)
     with pytest.raises(ValueError, match="already"):
@@ -83,7 +83,7 @@ async def test_init_process_group_twice() -> None:
     await store.aclose()
 
 
-async def test_init_process_group_store_and_init_method() -> None:
+async def test_init_process_group_refuses_store_with_init_method() -> None:
     with pytest.raises(ValueError, match="init_method and store exclude each other"):
         await dist.init_process_group(init_method="env://", store=HashStore(), rank=0, world_size=1)
     for numbers in ({"rank": 0}, {"world_size": 1}):
@@ -92,7 +92,7 @@ async def test_init_process_group_store_and_init_method() -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_destroy_process_group(pg: ProcessGroup) -> None:
+async def test_destroy_process_group_closes_one_group_or_all_groups(pg: ProcessGroup) -> None:
     one, two = await dist.new_group([0, 1]), await dist.new_group([0])
     assert dist.get_pg_count() == 3 - pg.rank()
     await dist.destroy_process_group(one)
@@ -109,7 +109,7 @@ async def test_destroy_process_group(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_get_rank_outside(pg: ProcessGroup) -> None:
+async def test_get_rank_returns_minus_one_outside_of_the_group(pg: ProcessGroup) -> None:
     group = await dist.new_group([1, 2])
     inside = pg.rank() > 0
     assert (group == OUTSIDE) is not inside
@@ -118,7 +118,7 @@ async def test_get_rank_outside(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_get_group_rank_errors(pg: ProcessGroup) -> None:
+async def test_get_group_rank_refuses_ranks_outside_of_the_group(pg: ProcessGroup) -> None:
     group = await dist.new_group([2, 1])
     if pg.rank() == 0:
         return
@@ -131,7 +131,7 @@ async def test_get_group_rank_errors(pg: ProcessGroup) -> None:
         dist.get_global_rank(group, 2)
 
 
-def test_get_node_local_rank_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_node_local_rank_refuses_a_missing_variable_without_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(RuntimeError, match="LOCAL_RANK is not in the environment"):
         dist.get_node_local_rank()
@@ -140,14 +140,14 @@ def test_get_node_local_rank_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ranks(2)
 @DTYPES
-async def test_all_reduce_example(pg: ProcessGroup, unit: np.generic) -> None:
+async def test_all_reduce_example_gives_the_documented_result(pg: ProcessGroup, unit: np.generic) -> None:
     tensor = (np.arange(2) + 1 + 2 * pg.rank()) * unit
     await dist.all_reduce(tensor, op=ReduceOp.SUM)
     assert_equal_arrays(tensor, [4 * unit, 6 * unit])
 
 
 @pytest.mark.ranks(2)
-async def test_all_reduce_complex_maximum(pg: ProcessGroup) -> None:
+async def test_all_reduce_refuses_the_maximum_of_complex_numbers(pg: ProcessGroup) -> None:
     for op in (ReduceOp.MAX, ReduceOp.MIN, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
         assert not dist.supports_complex(op)
         with pytest.raises((TypeError, ValueError), match="complex"):
@@ -156,14 +156,14 @@ async def test_all_reduce_complex_maximum(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 @DTYPES
-async def test_all_gather_example(pg: ProcessGroup, unit: np.generic) -> None:
+async def test_all_gather_example_gives_the_documented_result(pg: ProcessGroup, unit: np.generic) -> None:
     given = (np.arange(2) + 1 + 2 * pg.rank()) * unit
     await dist.all_gather(tensors := [np.zeros_like(given) for _ in range(2)], given)
     assert_equal_arrays(tensors, [[1 * unit, 2 * unit], [3 * unit, 4 * unit]])
 
 
 @pytest.mark.ranks(2)
-async def test_all_gather_into_tensor_example(pg: ProcessGroup) -> None:
+async def test_all_gather_into_tensor_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     tensor_in = np.arange(2) + 1 + 2 * pg.rank()
     await dist.all_gather_into_tensor(concatenated := np.zeros(4, np.int64), tensor_in)
     assert_equal_arrays(concatenated, [1, 2, 3, 4])
@@ -172,7 +172,7 @@ async def test_all_gather_into_tensor_example(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_all_gather_coalesced_example(pg: ProcessGroup) -> None:
+async def test_all_gather_coalesced_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     given = [[[[1, 1], [1, 1]], [2], [3, 3]], [[[3, 3], [3, 3]], [5], [1, 1]]]
     outputs = [[np.full_like(np.array(each), -1) for each in tensors] for tensors in given]
     await dist.all_gather_coalesced(outputs, [np.array(each) for each in given[pg.rank()]])
@@ -180,14 +180,14 @@ async def test_all_gather_coalesced_example(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_all_gather_object_example(pg: ProcessGroup) -> None:
+async def test_all_gather_object_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     output = [None for _ in OBJECTS]
     await dist.all_gather_object(output, OBJECTS[dist.get_rank()])
     assert output == OBJECTS
 
 
 @pytest.mark.ranks(2)
-async def test_gather_example(pg: ProcessGroup) -> None:
+async def test_gather_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     gather_list = [np.zeros(2) for _ in range(2)] if dist.get_rank() == 0 else None
     await dist.gather(np.ones(2) + dist.get_rank(), gather_list, dst=0)
     if gather_list is not None:
@@ -195,7 +195,7 @@ async def test_gather_example(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_gather_errors(pg: ProcessGroup) -> None:
+async def test_gather_refuses_wrong_arguments(pg: ProcessGroup) -> None:
     own_rank, peer = pg.rank(), 1 - pg.rank()
     with pytest.raises(ValueError, match="gather_list is missing"):
         dist.gather(np.ones(2), None, dst=own_rank)
@@ -206,21 +206,21 @@ async def test_gather_errors(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_gather_object_example(pg: ProcessGroup) -> None:
+async def test_gather_object_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     output = [None for _ in OBJECTS]
     await dist.gather_object(OBJECTS[dist.get_rank()], output if dist.get_rank() == 0 else None, dst=0)
     assert output == (OBJECTS if dist.get_rank() == 0 else [None] * 3)
 
 
 @pytest.mark.ranks(2)
-async def test_scatter_example(pg: ProcessGroup) -> None:
+async def test_scatter_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     scatter_list = [np.ones(2), np.ones(2) * 5] if dist.get_rank() == 0 else None
     await dist.scatter(output := np.zeros(2), scatter_list, src=0)
     assert_equal_arrays(output, [1, 1] if dist.get_rank() == 0 else [5, 5])
 
 
 @pytest.mark.ranks(2)
-async def test_scatter_errors(pg: ProcessGroup) -> None:
+async def test_scatter_refuses_wrong_arguments(pg: ProcessGroup) -> None:
     own_rank, peer = pg.rank(), 1 - pg.rank()
     with pytest.raises(ValueError, match="scatter_list is missing"):
         dist.scatter(np.ones(2), None, src=own_rank)
@@ -229,21 +229,21 @@ async def test_scatter_errors(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_scatter_object_list_example(pg: ProcessGroup) -> None:
+async def test_scatter_object_list_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     output = [None]
     await dist.scatter_object_list(output, OBJECTS if dist.get_rank() == 0 else [None] * 3, src=0)
     assert output == [OBJECTS[pg.rank()]]
 
 
 @pytest.mark.ranks(3)
-async def test_broadcast_object_list_example(pg: ProcessGroup) -> None:
+async def test_broadcast_object_list_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     objects = list(OBJECTS) if dist.get_rank() == 0 else [None] * 3
     await dist.broadcast_object_list(objects, src=0, device="cpu")
     assert objects == OBJECTS
 
 
 @pytest.mark.ranks(2)
-async def test_send_object_list_example(pg: ProcessGroup) -> None:
+async def test_send_object_list_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     if dist.get_rank() == 0:
         await dist.send_object_list(OBJECTS, dst=1, device="cpu")
     else:
@@ -253,7 +253,7 @@ async def test_send_object_list_example(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_reduce_scatter_tensor_example(pg: ProcessGroup) -> None:
+async def test_reduce_scatter_tensor_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     for tensor_in in (np.arange(4), np.arange(4).reshape(2, 2)):
         await dist.reduce_scatter_tensor(out := np.zeros(2, np.int64), tensor_in)
         assert_equal_arrays(out, [0, 2] if pg.rank() == 0 else [4, 6])
@@ -261,14 +261,14 @@ async def test_reduce_scatter_tensor_example(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 @DTYPES
-async def test_all_to_all_single_example(pg: ProcessGroup, unit: np.generic) -> None:
+async def test_all_to_all_single_example_gives_the_documented_result(pg: ProcessGroup, unit: np.generic) -> None:
     given = (np.arange(4) + 4 * pg.rank()) * unit
     await dist.all_to_all_single(output := np.empty_like(given), given)
     assert_equal_arrays(output, (4 * np.arange(4) + pg.rank()) * unit)
 
 
 @pytest.mark.ranks(4)
-async def test_all_to_all_single_uneven_example(pg: ProcessGroup) -> None:
+async def test_all_to_all_single_uneven_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     rank = pg.rank()
     expected = [number for parts in UNEVEN for number in parts[rank]]
     output = np.empty(len(expected), np.int64)
@@ -279,14 +279,14 @@ async def test_all_to_all_single_uneven_example(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(4)
 @DTYPES
-async def test_all_to_all_example(pg: ProcessGroup, unit: np.generic) -> None:
+async def test_all_to_all_example_gives_the_documented_result(pg: ProcessGroup, unit: np.generic) -> None:
     given = list(((np.arange(4) + 4 * pg.rank()) * unit).reshape(4, 1))
     await dist.all_to_all(output := [np.empty_like(each) for each in given], given)
     assert_equal_arrays(np.concatenate(output), (4 * np.arange(4) + pg.rank()) * unit)
 
 
 @pytest.mark.ranks(4)
-async def test_all_to_all_uneven_example(pg: ProcessGroup) -> None:
+async def test_all_to_all_uneven_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     expected = [parts[pg.rank()] for parts in UNEVEN]
     output = [np.zeros(len(each), np.int64) for each in expected]
     await dist.all_to_all(output, [np.array(part) for part in UNEVEN[pg.rank()]])
@@ -294,7 +294,7 @@ async def test_all_to_all_uneven_example(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_batch_isend_irecv_example(pg: ProcessGroup) -> None:
+async def test_batch_isend_irecv_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensor = np.empty(2, np.float32)
     operations = [
@@ -310,7 +310,7 @@ async def test_batch_isend_irecv_example(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_batch_isend_irecv_errors(pg: ProcessGroup) -> None:
+async def test_batch_isend_irecv_refuses_wrong_arguments(pg: ProcessGroup) -> None:
     tensor, peer = np.ones(2), 1 - pg.rank()
     with pytest.raises(ValueError, match=r"isend or irecv"):
         dist.P2POp(dist.broadcast, tensor, peer)
@@ -324,8 +324,8 @@ async def test_batch_isend_irecv_errors(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_monitored_barrier_example(pg: ProcessGroup) -> None:
-    """Let rank 1 not call the barrier; the other ranks report rank 1."""
+async def test_monitored_barrier_names_the_missing_rank(pg: ProcessGroup) -> None:
+    """Check that the other ranks name rank 1, which does not call the barrier."""
     if dist.get_rank() != 1:
         with pytest.raises(CollectiveTimeoutError, match=r"1 failed to pass monitoredBarrier in 500 ms"):
             await dist.monitored_barrier(timeout=0.5, wait_all_ranks=True)
@@ -334,7 +334,7 @@ async def test_monitored_barrier_example(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_coalescing_manager_example(pg: ProcessGroup) -> None:
+async def test_coalescing_manager_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     tensors = [np.full(3, float(pg.rank() + index)) for index in range(5)]
     async with dist.coalescing_manager():
         works = [dist.all_reduce(tensor) for tensor in tensors]
@@ -343,7 +343,7 @@ async def test_coalescing_manager_example(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_time_estimator_example(pg: ProcessGroup) -> None:
+async def test_time_estimator_estimates_calls_without_making_them(pg: ProcessGroup) -> None:
     tensor = np.ones(1000)
     with dist.time_estimator() as estimate:
         for _ in range(3):
@@ -353,7 +353,7 @@ async def test_time_estimator_example(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_new_group_errors(pg: ProcessGroup) -> None:
+async def test_new_group_refuses_wrong_arguments(pg: ProcessGroup) -> None:
     calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, r"ranks\[2\]=2 is not a rank", {"ranks": [0, 1, 2]}),
         (ValueError, r"ranks\[0\]=-1 is not a rank", {"ranks": [-1]}),
@@ -373,7 +373,7 @@ async def test_new_group_errors(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_new_subgroups_example(pg: ProcessGroup) -> None:
+async def test_new_subgroups_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     current, subgroups = await dist.new_subgroups(group_size=2)
     mine = pg.rank() // 2
     assert subgroups == [current if index == mine else OUTSIDE for index in range(2)]
@@ -383,7 +383,7 @@ async def test_new_subgroups_example(pg: ProcessGroup) -> None:
     assert dist.get_pg_count() == 1
 
 
-async def test_new_subgroups_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_subgroups_refuses_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     calls: list[tuple[type[Exception], str, Any]] = [
         (ValueError, "group_size is missing", None),
@@ -403,14 +403,14 @@ async def test_new_subgroups_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks(4)
-async def test_new_subgroups_by_enumeration_example(pg: ProcessGroup) -> None:
+async def test_new_subgroups_by_enumeration_example_gives_the_documented_result(pg: ProcessGroup) -> None:
     current, subgroups = await dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     assert len(subgroups) == 2
     assert await dist.all_reduce(pg.rank(), group=current) == (2 if pg.rank() % 2 == 0 else 4)
 
 
 @pytest.mark.ranks(4)
-async def test_new_subgroups_by_enumeration_errors(pg: ProcessGroup) -> None:
+async def test_new_subgroups_by_enumeration_refuses_wrong_arguments(pg: ProcessGroup) -> None:
     calls: list[tuple[str, Any]] = [
         ("ranks_per_subgroup_list is empty", []),
         ("ranks_per_subgroup_list is empty", None),
@@ -425,7 +425,7 @@ async def test_new_subgroups_by_enumeration_errors(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-async def test_split_group_errors(pg: ProcessGroup) -> None:
+async def test_split_group_refuses_wrong_arguments(pg: ProcessGroup) -> None:
     calls: list[tuple[str, Any]] = [
         ("split_ranks is empty", None),
         ("split_ranks is empty", []),
@@ -444,7 +444,7 @@ async def test_split_group_errors(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(3)
-async def test_shrink_group_errors(pg: ProcessGroup) -> None:
+async def test_shrink_group_refuses_wrong_arguments(pg: ProcessGroup) -> None:
     calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "ranks_to_exclude must be a list", {"ranks_to_exclude": (1,)}),
         (ValueError, "ranks_to_exclude is empty", {"ranks_to_exclude": []}),
@@ -469,7 +469,7 @@ async def test_shrink_group_errors(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("flags", [dist.SHRINK_DEFAULT, dist.SHRINK_ABORT])
-async def test_shrink_group_default_group(pg: ProcessGroup, flags: int) -> None:
+async def test_shrink_group_replaces_the_default_group(pg: ProcessGroup, flags: int) -> None:
     part = await dist.new_group([0, 2])
     if pg.rank() == 1:
         await pg.wait_revoked()
@@ -479,20 +479,20 @@ async def test_shrink_group_default_group(pg: ProcessGroup, flags: int) -> None:
     assert dist.group.WORLD is smaller
     assert (dist.get_rank(), dist.get_world_size()) == (pg.rank() // 2, 2)
     assert await dist.all_reduce(dist.get_rank() + 1) == 3
-    # Groups split off from the old default group were closed together with it.
+    # The shrink has also closed the groups that were made from the old default group.
     with pytest.raises(aiocoll.GroupClosedError):
         dist.barrier(part)
     await dist.destroy_process_group()
     assert not dist.is_initialized()
 
 
-def test_backend_names() -> None:
+def test_backend_name_is_converted_to_lower_case() -> None:
     assert dist.Backend("AIO") == dist.Backend.AIO == "aio"
     with pytest.raises(TypeError, match="must be a str"):
         dist.Backend(3)  # type: ignore[arg-type]
 
 
-def test_backend_config_errors() -> None:
+def test_backend_config_refuses_invalid_backends() -> None:
     config = dist.BackendConfig(dist.Backend("aio"))
     assert repr(config) == "cpu:aio,cuda:aio"
     assert config.get_device_backend_map() == {"cpu": "aio", "cuda": "aio"}

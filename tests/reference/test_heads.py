@@ -1,4 +1,4 @@
-"""The first lines of torch.distributed programs: heads/ has each one after the edit that docs/porting.md shows.
+"""Starts of torch.distributed programs, ported as docs/porting.md shows; the programs are in heads/.
 
 Each head runs under `aiocoll run`, under torchrun, and with variables or arguments set by hand. A head that cannot run
 fails at once, and names the cause.
@@ -20,7 +20,7 @@ import pytest
 from ..ports import free_port
 
 HEADS = Path(__file__).with_name("heads")
-#: The timeout of a job in seconds, less than the 300 s that ranks wait for each other.
+#: The timeout of a job in seconds, shorter than the 300 s for which ranks wait for each other.
 LIMIT = 100
 #: The programs of heads/ that start their own ranks.
 PARENTS = ("processes", "spawns")
@@ -72,7 +72,7 @@ def printed_ranks(out: str) -> list[str]:
 
 
 @every_head
-def test_ported_start_of_a_torch_program_runs_under_aiocoll_run(name: str, tmp_path: Path) -> None:
+def test_ported_torch_program_starts_under_aiocoll_run(name: str, tmp_path: Path) -> None:
     if name in PARENTS:
         _, err, code = run(["-m", "aiocoll", "run", "-n", "1", *head_command(name)], tmp_path)
         assert "multiprocessing started this process, and only the process that `aiocoll run` started can read" in err
@@ -86,8 +86,8 @@ def test_ported_start_of_a_torch_program_runs_under_aiocoll_run(name: str, tmp_p
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 @every_head
-def test_ported_start_of_a_torch_program_runs_under_torchrun(name: str, tmp_path: Path) -> None:
-    # Only the older command of torch passes --local-rank.
+def test_ported_torch_program_starts_under_torchrun(name: str, tmp_path: Path) -> None:
+    # Only torch.distributed.launch, torch's older launcher, passes --local-rank.
     module = "torch.distributed.launch" if name == "local_rank_argument" else "torch.distributed.run"
     processes = 1 if name in PARENTS else 2
     options = [f"--nproc-per-node={processes}", "--master-port=0", "--local-addr=127.0.0.1"]
@@ -96,7 +96,7 @@ def test_ported_start_of_a_torch_program_runs_under_torchrun(name: str, tmp_path
 
 
 @every_head
-def test_ported_start_of_a_torch_program_runs_without_a_launcher(name: str, tmp_path: Path) -> None:
+def test_ported_torch_program_starts_without_a_launcher(name: str, tmp_path: Path) -> None:
     command = head_command(name)
     if name in PARENTS:
         out, err, code = run(command, tmp_path)

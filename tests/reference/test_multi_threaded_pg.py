@@ -70,16 +70,20 @@ async def fail_between_two_gathers(pg: ProcessGroup, failing: range) -> None:
 class TestCollectivesWithWrapper:
     @spawn_ranks(4)
     async def test_broadcast_object_list(self, pg: ProcessGroup) -> None:
+        """Check that all ranks of a `spawn_ranks` test receive the object of rank 0."""
         objects = [99 if pg.rank() == 0 else None] * pg.size()
         assert (await pg.broadcast_object(objects, 0))[0] == 99
 
     async def test_collective_error_on_rank_zero(self) -> None:
+        """Check that an exception on rank 0 fails the test and releases the other ranks."""
         await self._check_failure(range(1))
 
     async def test_collective_error_on_rank_non_zero(self) -> None:
+        """Check that an exception on rank 1 fails the test and releases the other ranks."""
         await self._check_failure(range(1, 2))
 
     async def test_collective_error_on_rank_non_zero_all(self) -> None:
+        """Check that exceptions on the ranks 1 to 3 fail the test and release rank 0."""
         await self._check_failure(range(1, 4))
 
     async def _check_failure(self, failing: range) -> None:
@@ -102,6 +106,8 @@ class TestCollectivesWithWrapper:
         assert sorted(released) == [rank for rank in range(4) if rank not in failing]
 
     async def test_skip(self) -> None:
+        """Check that a skip by the decorator or on a rank skips a `spawn_ranks` test."""
+
         @spawn_ranks(4)
         @unittest.skip("check if skip exception can be captured correctly.")
         async def outside(pg: ProcessGroup) -> None: ...
@@ -116,14 +122,17 @@ class TestCollectivesWithWrapper:
 
     @spawn_ranks(4)
     async def test_all_to_all_single_tensor(self, pg: ProcessGroup) -> None:
+        """Check an all-to-all in one array whose block sizes are passed as arrays."""
         await self._check_all_to_all_single(pg, np.ones(4, dtype=np.int64), np.ones(4, dtype=np.int64))
 
     @spawn_ranks(4)
     async def test_all_to_all_single_list(self, pg: ProcessGroup) -> None:
+        """Check an all-to-all in one array whose block sizes are passed as lists."""
         await self._check_all_to_all_single(pg, [1] * 4, [1] * 4)
 
     @spawn_ranks(4)
     async def test_all_to_all_single_none(self, pg: ProcessGroup) -> None:
+        """Check an all-to-all in one array without block sizes: all blocks have the same size."""
         await self._check_all_to_all_single(pg)
 
     async def _check_all_to_all_single(self, pg: ProcessGroup, *sizes: Any) -> None:
@@ -137,37 +146,45 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
     world_size = 4
 
     async def test_allgather(self) -> None:
+        """Check that each rank gathers the arrays of all ranks, in rank order."""
         outputs = await self.pg.allgather([np.empty((3, 3)) for _ in range(4)], filled(self.rank))
         for rank, output in enumerate(outputs):
             np.testing.assert_array_equal(output, filled(rank))
 
     async def test_broadcast(self) -> None:
+        """Check that all ranks have the root's array after a broadcast from each root."""
         for root in range(4):
             np.testing.assert_array_equal(await self.pg.broadcast(filled(self.rank), root), filled(root))
 
     async def test_scatter(self) -> None:
+        """Check that each rank receives its array from rank 0."""
         inputs = [filled(rank) for rank in range(4)] if self.rank == 0 else None
         np.testing.assert_array_equal(await self.pg.scatter(np.empty((3, 3)), inputs, 0), filled(self.rank))
 
     async def test_reduce_scatter(self) -> None:
+        """Check that each rank has the sum or the average of its block after a reduce-scatter."""
         inputs = [filled(rank) for rank in range(4)]
         for op, factor in ((ReduceOp.SUM, 4), (ReduceOp.AVG, 1)):
             output = await self.pg.reduce_scatter(np.empty((3, 3)), inputs, op)
             np.testing.assert_array_equal(output, filled(self.rank * factor))
 
     async def test_broadcast_object_list(self) -> None:
+        """Check that all ranks of an `InProcessTestCase` receive the object of rank 0."""
         objects = [99 if self.rank == 0 else None] * 4
         assert (await self.pg.broadcast_object(objects, 0))[0] == 99
 
     async def test_all_reduce(self) -> None:
+        """Check that an allreduce gives the sum of all ranks' arrays."""
         np.testing.assert_array_equal(await self.pg.allreduce(filled(self.rank)), filled(6))
 
     async def test_all_to_all(self) -> None:
+        """Check that each rank receives the arrays that all ranks send to it, in rank order."""
         inputs = [filled(x) for x in range(self.rank * 4, self.rank * 4 + 4)]
         outputs = await self.pg.alltoall([np.empty((3, 3)) for _ in range(4)], inputs)
         np.testing.assert_array_equal(outputs, [filled(x) for x in range(self.rank, 16, 4)])
 
     async def test_all_reduce_ops(self) -> None:
+        """Check the results of an allreduce with each reduction except sum and average."""
         for op, expected in {
             ReduceOp.PRODUCT: math.factorial(4),
             ReduceOp.MIN: 1,
@@ -179,12 +196,14 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
             assert (await self.pg.allreduce(np.array([self.rank + 1]), op)).item() == expected
 
     async def test_assert_equal_on_rank(self) -> None:
+        """Check that `assertEqualOnRank` and `assertNotEqualOnRank` compare only on the given rank."""
         mine = np.random.default_rng(self.rank).random((3, 3))
         of_rank_0 = await self.pg.broadcast(mine.copy(), 0)
         self.assertEqualOnRank(of_rank_0, mine, rank=0)
         self.assertNotEqualOnRank(of_rank_0, mine, rank=1)
 
     async def test_subpg(self) -> None:
+        """Check that an allreduce in a subgroup sums the arrays of its members only."""
         mine = [0, 1] if self.rank < 2 else [2, 3]
         halves = [await self.pg.split_group(ranks) for ranks in ([0, 1], [2, 3])]
         (half,) = [group for group in halves if group is not None]
@@ -192,6 +211,7 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
         np.testing.assert_array_equal(await half.allreduce(filled(self.rank)), filled(sum(mine)))
 
     async def test_using_pg_from_another_thread(self) -> None:
+        """Check that a thread can make calls through `asyncio.run_coroutine_threadsafe`."""
         loop = asyncio.get_running_loop()
 
         async def reduce() -> int:
@@ -203,12 +223,14 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
         assert await asyncio.to_thread(in_another_thread) == 6
 
     async def test_gather(self) -> None:
+        """Check that rank 0 gathers the arrays of all ranks, in rank order."""
         outputs = [np.empty((3, 3)) for _ in range(4)] if self.rank == 0 else None
         gathered = await self.pg.gather(outputs, filled(self.rank), 0)
         if self.rank == 0:
             np.testing.assert_array_equal(gathered, [filled(rank) for rank in range(4)])
 
     async def test_all_reduce_coalesced(self) -> None:
+        """Check that one coalesced allreduce sums each array of a list."""
         tensors = [np.full((3, 3), float(self.rank)), np.full((3, 3), 2.0 * self.rank)]
         await self.pg.allreduce_coalesced(tensors)
         np.testing.assert_array_equal(tensors[0], np.full((3, 3), 6.0))
@@ -217,7 +239,7 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
     @pytest.mark.torch
     @requires_module("torch")
     async def test_bwd_sees_fwd_pg(self) -> None:
-        """Check a backward function, which runs on the thread of forward, cannot await and keeps the work."""
+        """Start a collective in autograd's `backward`, which cannot await; the test awaits the work afterwards."""
         import torch
 
         thread = threading.get_ident()
@@ -245,7 +267,7 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
         assert rank.grad is not None
         assert float(rank.grad) == 2.0
 
-    async def test_thread_has_the_group_of_the_rank_that_started_it(self) -> None:
+    async def test_thread_inherits_the_current_group_of_the_rank_that_started_it(self) -> None:
         loop = asyncio.get_running_loop()
 
         async def reduce(group: ProcessGroup, value: int) -> int:

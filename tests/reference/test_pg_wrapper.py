@@ -1,4 +1,4 @@
-"""Torch's tests of the process group wrapper: mismatches of ops and shapes, compared or not, and hangs.
+"""Torch's tests of `ProcessGroupWrapper`: mismatched ops and shapes, with and without debugging, and hangs.
 
 Without ``debug="detail"`` the first mismatch revokes the group, so each mismatch has its own group here.
 """
@@ -64,7 +64,7 @@ LEFT_OUT = {
 }
 
 PLACES = [(2, "memory"), (4, "unix"), (2, "tcp"), (4, "shm")]
-#: Pairs of a mismatch number and a transport, for tests in which each mismatch has a separate group.
+#: Pairs of an index in the list of mismatches and a transport. Each pair is tested on a separate group.
 NUMBERS = [(0, "memory"), (1, "unix"), (2, "tcp"), (0, "shm"), (1, "tcp"), (2, "shm")]
 SHAPE = (20, 10)
 
@@ -77,7 +77,7 @@ async def run_wrapped(world_size: int, fn: Callable[..., Any], transport: str, d
 
 
 def check_mismatch_text(error: BaseException, op: str, tensor: np.ndarray | None) -> None:
-    """Check that the error names the op, shape, device and dtype of the rank, a sequence number, and the mismatch."""
+    """Check that the error names this rank's op, shape, dtype and device, a sequence number, and the mismatch."""
     text = str(error)
     assert f"called {op}(" in text
     assert "SequenceNumber=" in text
@@ -95,7 +95,7 @@ async def assert_mismatch(work: Work[Any], tensor: np.ndarray | None) -> None:
 
 
 def op_mismatches(pg: ProcessGroup, tensor: np.ndarray) -> list[tuple[Call, np.ndarray | None]]:
-    """Return this rank's mismatched calls with their tensors: allreduce against reduce, and other pairs."""
+    """Return this rank's calls, whose ops differ from the calls of other ranks, each with its tensor."""
     if pg.rank() == 0:
         return [
             (lambda pg: pg.allreduce(tensor), tensor),
@@ -110,7 +110,7 @@ def op_mismatches(pg: ProcessGroup, tensor: np.ndarray) -> list[tuple[Call, np.n
 
 
 def shape_mismatches(pg: ProcessGroup) -> list[tuple[Call, np.ndarray]]:
-    """Return this rank's mismatched calls: other row lengths, other dimensions, and unexpected blocks of a scatter."""
+    """Return this rank's calls, whose shapes differ from the calls of other ranks, each with its tensor."""
     rank = pg.rank()
     rows = np.ones((20, 2) if rank == 0 else (20, 10))
     dimensions = np.ones((20, 10, 2) if rank == 0 else (20, 10))
@@ -127,7 +127,7 @@ def shape_mismatches(pg: ProcessGroup) -> list[tuple[Call, np.ndarray]]:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("debug", ["off", "detail"])
 async def test_collective_hang(debug: str, transport: str) -> None:
-    """Check that every rank that makes the call names the rank that does not."""
+    """Check that the timeout error on each waiting rank names rank 1, which does not make the call."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -144,7 +144,7 @@ async def test_collective_hang(debug: str, transport: str) -> None:
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 async def test_monitored_barrier_hang(wait_all_ranks: bool, transport: str) -> None:
-    """Check that rank 0 reports the missing ranks, and the other ranks refer to rank 0's report."""
+    """Check that the error on each waiting rank contains rank 0's report of the missing ranks."""
 
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
@@ -160,6 +160,8 @@ async def test_monitored_barrier_hang(wait_all_ranks: bool, transport: str) -> N
 
 @pytest.mark.parametrize(("world_size", "transport"), PLACES)
 async def test_collectives_op_mismatch_debug_mode(world_size: int, transport: str) -> None:
+    """Check that a group with `debug="detail"` reports mismatched ops on every rank, and stays usable."""
+
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(SHAPE)
         for work in [pg.allreduce(tensor) for _ in range(500)]:
@@ -174,6 +176,8 @@ async def test_collectives_op_mismatch_debug_mode(world_size: int, transport: st
 
 @pytest.mark.parametrize(("number", "transport"), NUMBERS)
 async def test_collectives_op_mismatch(number: int, transport: str) -> None:
+    """Check that mismatched ops revoke a group without debugging, with an error that describes the call."""
+
     async def rank(pg: ProcessGroup) -> None:
         await pg.allreduce(np.ones(SHAPE))
         call, named_tensor = op_mismatches(pg, np.ones(SHAPE))[number]
@@ -184,6 +188,8 @@ async def test_collectives_op_mismatch(number: int, transport: str) -> None:
 
 @pytest.mark.parametrize(("world_size", "transport"), PLACES)
 async def test_collective_shape_mismatch_debug_mode(world_size: int, transport: str) -> None:
+    """Check that a group with `debug="detail"` reports mismatched shapes on every rank, and stays usable."""
+
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         for call, named_tensor in shape_mismatches(pg):
@@ -195,6 +201,8 @@ async def test_collective_shape_mismatch_debug_mode(world_size: int, transport: 
 
 @pytest.mark.parametrize(("number", "transport"), NUMBERS)
 async def test_collective_shape_mismatch_debug_mode_off(number: int, transport: str) -> None:
+    """Check that mismatched shapes revoke a group without debugging, with an error that describes the call."""
+
     async def rank(pg: ProcessGroup) -> None:
         await pg.barrier()
         call, named_tensor = shape_mismatches(pg)[number]
@@ -204,7 +212,7 @@ async def test_collective_shape_mismatch_debug_mode_off(number: int, transport: 
 
 
 async def assert_mismatch_without_debug(pg: ProcessGroup, call: Call, tensor: np.ndarray | None) -> None:
-    """Check a mismatch without debugging. The root may complete its call first, and then fails at the next call."""
+    """Check a mismatch without debugging, where the root may complete its call and fail only at its next call."""
     work = call(pg)
     cause = await pg.wait_revoked()
     check_mismatch_text(cause, work.op, tensor)
@@ -218,8 +226,8 @@ async def assert_mismatch_without_debug(pg: ProcessGroup, call: Call, tensor: np
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_500_allreduces_then_op_then_shape_then_number_of_ranks(transport: str) -> None:
-    """Make several mismatches on one group; the last one is a list without exactly one array per rank."""
+async def test_group_continues_after_mismatches_of_op_shape_and_list_length(transport: str) -> None:
+    """Make 500 allreduces and then several mismatches on one group, which stays usable."""
 
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.zeros(SHAPE)
@@ -241,6 +249,8 @@ async def test_500_allreduces_then_op_then_shape_then_number_of_ranks(transport:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_nccl_only_op_mismatch(transport: str) -> None:
+    """Check that an allgather on one rank and a reduce-scatter on the other are a mismatch."""
+
     async def rank(pg: ProcessGroup) -> None:
         part, whole = np.zeros(4), np.ones(4 * pg.size())
         work = pg.allgather_into_tensor(whole, part) if pg.rank() == 0 else pg.reduce_scatter_tensor(part, whole)
@@ -250,7 +260,7 @@ async def test_nccl_only_op_mismatch(transport: str) -> None:
 
 
 async def test_nccl_only_shape_mismatch() -> None:
-    """Check that an input whose size is not a multiple of the output is refused at the call, on its rank alone."""
+    """Check that a wrong input size raises `ValueError` at the call, while different sizes per rank are a mismatch."""
 
     async def rank(pg: ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"input has 12 elements, expected \d+, \d+ times those of output"):
@@ -266,6 +276,8 @@ async def test_nccl_only_shape_mismatch() -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_coalescing_manager_debug_mode_detail(transport: str) -> None:
+    """Check that `coalescing()` works in a group with `debug="detail"`."""
+
     async def rank(pg: ProcessGroup) -> None:
         tensor = np.ones(1)
         async with pg.coalescing():

@@ -1,4 +1,4 @@
-"""The verdicts of mypy and pyright on programs that use the library, which are not run."""
+"""Results of mypy and pyright for the programs in tests/typing/programs, which are never run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACCEPTED, REFUSED = PROGRAMS
 
 
 class Verdict(NamedTuple):
-    """The result of a checker: errors, and the types from `reveal_type`, by file and line."""
+    """The result of a type checker: errors, and the types from `reveal_type`, by file and line."""
 
     errors: dict[tuple[str, int], str]
     revealed: dict[tuple[str, int], str]
@@ -77,7 +77,7 @@ def without_modules(shown: str) -> str:
 
 
 def comments_of(path: Path, pattern: str) -> dict[tuple[str, int], str]:
-    """Return the matched group of the pattern for each line that matches."""
+    """Return group 1 of the pattern for each matching line, by file name and line number."""
     lines = enumerate(path.read_text().splitlines(), 1)
     return {(path.name, number): found[1] for number, line in lines if (found := re.search(pattern, line))}
 
@@ -134,5 +134,5 @@ def test_only_listed_expressions_have_the_type_any() -> None:
     assert all(any(call in line for call in calls) for line in unknown)
 
 
-def test_package_declares_type_information() -> None:
+def test_package_contains_the_py_typed_marker() -> None:
     assert (ROOT / "aiocoll" / "py.typed").exists()

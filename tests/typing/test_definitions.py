@@ -1,4 +1,4 @@
-"""The definitions that pyright finds for an editor, from each caller on the drawing to its callee."""
+"""Tests of pyright's "go to definition" for each call in the call diagram of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..test_architecture import PACKAGE, drawn_calls
 
 
 class Place(NamedTuple):
-    """A name in a file; lines count from 0."""
+    """The position of a name in a file; lines and columns count from 0."""
 
     path: Path
     line: int
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class Server:
-    """A language server of pyright."""
+    """A client of pyright's language server process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -52,7 +52,7 @@ class Server:
         ]  # fmt: skip
 
     def request(self, method: str, **params: Any) -> Any:
-        """Return the result of a request; requests of the server meanwhile get empty answers."""
+        """Send a request and return its result; answer the server's own requests with empty results."""
         self._requests += 1
         self._send(method, params, id=self._requests)
         while True:
@@ -122,7 +122,7 @@ def uses(path: Path, inside: ast.AST, *names: str) -> list[Place]:
 
 
 def definitions_of(server: Server, place: Place) -> set[str]:
-    """Return the functions to which a name refers, also through variables that are bound to them."""
+    """Return the functions to which a name refers, directly or through variables that hold functions."""
     found: set[str] = set()
     for target in server.definitions(place):
         named = [name for name, each in functions(target.path).items() if each.lineno - 1 == target.line]
@@ -141,7 +141,7 @@ def definitions_of(server: Server, place: Place) -> set[str]:
 
 
 def calls() -> Iterator[tuple[str, str, str]]:
-    """Yield module, caller and callee of each call on the drawing in docs/architecture.md."""
+    """Yield module, caller and callee of each call in the call diagram of docs/architecture.md."""
     above: list[tuple[str, str]] = []
     for line in drawn_calls():
         depth = (len(line) - len(line.lstrip())) // 2
@@ -154,7 +154,7 @@ def calls() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.slow
 def test_go_to_definition_leads_from_allreduce_to_the_link(server: Server) -> None:
-    """Follow each call to its definition; for a class with bases or an interface, the definition may be there."""
+    """Check that pyright finds a function with the callee's name for each call in the diagram."""
     missing, found = [], set()
     for module, caller, callee in calls():
         path, name = PACKAGE / f"{module.replace('.', '/')}.py", callee.rpartition(".")[2]

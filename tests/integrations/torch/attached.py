@@ -1,4 +1,4 @@
-"""Torch groups over a group of the program's own event loop, on two ranks.
+"""A program that attaches torch groups to an aiocoll group of its own event loop, on two ranks.
 
 `attached.py FOLDER` writes the results of each rank to FOLDER/RANK.json.
 """
@@ -21,7 +21,7 @@ import aiocoll.torch
 
 
 def train(rank: int) -> dict[str, Any]:
-    """Train one step, and use a subgroup and the store."""
+    """Train one step with DDP, use a subgroup and the store, and return the results."""
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     ddp = DistributedDataParallel(model)
@@ -40,7 +40,7 @@ def train(rank: int) -> dict[str, Any]:
 
 
 async def error_of(call: Callable[[], Coroutine[Any, Any, Any]]) -> str:
-    """Return class and text of the exception that `call` raises; "none" without one."""
+    """Return the class and text of the exception that `call` raises, or "none" if it succeeds."""
     try:
         await call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Faults of torch programs, on one rank: `python -m tests.integrations.torch.faults CASE RANK FOLDER`.
+"""A rank of a torch program with a fault: `python -m tests.integrations.torch.faults CASE RANK FOLDER`.
 
 Prints a line of JSON: the class of the error, its text, its cause, and the seconds from the fault to the error.
 """
@@ -26,7 +26,7 @@ CASES: dict[str, Callable[[int, Path], float | None]] = {}
 
 
 def case(function: Callable[[int, Path], float | None]) -> Callable[[int, Path], float | None]:
-    """Register a case by the name of its function."""
+    """Register a case under the name of its function."""
     CASES[function.__name__] = function
     return function
 
@@ -122,7 +122,7 @@ def interrupted(rank: int, folder: Path) -> float | None:
 
 
 def main(name: str, rank: int, folder: Path) -> None:
-    """Run one case and print its error."""
+    """Run one fault case, and print its error as a line of JSON."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "aio", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)

@@ -34,7 +34,7 @@ def use_pair(rank: int) -> dict[str, Any]:
 
 
 def use_options(rank: int) -> dict[str, Any]:
-    """Make a group that compares calls before any data moves, so that a mismatch leaves it usable."""
+    """Make a group that compares calls before it sends data; return its mismatch error and a later sum."""
     compared = dist.new_group(pg_options=GroupOptions(debug="detail"))
     found: dict[str, Any] = {}
     try:
@@ -52,7 +52,7 @@ def use_options(rank: int) -> dict[str, Any]:
 
 
 def use_timeout() -> dict[str, Any]:
-    """Set the timeout of a group; return the timeouts of aiocoll's group before and after."""
+    """Set the timeout of a torch group; return the timeout of its aiocoll group before and after."""
     timed = dist.new_group(timeout=timedelta(seconds=7))
     before = aiocoll.torch.group(timed).timeout
     timed.set_timeout(timedelta(seconds=2.5))
@@ -60,7 +60,7 @@ def use_timeout() -> dict[str, Any]:
 
 
 def gather_in_one_tensor(rank: int) -> dict[str, Any]:
-    """Gather into one tensor on rank 1, by the method that torch 2.14 calls."""
+    """Gather into one tensor on rank 1 through `gather_single`, the method that torch 2.14 calls."""
     options = dist.GatherOptions()
     options.rootRank = 1
     output = torch.zeros(6 if rank == 1 else 0)

@@ -1,4 +1,4 @@
-"""A group with several backends, on one rank: `python -m tests.integrations.torch.mixed BACKENDS RANK FOLDER`.
+"""A rank of a group with several torch backends: `python -m tests.integrations.torch.mixed BACKENDS RANK FOLDER`.
 
 The backend "recorder" carries meta tensors: it records the calls and moves no data. The rank prints a line of JSON.
 """
@@ -21,7 +21,7 @@ SIZE = 2
 
 
 class Done(dist.Work):  # type: ignore[misc]
-    """A finished work."""
+    """A torch work that has already finished."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -85,7 +85,7 @@ CALLS = ("allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "ga
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """Return class and text of the exception that `call` raises; "none" without one."""
+    """Return the class and text of the exception that `call` raises, or "none" if it succeeds."""
     try:
         call()
     except Exception as error:

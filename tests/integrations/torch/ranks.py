@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a torch program."""
+"""Helpers that start torch programs with one process per rank."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def run_launched(launcher: list[str], program: str, world_size: int, folder: Pat
 
 
 def last_json(printed: str) -> dict[str, Any]:
-    """Return the last JSON object in the output of a rank, or an empty one."""
+    """Return the last JSON object in the output of a rank, or {} if there is none."""
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {}

@@ -1,4 +1,4 @@
-"""`shrink_group` on one of three ranks: `python -m tests.integrations.torch.shrinking CASE RANK FOLDER`.
+"""A rank of a torch program that calls `shrink_group`: `python -m tests.integrations.torch.shrinking CASE RANK FOLDER`.
 
 Prints a line of JSON with the results of calls in the group of the ranks 0 and 2.
 """
@@ -25,13 +25,13 @@ from aiocoll.integrations.torch.process import process
 
 SIZE = 3
 EXCLUDED = 1
-#: Messages that are pending while the group shrinks, and their works.
+#: The buffers and the works of messages that are pending while the group shrinks.
 MESSAGES: list[torch.Tensor] = []
 WORKS: list[dist.Work] = []
 
 
 def leave_before(rank: int) -> int:
-    """Let the excluded rank leave. The shrink on rank 0 must wait for the pending message of rank 2."""
+    """Let the excluded rank leave before the shrink, while a message from rank 2 to rank 0 is pending."""
     if rank == EXCLUDED:
         dist.destroy_process_group()
         sys.exit()
@@ -45,7 +45,7 @@ def leave_before(rank: int) -> int:
 
 
 def kill_before(rank: int) -> int:
-    """Kill the excluded rank; a call of the other ranks fails."""
+    """Kill the excluded rank before the shrink, which makes a call of the other ranks fail."""
     if rank == EXCLUDED:
         os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(dist.DistBackendError):
@@ -54,7 +54,7 @@ def kill_before(rank: int) -> int:
 
 
 def kill_two_before(rank: int) -> int:
-    """Kill the excluded rank and another one."""
+    """Kill rank 1, which is excluded, and rank 2, which is not."""
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(dist.DistBackendError):
@@ -63,7 +63,7 @@ def kill_two_before(rank: int) -> int:
 
 
 def use(group: Any) -> dict[str, Any]:
-    """Return the results of calls in the default group, which is now `group`."""
+    """Return the results of calls in `group`, the shrunk group, which is now torch's default group."""
     rank = dist.get_rank()
     total = torch.full((3,), rank + 1.0)
     dist.all_reduce(total)
@@ -93,7 +93,7 @@ def use(group: Any) -> dict[str, Any]:
 
 
 def mismatch() -> str:
-    """Return the text of the error after calls with different shapes."""
+    """Return the error text of an allreduce of tensors with different shapes."""
     try:
         dist.all_reduce(torch.ones(3 + dist.get_rank()))
     except dist.DistBackendError as error:
@@ -102,7 +102,7 @@ def mismatch() -> str:
 
 
 def main(case: str, rank: int, folder: Path) -> None:
-    """Run one case and print the results."""
+    """Run one case of `shrink_group`, and print the results as a line of JSON."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "aio", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)

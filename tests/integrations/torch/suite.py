@@ -1,4 +1,4 @@
-"""Torch's own tests of a backend, over aio and over Gloo: `python -m tests.integrations.torch.suite`.
+"""Torch's own backend tests, run over aio and over Gloo: `python -m tests.integrations.torch.suite`.
 
 Every test that passes over Gloo must pass over aio. Ranks are forked, since a spawned process takes seconds to import
 torch.
@@ -17,18 +17,18 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-#: The tested backend, and the one whose passed tests must pass.
+#: The tested backend, and the reference backend: tests that pass over Gloo must pass over aio.
 BACKENDS = ("aio", "gloo")
-#: Patterns of tests that need more than two ranks. All other tests run with two.
+#: Name patterns of the tests that also run with four ranks, since some need more than two.
 FOUR_RANK_TESTS = ("*_group", "*subgroup*", "*averager*", "*_object*", "*monitored_barrier*", "*undefined_grad*")
-#: Names of backends as tests see them.
+#: The backend names that `get_backend` reports to torch's tests, by actual name.
 SHOWN_NAMES = {"aio": "gloo"}
-#: Seconds within which all tests of a backend must end.
+#: The timeout in seconds for all tests over one backend.
 LIMIT = 3600
 
 
 class Outcome(unittest.TextTestResult):
-    """A result that records the outcome of each test."""
+    """A unittest result that records the outcome of each test."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,7 +53,7 @@ class Outcome(unittest.TextTestResult):
 
 
 def replace_gloo() -> None:
-    """Replace Gloo by aio; tests see the name "gloo", by which they skip and choose expectations."""
+    """Use aio instead of Gloo, but report the name "gloo", from which torch's tests choose their expectations."""
     import torch.distributed as dist
 
     from aiocoll.integrations.torch import aio_group, lifetime, register
@@ -83,7 +83,7 @@ def replace_gloo() -> None:
 
 
 def run_tests(backend: str, out: str, patterns: list[str]) -> None:
-    """Run the tests in this process, with the world size of the environment."""
+    """Run torch's tests in this process, with the world size in the variable WORLD_SIZE."""
     import torch
     from torch.testing._internal.distributed import distributed_test as tests
 
@@ -96,8 +96,8 @@ def run_tests(backend: str, out: str, patterns: list[str]) -> None:
             super().setUp()
             # The test `test_ddp_logging_data_cpu` compares the backend name with the name in the C++ code.
             SHOWN_NAMES["aio"] = "aio" if self._testMethodName == "test_ddp_logging_data_cpu" else "gloo"
-            # Pass the URL to the module, which read the variable at its import: ranks would wait at an earlier test's
-            # file.
+            # Set the URL for each test. Torch's module reads it only at import, so ranks would use the file of an
+            # earlier test.
             tests.INIT_METHOD = self.init_method
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
@@ -108,7 +108,7 @@ def run_tests(backend: str, out: str, patterns: list[str]) -> None:
 
 
 def outcomes(backend: str, ranks: int, patterns: list[str]) -> dict[str, str]:
-    """Return the outcome of each test over a backend."""
+    """Run torch's tests over one backend in a new process; return the outcome of each test."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "outcomes")
         env = {

@@ -1,4 +1,4 @@
-"""Arguments of torch's calls: reductions, timeouts, and tensors that need a copy."""
+"""Arguments of torch calls with backend "aio": reductions, timeouts, and tensors that need a copy."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_output_tensor_that_is_passed_twice_gets_the_last_result() -> None:
     assert other.tolist() == [2.0, 2.0]
 
 
-def test_tensor_of_another_device_is_refused() -> None:
+def test_torch_tensor_that_is_not_on_the_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match="a tensor is on meta, but backend 'aio' carries CPU tensors"):
         check_device(torch.ones(1, device="meta"))
 

@@ -1,4 +1,4 @@
-"""Torch groups over a group of the program's own event loop, used from threads."""
+"""Tests of `aiocoll.torch.attach`, which makes torch groups for threads from an aiocoll group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 2
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return the results of each rank of `attached.py`."""
+    """Run `attached.py` on two ranks, and return the results of each rank."""
     launcher = ["-m", "aiocoll", "run", "-n", str(SIZE)]
     return run_launched(launcher, "attached.py", SIZE, tmp_path_factory.mktemp("attached"))
 
@@ -31,7 +31,7 @@ def test_ddp_trains_in_a_thread_while_the_loop_makes_calls(results: list[dict[st
         assert found["sum over itself"] == 1.0
 
 
-def test_attached_group_next_to_a_default_group_carries_calls(results: list[dict[str, Any]]) -> None:
+def test_second_attached_torch_group_carries_calls(results: list[dict[str, Any]]) -> None:
     assert [found["total of a second group"] for found in results] == [3.0, 3.0]
 
 
@@ -48,7 +48,7 @@ def test_torch_wait_on_the_event_loop_thread_is_refused(results: list[dict[str, 
         )
 
 
-def test_attach_refuses_a_group_of_another_size(results: list[dict[str, Any]]) -> None:
+def test_attach_refuses_a_group_whose_size_differs_from_torchs_default_group(results: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(results):
         assert found["other size"].startswith("ValueError: group 'world:0/")
         assert f"has rank 0 of 1 here, but torch's default group has rank {rank} of 2" in found["other size"]
@@ -60,7 +60,7 @@ def test_attach_refuses_closed_and_failed_groups(results: list[dict[str, Any]]) 
         assert found["failed"].startswith(f"GroupRevokedError: group 'world:0' on rank {rank} was revoked")
 
 
-def test_group_failure_replaces_the_torch_error_but_no_other_exception(results: list[dict[str, Any]]) -> None:
+def test_attach_block_raises_the_group_failure_instead_of_the_torch_error(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["mismatch"].startswith("CollectiveMismatchError: Collectives differ")
         assert found["in the block"] == "RuntimeError: of the program"

@@ -17,7 +17,7 @@ SIZE = 2
 
 
 def outcomes(case: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the printed error of each rank; an empty one for a killed rank."""
+    """Run a case of `faults.py`; return the error that each rank prints, or {} for a killed rank."""
     return [last_json(printed) for printed in run_ranks("faults", case, SIZE, folder)]
 
 

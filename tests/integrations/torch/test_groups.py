@@ -21,7 +21,7 @@ LAUNCHERS = {
 
 @pytest.fixture(scope="module", params=sorted(LAUNCHERS))
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return the results of each rank."""
+    """Run `groups.py` under a launcher, and return the results of each rank."""
     return run_launched(LAUNCHERS[request.param], "groups.py", SIZE, tmp_path_factory.mktemp("groups"))
 
 
@@ -40,12 +40,12 @@ def test_options_of_a_torch_subgroup_take_effect(results: list[dict[str, Any]]) 
         assert found["total after the mismatch"] == [3.0, 3.0, 3.0]
 
 
-def test_backend_options_of_another_type_are_refused(results: list[dict[str, Any]]) -> None:
+def test_pg_options_of_a_wrong_type_are_refused_by_new_group(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["wrong options"] == "pg_options must be aiocoll.GroupOptions or None, not str"
 
 
-def test_set_timeout_of_torch_changes_the_timeout_of_the_group(results: list[dict[str, Any]]) -> None:
+def test_set_timeout_of_torch_changes_the_timeout_of_the_aiocoll_group(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["timeouts"] == [7.0, 2.5]
 

@@ -1,4 +1,4 @@
-"""Groups with several backends: each carries the tensors of its device, and wrong choices are refused."""
+"""Torch groups with several backends: each backend carries the tensors of its device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 SIZE = 2
 CALLS = ["allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "gather", "scatter", "reduce_scatter",
          "_reduce_scatter_base", "alltoall", "alltoall_base"]  # fmt: skip
-#: Old names of the calls that torch 2.14 has renamed.
+#: The names of backend calls before torch 2.14, by their new names.
 NEW_NAMES = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base",
              "all_to_all_single": "alltoall_base"}  # fmt: skip
 
 
 def outcomes(backends: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the results of each rank of a group with these backends."""
+    """Run `mixed.py` with these torch backends, and return the results of each rank."""
     printed = run_ranks("mixed", backends, SIZE, folder)
     found = [last_json(each) for each in printed]
     assert all(found), "\n".join(printed)
@@ -39,7 +39,7 @@ def test_each_torch_backend_handles_the_tensors_of_its_device(tmp_path: Path) ->
         assert calls == [*CALLS, "recv" if rank else "send", "shutdown"]
 
 
-def test_torch_backend_is_created_for_cuda_tensors(tmp_path: Path) -> None:
+def test_gloo_backend_for_cuda_tensors_is_created_next_to_aio(tmp_path: Path) -> None:
     for found in outcomes("cpu:aio,cuda:gloo", tmp_path):
         assert found["backend of CUDA tensors"] == "ProcessGroupGloo"
         assert found["total"] == [3.0, 3.0]
@@ -47,7 +47,7 @@ def test_torch_backend_is_created_for_cuda_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backends", ["cuda:aio", "cpu:gloo,cuda:aio"])
-def test_backend_aio_for_cuda_tensors_is_refused_with_a_named_error(backends: str, tmp_path: Path) -> None:
+def test_aio_backend_for_cuda_tensors_is_refused_with_a_remedy(backends: str, tmp_path: Path) -> None:
     for found in outcomes(backends, tmp_path):
         assert found["cpu"] == (
             f"ValueError: the backends of this group are '{backends}', and 'aio' carries CPU tensors only: choose "

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_programs_of_the_pytorch_pages_print_the_shown_text(folder: Path) -> None:
+def test_programs_of_the_pytorch_page_print_the_output_on_the_page(folder: Path) -> None:
     train, errors, both, attached, _ = commands(PAGE)
     assert "weights: " in shell(train, folder)
     for command, shown in (
@@ -35,7 +35,7 @@ def test_programs_of_the_pytorch_pages_print_the_shown_text(folder: Path) -> Non
 
 
 def test_documented_ddp_program_keeps_correct_weights_after_a_rank_is_killed(folder: Path) -> None:
-    """Expect the weight of one process: the gradient of each step is the average of the inputs 1, 2 and 3."""
+    """Compare with training in one process, whose gradient is 2, the average of the ranks' inputs 1, 2 and 3."""
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.125, momentum=0.5)
     for _ in range(20):

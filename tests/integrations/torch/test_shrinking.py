@@ -38,12 +38,12 @@ def test_shrunk_torch_group_works_without_the_excluded_rank(case: str, tmp_path:
 
 
 @pytest.mark.skipif(OLD, reason="needs torch 2.14, which accepts a backend in Python")
-def test_shrinking_a_torch_group_names_lost_ranks_that_are_not_excluded(tmp_path: Path) -> None:
+def test_shrink_group_error_names_lost_ranks_that_are_not_excluded(tmp_path: Path) -> None:
     found = [last_json(printed) for printed in run_ranks("shrinking", "kill_two_before", 3, tmp_path)]
     assert found[0]["error"].startswith("rank(s) 2 are lost, too, but not in ranks_to_exclude")
 
 
 @pytest.mark.skipif(not OLD, reason="torch 2.14 and newer accept a backend in Python")
-def test_torch_213_refuses_to_shrink_a_group(tmp_path: Path) -> None:
+def test_shrink_group_is_unsupported_before_torch_214(tmp_path: Path) -> None:
     for printed in run_ranks("shrinking", "leave_before", 3, tmp_path):
         assert last_json(printed) == {"supported": False}

@@ -1,4 +1,4 @@
-"""A torch store as a store of aiocoll."""
+"""Tests of `TorchStore`, the aiocoll store that keeps its entries in a torch store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocoll.integrations.torch.store import TorchStore, host_of, is_loopback  #
 
 pytestmark = pytest.mark.torch
 
-# The first server of a process opens a pipe that libuv never closes.
+# The first torch server of a process opens a pipe that libuv never closes. It must not count as a leak of a test.
 dist.TCPStore("127.0.0.1", 0, 1, True)
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(autouse=True)
 def interval() -> Iterator[None]:
-    """Set Python's default of 5 ms, and restore the interval afterwards."""
+    """Set the switch interval to Python's default of 5 ms during a test."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.005)
     yield

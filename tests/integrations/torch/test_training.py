@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 SIZE = 2
-#: All programs of `training.py`.
+#: The names of all programs in `training.py`.
 NAMES = ("compiled", "ddp", "ddp_with_a_sampler_and_loader_workers", "ddp_with_buffers_and_unused_parameters",
          "ddp_without_synchronization_in_some_steps", "dtensor", "edges", "fp16_hook", "fsdp_with_a_checkpoint",
          "functional_collectives", "hybrid_sharding",
@@ -23,7 +23,7 @@ NAMES = ("compiled", "ddp", "ddp_with_a_sampler_and_loader_workers", "ddp_with_b
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Return the results of the programs on each rank, by backend."""
+    """Run `training.py` over each backend; return the results of each rank, by backend."""
     found = {}
     for backend in ("aio", "gloo"):
         folder: Path = tmp_path_factory.mktemp(backend)

@@ -1,4 +1,4 @@
-"""Training programs, on one of two ranks: `python -m tests.integrations.torch.training BACKEND RANK FOLDER`.
+"""A rank of several training programs: `python -m tests.integrations.torch.training BACKEND RANK FOLDER`.
 
 Each program returns tensors that must be equal, bit by bit, over aio and over Gloo.
 """
@@ -23,7 +23,7 @@ PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {}
 
 
 def program(function: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """Register a program by the name of its function."""
+    """Register a training program under the name of its function."""
     PROGRAMS[function.__name__] = function
     return function
 
@@ -40,7 +40,7 @@ def batches() -> list[Tensor]:
 
 
 def train(model: nn.Module, optimizer: Any = None) -> list[Tensor]:
-    """Train for some steps; return the parameters and buffers."""
+    """Train for `STEPS` steps; return the model's parameters and buffers."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in batches():
         optimizer.zero_grad()
@@ -264,7 +264,7 @@ def edges() -> list[Tensor]:
 
 
 def main(backend: str, rank: int) -> None:
-    """Run all programs and save their results."""
+    """Run all training programs on this rank, and save their results."""
     if backend == "aio":
         import aiocoll.torch  # noqa: F401
     torch.set_num_threads(1)

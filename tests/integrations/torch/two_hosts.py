@@ -1,4 +1,4 @@
-"""A torch program on two hosts, on one rank: `python -m tests.integrations.torch.two_hosts RANK ADDRESS`.
+"""A rank of a torch program on two hosts: `python -m tests.integrations.torch.two_hosts RANK ADDRESS`.
 
 It prints a line of JSON: the sum over the ranks, and the length of the job key in torch's store.
 """

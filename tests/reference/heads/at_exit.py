@@ -1,4 +1,4 @@
-"""A ported program whose `atexit.register(dist.destroy_process_group)` is replaced by the end of a block."""
+"""A ported program that calls `dist.destroy_process_group` at the end of a block instead of by `atexit`."""
 
 import asyncio
 import contextlib

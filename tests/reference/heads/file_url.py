@@ -1,4 +1,4 @@
-"""A ported program that meets in a file: `python file_url.py PORT`; the file name contains the port."""
+"""A ported program that passes a file:// URL: `python file_url.py PORT`; the file name contains the port."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A ported program that takes --local-rank, passed by torch.distributed.launch, or otherwise LOCAL_RANK."""
+"""A ported program that reads its local rank from --local-rank, or else from the variable LOCAL_RANK."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""A ported program that reads RANK, WORLD_SIZE and LOCAL_RANK, and passes the first two as arguments."""
+"""A ported program that reads RANK, WORLD_SIZE and LOCAL_RANK, and passes rank and world size as arguments."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A ported program that passes the address, the rank and the world size: `python tcp_url.py PORT`."""
+"""A ported program that passes a tcp:// URL, the rank and the world size: `python tcp_url.py PORT`."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Valid programs, with the type of each expression in a comment. Checkers read this file; it is never run."""
+"""Valid programs for type checkers; comments have the expected types. This file is never run."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ async def body(pg: ProcessGroup, factor: float, name: str = "") -> list[str]:
 
 
 async def generic(pg: ProcessGroup, x: A) -> A:
-    """Apply a function of the user to any array."""
+    """Call collectives in a function that is generic in the array type."""
     return await pg.allreduce(await pg.broadcast(x, 0))
 
 

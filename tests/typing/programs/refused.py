@@ -1,4 +1,4 @@
-"""Invalid programs: a checker must refuse each line with the comment, and no other line."""
+"""Invalid programs: a type checker must refuse the lines with the comment `refused`, and no other lines."""
 
 from __future__ import annotations
 
