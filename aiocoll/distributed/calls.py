@@ -148,9 +148,7 @@ def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
-    """Wait until all ranks have made this call; on timeout, the error names the missing ranks.
-
-    See `ProcessGroup.monitored_barrier`.
+    """Wait for all ranks. A timeout error names the missing ranks; see `ProcessGroup.monitored_barrier`.
 
     Args:
         group: a group; None means the default group.
@@ -294,9 +292,7 @@ def reduce_scatter(output: A, input_list: list[B], op: ReduceOp = SUM, group: Gr
 
 
 def reduce_scatter_tensor(output: A, input: Array, op: ReduceOp = SUM, group: Group = None) -> Work[A]:
-    """Reduce the inputs of all ranks, split the result into equal blocks, and store the r-th block on rank r.
-
-    See `ProcessGroup.reduce_scatter_tensor`.
+    """Reduce the inputs of all ranks, and store block r on rank r; see `ProcessGroup.reduce_scatter_tensor`.
 
     Args:
         output: the array that receives this rank's part, of the same count on every rank; the result.
@@ -330,9 +326,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> Work[A]:
-    """Send block r of `input` to rank r, and store the block received from rank r as block r of `output`.
-
-    See `ProcessGroup.alltoall_base`.
+    """Send block r of `input` to rank r, and receive block r of `output` from it; see `ProcessGroup.alltoall_base`.
 
     Args:
         output: the array that receives the parts in rank order; the result.

@@ -134,9 +134,7 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> Work[list[Any]]:
-    """Send the r-th object in the list of rank `src` to rank r, as the first entry of its output list.
-
-    See `ProcessGroup.scatter_object`.
+    """Send object r of rank `src` to rank r, into the output list's first entry; see `ProcessGroup.scatter_object`.
 
     Args:
         scatter_object_output_list: a list of at least one entry; the result.

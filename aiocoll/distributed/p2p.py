@@ -59,7 +59,7 @@ def irecv(
 def recv(
     tensor: Array | Sparse, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work[int]:
-    """Receive a message into `tensor`, and return the sender's global rank; -1 on a rank outside the group.
+    """Receive a message by `ProcessGroup.recv`; return the sender's global rank, or -1 on a rank outside the group.
 
     Args:
         tensor: an array of the length and dtype of the message, or a sparse one of its shape.

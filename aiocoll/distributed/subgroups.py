@@ -116,7 +116,7 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Work[tuple[Group, list[Group]]]:
-    """Split a group into subgroups of `group_size` consecutive ranks; all ranks of the group call this.
+    """Split a group into groups of consecutive ranks, by `new_group`. All ranks of the group call this.
 
     Args:
         group_size: ranks per group; None means the number of ranks that the launcher has started on this host
@@ -157,7 +157,7 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Work[tuple[Group, list[Group]]]:
-    """Make one group per list of global ranks; all ranks of the default group call this.
+    """Make one group per list of global ranks, by `new_group`. All ranks of the default group call this.
 
     Args:
         ranks_per_subgroup_list: lists of global ranks, without common ranks.
