@@ -52,7 +52,7 @@ class MachineLoad:
 
     @property
     def is_high(self) -> bool:
-        """True if timings of the interval cannot be trusted, because more than `MAX_LOAD` cores were lost."""
+        """True if timings of the interval cannot be trusted, because other work took more than `MAX_LOAD` cores."""
         return self.total is not None and self.total > MAX_LOAD
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ OFF, ON = "not counted", "counted"
 
 
 async def rounds(pg: ProcessGroup, number: int) -> dict[str, list[float]]:
-    """Return the nanoseconds of a call in each round, by way of calling."""
+    """Return, for each way of calling, the nanoseconds per call in each round."""
     journal, tensor = parts_of(pg).comm.journal, np.ones(1)
     found: dict[str, list[float]] = {OFF: [], ON: []}
     for turn in range(number):

@@ -115,7 +115,7 @@ PEERS = _peers()
 #: Names of peers on the command line. The name of a library stands for all its modes.
 PEER_CHOICES = (*_NAMES, *PEERS)
 
-#: Table names of the peers, by their way of waiting. A program on an event loop can use awaited peers only.
+#: Names of the peers in tables: those that are awaited, and those that block. Only the former suit an event loop.
 AWAITED = tuple(system.name for system in PEERS.values() if system.is_awaited)
 BLOCKING = tuple(system.name for system in PEERS.values() if not system.is_awaited)
 MPI_BLOCKING = tuple(system.name for system in PEERS.values() if system.library == "mpi" and not system.is_awaited)

@@ -221,7 +221,7 @@ def tests_table(outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
 
 
 def first_column(row: Row) -> str:
-    """Return the table cell with the counterpart in aiocoll; "" if the test has none."""
+    """Return the table cell that names the counterpart of a test in aiocoll; "" if it has none."""
     return "" if row.counterpart is None else f"`{function_of(row.counterpart)}`"
 
 

@@ -229,7 +229,7 @@ def test_base_and_core_modules_name_no_device_array_library_or_tool() -> None:
         "x = f'on CUDA device {n}'",
     ],
 )
-def test_check_of_edge_names_finds_planted_references_to_edge_modules(
+def test_edge_name_check_reports_planted_references_to_edge_modules(
     planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert edge_words(ast.parse(planted)) or "aiocoll.gpu" in planted
@@ -389,7 +389,7 @@ def is_protocol(cls: type) -> bool:
 
 
 def test_classes_have_at_most_two_bases() -> None:
-    """Allow two direct and four direct or indirect bases, not counting protocols and exceptions."""
+    """Allow two direct bases and four bases in total; protocols and exceptions do not count."""
     names = {cls: name for name, cls in classes().items()}
     direct = {
         name: [base for base in cls.__bases__ if names.get(base) in ancestors(cls)] for name, cls in classes().items()

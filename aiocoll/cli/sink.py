@@ -168,7 +168,7 @@ class CommandOutput:
         self._filled = _fill_closed()
         locks: dict[object, threading.Lock] = {}
         sys.stdout = self._replace(self._before[0], "standard output", _quit, locks)
-        # Ignore errors of standard error: code that writes an error message ends the command anyway.
+        # Ignore failed writes to standard error: the code that writes there already ends the command with an error.
         sys.stderr = self._replace(self._before[1], "standard error", _ignore, locks)
         return self
 

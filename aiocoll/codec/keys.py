@@ -27,8 +27,8 @@ _UNIQUE = frozenset({str, bytes, bool, type(None)})
 _MODULUS = sys.hash_info.modulus
 #: Maximum number of keys with the same hash, if their values are fast to compare (about 0.1 µs per value).
 _MAX_SAME_HASH = 128
-#: Relative cost of a slow comparison: a number of a `_SLOW` type with a number of another type, or two times with time
-#: zones.
+#: Relative cost of a slow comparison: a number of a `_SLOW` type with a number of another type, or of two `time`
+#: values with time zones.
 _SLOWER = 16
 _SLOW = (Decimal, Fraction, np.generic)
 #: Size in bytes from which a number is slow to convert: an int of about 1700 bits, a Decimal of about 360 digits.

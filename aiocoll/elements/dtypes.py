@@ -299,8 +299,8 @@ def _float8_up(name: str) -> Convert:
 
 def _float8_down(name: str) -> Convert:
     def narrow(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        # Truncate to the upper 16 bits. If any truncated bit was set, set the lowest of the upper 16 bits. A midpoint
-        # between two float8 values has only higher bits, so the result rounds to the same float8 value.
+        # Truncate to the upper 16 bits. If any truncated bit was set, set the lowest of the upper 16 bits. Midpoints
+        # between float8 values never use that bit, so the result rounds to the same float8 value.
         bits = src.view(np.uint32)
         lost = np.bitwise_and(bits, 0xFFFF)
         np.add(lost, 0xFFFF, lost)

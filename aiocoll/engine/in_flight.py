@@ -1,4 +1,4 @@
-"""Operations in flight of one rank in one group, and the ids of ended operations that may recur."""
+"""Operations of one rank that are in flight in one group, and ids of ended operations."""
 
 from __future__ import annotations
 

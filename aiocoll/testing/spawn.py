@@ -125,5 +125,5 @@ async def _in_process(pg: ProcessGroup, where: tuple[str, str], arguments: dict[
 
 
 def _portable(value: Any) -> Any:
-    """Return `value`, but for a unittest test case, whose runner cannot be pickled, return a picklable factory."""
+    """Return `value`; for a unittest test case, a factory that can be pickled, since its runner cannot."""
     return functools.partial(type(value), value._testMethodName) if isinstance(value, unittest.TestCase) else value

@@ -527,7 +527,7 @@ def test_drain_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("has_error", [False, True])
-def test_time_limit_applies_to_output_waits_that_have_already_started(
+def test_time_limit_also_ends_waits_for_output_that_began_earlier(
     has_error: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Limit the waits while one thread waits to write; a thread that writes to the same pipe must continue, too."""

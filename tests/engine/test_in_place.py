@@ -439,7 +439,7 @@ async def test_mismatched_calls_are_reported_within_a_second(name: str, way: str
 
 @pytest.mark.parametrize("given", ["longer", "an address"])
 async def test_mismatched_message_is_not_read_in_place(given: str) -> None:
-    """Check that a longer message is not written, and that the bytes of a small message are not used as an address."""
+    """Check that a too long message is not written, and that the data of a small message is not read as an address."""
 
     async def rank(pg: ProcessGroup) -> None:
         prefer_reading_in_place(pg)

@@ -175,7 +175,7 @@ async def check_failure(pg: ProcessGroup, work: Any, words: str) -> None:
 
 @pytest.mark.parametrize("transport", LINKS)
 async def test_group_ignores_frames_of_ranks_outside_the_group(transport: str) -> None:
-    """Send frames of rank 2 with the id of a group without rank 2: a group of rank 2 may have the same id."""
+    """Let rank 2 send frames with the id of a group without rank 2, since another group may have the same id."""
 
     async def rank(pg: ProcessGroup) -> None:
         await open_links(pg)

@@ -24,7 +24,7 @@ from .hosts import Hosts
 from .test_shrink import Job, check_group, now, wait_for_loss
 
 REASON = "by mistake"
-#: Virtual time in seconds of the first death report, and of the record of the groups that still communicate.
+#: Virtual times in seconds: at START the first death is reported; at END the test records the working groups.
 START, END = 1.0, 30.0
 Ranks = tuple[int, ...]
 

@@ -393,7 +393,7 @@ class FakeCuda:
     # -- checks in every call
 
     def check(self, call: str, address: int, nbytes: int, where: int) -> None:
-        """Raise a `DeviceError` unless the address range is live memory of `where`, a device or `HOST`."""
+        """Raise a `DeviceError` unless the address range is live memory of the device (or `HOST`) `where`."""
         try:
             self.memory.at(address, nbytes, where)
         except BadAddressError as exc:

@@ -180,7 +180,7 @@ class FakeStream:
             return self._items.popleft()
 
     def _is_idle(self) -> bool:
-        """Return whether all entries are done, so that a mark or a wait needs no entry in the queue."""
+        """Return whether all queue entries are done. If so, a mark or a wait takes effect at once."""
         with self._lock:
             return not (self._items or self._is_busy or self._is_closed) and self._steps is None
 

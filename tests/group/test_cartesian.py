@@ -378,7 +378,7 @@ async def test_halo_can_be_estimated(pg: ProcessGroup) -> None:
     assert [call.nbytes for call in estimate.calls] == [40] * 4
 
 
-async def test_halo_works_with_compared_calls_and_in_a_dry_run() -> None:
+async def test_halo_exchange_succeeds_with_debug_detail_and_in_a_dry_run() -> None:
     async def rank(pg: ProcessGroup) -> Any:
         cart = grid_of(pg, [2], True)
         array = np.array([0, pg.rank() + 1, 0])

@@ -314,7 +314,7 @@ def test_stats_attribute_no_waiting_time_to_a_rank_whose_data_came_early() -> No
     run_virtual(2, rank)
 
 
-def test_stats_attribute_no_waiting_time_to_a_rank_whose_data_completes_no_call() -> None:
+def test_stats_blame_a_rank_for_waiting_only_if_its_data_completes_a_call() -> None:
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(2.0 * pg.rank())
         work = pg.allreduce(np.ones(2))

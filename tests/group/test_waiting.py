@@ -30,7 +30,7 @@ async def test_cancelled_drain_does_not_withdraw_a_receive(pg: ProcessGroup) -> 
     await give_up(pg.drain())
     assert pg.pending() == [work]
     assert callbacks_of(work) == []
-    # A receive is withdrawn with its last awaiter, even while `drain` waits for it.
+    # If the last task that awaits a receive gives up, the receive is withdrawn, even while `drain` waits for it.
     draining = asyncio.ensure_future(pg.drain())
     await give_up(work)
     await draining

@@ -44,7 +44,7 @@ async def run_on_all(pgs: Sequence[ProcessGroup], rank: Callable[[ProcessGroup],
 
 @pytest.fixture
 def started_by_python(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that records the id of each call of a block that Python starts."""
+    """Return a list that gets the id of each call in a block if Python, not C, starts the call."""
     started: list[int] = []
     start = Flush.start_single
 

@@ -632,7 +632,7 @@ def test_work_cannot_be_made_without_a_completion() -> None:
             query()
 
 
-async def test_works_can_be_used_after_their_group_is_closed(kind: str) -> None:
+async def test_native_works_can_be_used_after_their_group_is_closed(kind: str) -> None:
     async with group_of_ranks([kind != "completion", True]) as ranks:
         works = [start_allreduce(kind, ranks[0], ones())]
         await finish_calls(ranks)

@@ -184,7 +184,7 @@ def test_pytest_mark_can_expect_deaths_of_ranks(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_error_explains_a_pytest_mark_with_an_impossible_expected_death(
+def test_error_says_why_the_expected_death_of_a_pytest_mark_is_impossible(
     project: Project, pytester: pytest.Pytester
 ) -> None:
     for number, mark in enumerate(WRONG_MARKS):

@@ -16,7 +16,7 @@ from aiocoll.transport.shm.ring import ENTRY, RingWriter
 
 #: Payload sizes in bytes: 0, and sizes near the limits for inline payloads, for one line and for the largest frame.
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 4096, SEGMENT - 64, SEGMENT - 1, SEGMENT)
-#: World sizes for which the data area of a frame ring holds two segments, and only one segment.
+#: Two world sizes: with the first, the data area of a frame ring holds two segments; with the second, only one.
 WORLDS = (2, 64)
 
 

@@ -180,7 +180,7 @@ async def stranger(card: Card) -> AsyncIterator[socket.socket]:
 
 @asynccontextmanager
 async def stuck_dial(one: Rank, other: Rank) -> AsyncIterator[tuple[asyncio.Task[StreamLink | None], socket.socket]]:
-    """Yield the task of a dial that reaches a listener of the test, and the test's end of this connection."""
+    """Yield a task that dials a listener of the test, and the listener's side of the connection."""
     listener, name = address.open_unix(os.urandom)
     with listener:
         card = {**other.card, "unix": name}

@@ -74,8 +74,8 @@ RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
         "allreduce": (
             # Two leaders exchange their tensors in one step, like the two ranks of "exchange".
             TwoLevelRule("leaders", max_hosts=2, max_nbytes=4),
-            # Leaders gather and reduce all tensors, as in "bruck". Above the limit, sending the bytes of a leader takes
-            # longer than starting a message.
+            # Leaders gather and reduce all tensors, as in "bruck". Above `max_volume`, a leader needs more time to
+            # send its bytes than to start a message.
             TwoLevelRule("leaders", max_volume=1),
             # "lanes" takes few steps. But one rank per host receives the pieces of its lane one after the other, and
             # waiting pieces are copied. Above the limit, "lines" is faster: it has more steps, but they overlap.

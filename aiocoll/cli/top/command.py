@@ -206,7 +206,9 @@ def _find(job: str | None) -> tuple[str, str]:
             "has started, set AIOCOLL_TOP_DIR to a folder in their environment, and pass that folder as JOB"
         )
     if job is None:
-        raise _JobNotFoundError(f"several jobs run here; pass the number of one of them as JOB:{_list_jobs(running)}")
+        raise _JobNotFoundError(
+            f"several jobs run here; pass the number of one job as the argument JOB. The jobs are:{_list_jobs(running)}"
+        )
     if found:
         lines = "".join(f"\n  {each.folder}  {each.command}" for each in found)
         raise _JobNotFoundError(

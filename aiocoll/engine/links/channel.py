@@ -292,7 +292,7 @@ class Channel:
             self._announce(link)
 
     def _announce(self, link: Link) -> None:
-        """Announce messages that may not be sent yet to the peer, as long as the peer's window has room."""
+        """Notify the peer of messages that wait for permission, as long as its window has room for notices."""
         while self._unannounced and self._unasked + LEAST <= LINK_WINDOW + ASK_WINDOW:
             message = self._unannounced.popleft()
             operation = message.operation

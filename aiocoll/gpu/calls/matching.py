@@ -71,7 +71,7 @@ class BatchMatching:
         self._units: dict[tuple[int, int], _Unit] = {}
 
     def matched(self, match: Match, batches: Sequence[MessageBatch]) -> None:
-        """Record a matched message with the batches of its sender and receiver; a batch of size 1 is no batch."""
+        """Record a matched message with its batch on each side. A message alone in its batch counts as unbatched."""
         unit = self._joined([batch for batch in batches if batch.size > 1])
         unit.matches.append(match)
         if unit.timer is None and unit.left:

@@ -260,7 +260,7 @@ class Slots:
             self._close(first, self._last)
 
     def _stage(self, slot: _Slot) -> None:
-        """Stage a call that has waited too long for its slot's logical time."""
+        """Send a call through host memory, because its slot's logical time has not come soon enough."""
         self._row.remove(slot)
         self._close(slot, 0)
 

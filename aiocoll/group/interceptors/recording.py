@@ -117,7 +117,7 @@ class Recording:
         return list(dict.fromkeys(each))
 
     def note_awaits(self) -> None:
-        """Record that the block awaits all completions. Works that the accelerator recorded do not need this."""
+        """Record that the coalescing block awaits all its completions. Works of the accelerator need no such record."""
         members = [member for member in self.members if type(member) is not Work]
         for completion in (*members, *(whole for whole, _ in self.lists), *(loose for loose, _ in self.loose)):
             completion.note_await()

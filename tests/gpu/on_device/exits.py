@@ -27,7 +27,7 @@ from .worlds import SIMULATED, World, world
 LIMIT = (5.0, 0.3)
 #: Context managers that must not close before the process ends, because they would wait for the aborting thread.
 _left: list[object] = []
-#: The duration of an abort in seconds, longer than the rest of the process.
+#: Seconds that an abort takes: longer than everything else until the process exits.
 SLOW = 1.0
 
 
