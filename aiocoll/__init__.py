@@ -126,14 +126,22 @@ _MODULES: dict[str, str | None] = {
     "TCPStore": "aiocoll.store",
     "Ticket": "aiocoll.rendezvous.tickets",
     "Work": "aiocoll.work",
+    "backends": None,
     "current_process_group": "aiocoll.group.current",
+    "distributed": None,
     "elastic": "aiocoll.elastic_groups",
     "hooks": None,
+    "launcher": None,
     "loops": None,
+    "metrics": None,
     "new_group": "aiocoll.rendezvous.new_group",
+    "options": None,
     "plugins": None,
     "process_group": "aiocoll.group.current",
     "register_backend": "aiocoll.backends",
+    "store": None,
+    "testing": None,
+    "typing": None,
 }
 
 
@@ -142,7 +150,6 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with loading(f"`aiocoll.{name}`"):
-        registry.load_shipped()  # `Backend.backend_list` has the backends of this package, too
         module = _MODULES[name]
         found = import_module(f"aiocoll.{name}") if module is None else getattr(import_module(module), name)
     globals()[name] = found

@@ -72,7 +72,6 @@ class Backend(str):
         """Check that the backend exists, and return its name in lower case."""
         if not isinstance(name, str):
             raise TypeError(f"backend must be a str, not {type(name).__name__}")
-        load_shipped()
         lower = name.lower()
         if lower != cls.UNDEFINED and lower not in cls.backend_list:
             hint = ", or leave out backend=: only torch has this backend" if lower in _OTHERS else ", or register it"
@@ -98,7 +97,6 @@ class Backend(str):
         """
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {type(name).__name__}")
-        load_shipped()
         lower = name.lower()
         own = lower in cls.backend_list and lower not in _factories
         if own or lower == cls.UNDEFINED or not lower.replace("-", "_").isidentifier():
@@ -242,3 +240,6 @@ def sole_backend(devices: Mapping[str, str]) -> str:
             f"{together} can be combined); make one group for each backend"
         )
     return str(names[0])
+
+
+load_shipped()  # `Backend.backend_list` then has the backends of this package, too

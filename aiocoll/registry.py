@@ -23,8 +23,10 @@ shipped: str | None = None
 
 def load_shipped() -> None:
     """Register the implementations of this package, unless they are registered."""
-    if shipped is not None:
-        import_module(shipped)
+    name = shipped  # another thread may set it to None meanwhile
+    if name is not None:
+        with loading("registries"):
+            import_module(name)
 
 
 class Registry(Generic[T]):

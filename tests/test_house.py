@@ -21,6 +21,7 @@ import pytest
 import aiocoll
 import aiocoll.distributed
 
+from . import public_names
 from .layers import HOUSES, LAYERS
 
 ROOT = Path(__file__).parents[1]
@@ -683,7 +684,8 @@ print(*(name for name in sys.modules if name.startswith("aiocoll.")))
     [
         ("aiocoll", "aiocoll.Backend.backend_list"),
         ("aiocoll.distributed", "aiocoll.distributed.Backend.backend_list"),
-        ("aiocoll.backends", "[aiocoll.backends.BackendConfig('nccl').device_backend_map['cuda']]"),
+        ("aiocoll.backends", "aiocoll.backends.Backend.backend_list"),
+        ("aiocoll.backends", "aiocoll.backends.Backend.default_device_backend_map['cuda']"),
         ("aiocoll.group.dispatch.devices", "{'cuda': 'nccl'}[aiocoll.group.dispatch.devices.devices.names()[0]]"),
         ("aiocoll.elements.adapters", "'nccl' * ('cupy' in aiocoll.elements.adapters.adapters)"),
         ("aiocoll.elements.adapters", "'nccl' * len(aiocoll.elements.adapters.adapters.attributes)"),
@@ -694,6 +696,11 @@ def test_implementations_of_the_package_are_registered_whichever_module_is_impor
     module: str, code: str
 ) -> None:
     assert run(f"import {module}; print('nccl' in {code})") == "True"
+
+
+@pytest.mark.parametrize("name", [name for name in public_names.MODULES if name.count(".") == 1])
+def test_public_module_is_an_attribute_after_the_import(name: str) -> None:
+    assert run(f"import aiocoll; print({name}.__name__)") == name
 
 
 def test_public_names_loaded_on_first_use_behave_like_other_public_names() -> None:
@@ -717,13 +724,13 @@ except AttributeError as error:
     assert {"BlockingGroup", "ProcessGroup", "RedisStore", "elastic", "hooks", "new_group"} <= {*later}
 
 
-def test_import_of_aiocoll_loads_no_heavy_package_and_starts_no_thread() -> None:
+def test_use_of_new_group_loads_no_heavy_package_and_starts_no_thread() -> None:
     code = f"""
-import sys, threading, numpy, pathlib
+import sys, threading, numpy, pathlib, asyncio
 fds = pathlib.Path("/proc/self/fd")
 def count(): return len(list(fds.iterdir())) if fds.exists() else 0
 before = count()
-import aiocoll
+import aiocoll; aiocoll.new_group
 assert count() == before, "a file was opened"
 assert threading.active_count() == 1, threading.enumerate()
 print(*(name for name in {HEAVY} if name in sys.modules))
@@ -731,17 +738,17 @@ print(*(name for name in {HEAVY} if name in sys.modules))
     assert run(code) == ""
 
 
-def test_import_of_aiocoll_defers_rarely_needed_modules() -> None:
+def test_use_of_new_group_loads_no_rarely_needed_modules() -> None:
     code = f"""
 import sys, asyncio, numpy
 before = set(sys.modules)
-import aiocoll
+import aiocoll; aiocoll.new_group
 print(*(name for name in {LATER} if name in sys.modules and name not in before))
 """
     assert run(code) == ""
 
 
-def test_module_can_be_imported_alone() -> None:
+def test_all_modules_can_be_imported_without_extras() -> None:
     left = ("aiocoll", "__main__", "gpu.cupy_api", "torch")  # these need CuPy and torch; integrations need Ray or Dask
     names = [name for name in MODULES if name not in left and folder(name) not in ("testing", "integrations")]
     code = "\n".join(["import importlib", *(f"importlib.import_module('aiocoll.{name}')" for name in names)])

@@ -20,10 +20,13 @@ __all__ = ["Divergence", "Finding", "Lateness", "diagnose", "divergence", "laten
 
 #: Maximum number of pending operations, and of failed operations, that a report lists.
 NAMED = 8
-#: Minimum average delay in seconds at which the verdict names a rank as late, if it is last in half of the collectives.
+#: Minimum average delay in seconds at which the verdict names a rank as late.
 LATE = 1e-3
 #: Minimum delay in seconds of one rank at a single collective at which the verdict names this collective.
 LATE_ONCE = 1.0
+#: Minimum ratio of the time for which the others waited only for one rank to the same time of any other rank, at which
+#: the verdict names that rank as late. Among equal ranks, some rank is always the last one on average.
+DISTINCT = 3.0
 #: Pattern of an operation with its arguments, as in "RECV(shape=[], dtype=object)".
 _ARGUMENTS = re.compile(r"\b([A-Z][A-Z_]+)\([^()]*\)")
 
@@ -71,12 +74,14 @@ class Lateness:
         seconds: its delay after the first rank, on average.
         last: number of collectives that it entered last.
         calls: number of collectives that all ranks with a dump entered.
+        is_distinct: whether the others waited for it alone much longer than for any other rank.
     """
 
     rank: int
     seconds: float
     last: int
     calls: int
+    is_distinct: bool
 
 
 def divergence(group: GroupDumps) -> Divergence | None:
@@ -139,7 +144,12 @@ def lateness(group: GroupDumps) -> Lateness | None:
     average = {rank: fmean(call.entered[rank] - call.first for call in shared) for rank in group.ranks}
     rank = max(average, key=lambda each: average[each])
     last = sum(call.entered[rank] == max(call.entered.values()) for call in shared)
-    return Lateness(rank, average[rank], last, len(shared))
+    delays = dict.fromkeys(group.ranks, 0.0)
+    for call in shared:
+        (before, _), (latest, each) = sorted((time, each) for each, time in call.entered.items())[-2:]
+        delays[each] += latest - before
+    others = max(delay for each, delay in delays.items() if each != rank)
+    return Lateness(rank, average[rank], last, len(shared), delays[rank] >= DISTINCT * others)
 
 
 def _shared_calls(group: GroupDumps) -> list[MergedCall]:
@@ -175,11 +185,11 @@ def diagnose(group: GroupDumps, found: Divergence | None, late: Lateness | None)
     delayed = _diagnose_delay(group)
     if delayed is not None:
         return delayed
-    if late is None or late.seconds < LATE or late.last < late.calls / 2:  # some rank is the last one by chance
+    if late is None or late.seconds < LATE or not late.is_distinct:
         return Finding("no failure: no collective diverged")
     return Finding(
-        f"no failure; rank {late.rank} arrived last in {late.last} of {late.calls} collectives, "
-        f"{format_duration(late.seconds)} after the first on average"
+        f"rank {late.rank} arrived last in {late.last} of {late.calls} collectives, "
+        f"{format_duration(late.seconds)} after the first on average; no failure"
     )
 
 
@@ -219,12 +229,11 @@ def _diagnose_delay(group: GroupDumps) -> Finding | None:
 
 def _blocking_line(group: GroupDumps, rank: int, begin: float, end: float) -> str:
     """Return the line that blocked the rank's loop for half of the time from `begin` to `end`; "" if none did."""
-    block = group.dumps[rank].get("longest_block")
-    if not block:
-        return ""
-    began = block["began"] + group.shifts[rank]
-    overlap = min(end, began + block["seconds"]) - max(begin, began)
-    return _without_folder(block["line"]) if overlap >= (end - begin) / 2 else ""
+    for block in group.dumps[rank].get("longest_blocks") or ():
+        began = block["began"] + group.shifts[rank]
+        if min(end, began + block["seconds"]) - max(begin, began) >= (end - begin) / 2:
+            return _without_folder(block["line"])
+    return ""
 
 
 def _diagnose_mismatch(call: MergedCall) -> Finding:
@@ -260,7 +269,9 @@ def _diagnose_cause(group: GroupDumps, cause: dict[str, Any], call: MergedCall |
 
 
 def _diagnose_absence(group: GroupDumps, ranks: tuple[int, ...], call: MergedCall) -> Finding:
-    label = _position(group, ranks[0])
+    rank = ranks[0]
+    line = _blocking_line(group, rank, call.first, group.dumped(rank)) if rank in group.dumps else ""
+    label = f"blocked at {line}" if line else _position(group, rank)
     if label.startswith("blocked"):
         return Finding(f"{_ranks(ranks)} was {label}{_waited(group, call, with_call=True)}", ranks, label, call)
     return Finding(
@@ -345,7 +356,7 @@ def _line(entry: Entry) -> str:
 
 def _without_folder(place: str) -> str:
     """Return the file, line and function of a place that blocked a loop, without the file's folder and its callers."""
-    return os.path.basename(place.split(", ")[0])
+    return os.path.basename(place.split(", called from ")[0])
 
 
 # -- words

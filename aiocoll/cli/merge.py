@@ -42,7 +42,7 @@ _DUMP: dict[str, Check] = {
 #: Checks of optional dump fields: dumps of aiocoll 0.1 lack them.
 _LATER: dict[str, Check] = {
     "blocked": none_or(list_of(any_value, 2)),
-    "longest_block": none_or(fields(began=seconds, seconds=seconds, line=_TEXT)),
+    "longest_blocks": none_or(list_of(fields(began=seconds, seconds=seconds, line=_TEXT), 64)),
 }
 _ENTRY: dict[str, Check] = {
     **NAMED, "kind": one_of("collective", "message"), "shape": list_of(_NUMBER), "entered": seconds,

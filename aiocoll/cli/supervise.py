@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from math import inf
@@ -56,10 +56,12 @@ _Events = queue.SimpleQueue[_Event]
 
 
 class _Outcome(NamedTuple):
+    """The outcome of an attempt: the exit code, the final messages, the verdict, and lines with the cause first."""
+
     code: int
     lines: list[str]
     verdict: Verdict
-    summary: Sequence[str] = ()
+    summary: tuple[str, ...] = ()
 
 
 def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFTER, *, verbose: bool = False) -> int:
@@ -95,11 +97,15 @@ def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFT
     if not ending.lines and ending.verdict.why:
         write_stderr([f"aiocoll run: {ending.verdict.why}"])
     if program.record_end is not None:
-        messages = [line.removeprefix("aiocoll run: ") for line in ending.lines if line.startswith("aiocoll run: ")]
-        program.record_end(JobOutcome(ending.code, tuple(ending.summary or messages)))
+        program.record_end(JobOutcome(ending.code, ending.summary or tuple(filter(None, [ending.verdict.why]))))
     if readers_gone and ending.code == 0:  # the last output of the ranks found no reader
         return 128 + signal.SIGPIPE
     return ending.code
+
+
+def _messages(lines: Iterable[str]) -> tuple[str, ...]:
+    """Return the messages among the launcher's lines, without tracebacks."""
+    return tuple(line.removeprefix("aiocoll run: ") for line in lines if line.startswith("aiocoll run: "))
 
 
 def _await_start(events: _Events) -> _Outcome:
@@ -164,7 +170,7 @@ class _Attempt:
         self._reported_state: HostState | None = None
 
     def run(self) -> _Outcome:
-        """Start all ranks and wait for their end; return the exit code, the final messages, and the verdict."""
+        """Start all ranks, wait for their end, and return the outcome."""
         try:
             for rank in self._program.ranks:
                 self._start(RankStart(rank, self._number, joins=False))
@@ -248,19 +254,20 @@ class _Attempt:
 
     def _make_outcome(self) -> _Outcome:
         to_blame, verdict, number = self._find_culprit(), self._verdict or Verdict(None), self._shutdown.signal
-        summary: list[str] = []
+        summary: Iterable[str] = ()
         if to_blame is None:
             code, lines = int(bool(verdict.why)), []
         elif number is not None:
-            stopped = f"aiocoll run: stopped by {number.name}"
+            stopped = f"stopped by {number.name}"
             lines = list(format_interruption(self._outcomes, self._shutdown.began, self._verbose))
-            return _Outcome(128 + number, [*lines, stopped], Verdict(None))
+            summary = (stopped, *_messages(lines))
+            return _Outcome(128 + number, [*lines, f"aiocoll run: {stopped}"], Verdict(None), summary)
         else:
             elsewhere = self._failing_elsewhere and to_blame.time > self._stopped
             code = 1 if elsewhere else to_blame.status or 1
             lines = list(final_lines(self._outcomes, None if elsewhere else to_blame, self._stuck, self._verbose))
-            if not elsewhere:
-                summary = list(summarize_ends(self._outcomes, to_blame, self._stuck))
+            summary = _messages(lines) if elsewhere else summarize_ends(self._outcomes, to_blame, self._stuck)
+        summary = (*filter(None, [verdict.why]), *summary)
         if verdict.restarts is not None:
             why = f"{verdict.why}; " if verdict.why else ""
             restart = f"restart {verdict.restarts} of {self._restarts.allowed}"

@@ -8,7 +8,6 @@ names the method of `ProcessGroup` that documents its shapes, costs, errors and 
 
 from typing import TYPE_CHECKING, NoReturn
 
-from aiocoll import shipped  # noqa: F401 - adds the backends of this package to `Backend.backend_list`
 from aiocoll.backends import Backend, BackendConfig
 from aiocoll.distributed.blocks import coalescing_manager, time_estimator
 from aiocoll.distributed.calls import (

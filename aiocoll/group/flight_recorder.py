@@ -71,7 +71,6 @@ class FlightRecorder:
         runtime = endpoint.runtime
         now, wall = comm.stamp(), runtime.wall()
         closed = endpoint.groups.get(comm.id) is not comm
-        block = endpoint.failure_detector.longest_block()
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -86,9 +85,10 @@ class FlightRecorder:
             "state": "revoked" if comm.cause is not None else "closed" if closed else "open",
             "cause": None if comm.cause is None else cause_of(comm.cause),
             "blocked": endpoint.failure_detector.blocked(),
-            "longest_block": None
-            if block is None
-            else {"began": now - block[0], "seconds": block[1], "line": block[2]},
+            "longest_blocks": [
+                {"began": now - ago, "seconds": seconds, "line": line}
+                for ago, seconds, line in endpoint.failure_detector.longest_blocks()
+            ],
             "entered": comm.entered,
             "keys": comm.counts(KEYS),
             "entries": _entries(comm, comm.journal.snapshot()),

@@ -11,6 +11,7 @@ import pytest
 from aiocoll.cli.program import Program, RankStart
 from aiocoll.cli.restarts import HostState, News, OtherHosts, Phase, RestartGrant, Verdict
 from aiocoll.cli.supervise import supervise
+from aiocoll.cli.top.jobs import JobOutcome
 
 #: A rank that dies as soon as it is in a group. The newcomer in its place exits with 0.
 LOST = """
@@ -71,3 +72,32 @@ def test_lost_ranks_are_replaced_only_if_other_ranks_may_still_be_in_the_group(
     code = supervise(Program((str(script),), range(1), environment, b"k" * 32), restarts)
     assert (code == 0, sorted(restarts.taken)) == (bool(replaced), replaced)
     assert capfd.readouterr().err.count("a newcomer is started in its place") == len(replaced)
+
+
+class EndedElsewhere(TwoHosts):
+    """Restarts of a job that another host's rank ends."""
+
+    allowed = 0
+
+    def report(self, state: HostState) -> None:
+        if state.over:
+            self._notify(Verdict(None, "host 1: rank 2 was killed by SIGKILL"))
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("raise SystemExit(3)", ("host 1: rank 2 was killed by SIGKILL", "rank 0 exited with code 3")),
+        ("pass", ("host 1: rank 2 was killed by SIGKILL",)),
+    ],
+    ids=["failed", "finished"],
+)
+def test_recorded_outcome_of_a_job_begins_with_the_cause(
+    script: str, expected: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    recorded: list[JobOutcome] = []
+    program = Program((str(path),), range(1), lambda _: os.environ, b"k" * 32, record_end=recorded.append)
+    supervise(program, EndedElsewhere(HostState(0, Phase.RUNS)))
+    assert [end.lines for end in recorded] == [expected]

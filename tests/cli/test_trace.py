@@ -137,8 +137,8 @@ def test_trace_of_a_healthy_group_names_the_rank_that_is_last_on_average(
     [
         ((0, 0, 2, 0), "rank 2 entered BARRIER 3 2 s after ranks 0, 1; no failure"),
         ((0.1, 0.1, 1.5, 0.1), "rank 2 entered BARRIER 3 1.5 s after ranks 0, 1; no failure"),
-        ((2, 2, 2, 2), "no failure; rank 2 arrived last in 4 of 4 collectives, 2 s after the first on average"),
-        ((0, 0.9, 0, 0), "no failure; rank 2 arrived last in 4 of 4 collectives, 225 ms after the first on average"),
+        ((2, 2, 2, 2), "rank 2 arrived last in 4 of 4 collectives, 2 s after the first on average; no failure"),
+        ((0, 0.9, 0, 0), "rank 2 arrived last in 4 of 4 collectives, 225 ms after the first on average; no failure"),
     ],
 )
 def test_verdict_names_the_collective_that_one_rank_entered_late(
@@ -154,17 +154,34 @@ def test_verdict_names_the_collective_that_one_rank_entered_late(
     assert f"\n  verdict: {expected}\n" in output
 
 
-def test_verdict_names_no_rank_if_the_ranks_are_last_in_turn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("world_size", "delays", "expected"),
+    [
+        (3, {0: (0.3, 0, 0), 1: (0, 0.3, 0), 2: (0, 0, 0.3)}, "no failure: no collective diverged"),
+        (2, {0: (0.3, 0, 0.2), 1: (0, 0.3, 0)}, "no failure: no collective diverged"),
+        (
+            4,
+            {0: (0, 0, 0, 0.9), 1: (0.01, 0, 0, 0), 2: (0, 0.01, 0, 0), 3: (0, 0, 0.01, 0)},
+            "rank 0 arrived last in 3 of 12 collectives, 225 ms after the first on average; no failure",
+        ),
+    ],
+    ids=["three in turn", "two in turn", "rarely late"],
+)
+def test_verdict_names_a_rank_only_if_the_others_wait_for_it_much_longer_than_for_any_other(
+    world_size: int,
+    delays: dict[int, tuple[float, ...]],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        for step in range(6):
-            await asyncio.sleep(0.3 * (pg.rank() == step % 3))
+        for delay in delays[pg.rank()] * 3:
+            await asyncio.sleep(delay)
             await pg.barrier()
 
-    code, output = trace(capsys, *record(3, rank, tmp_path))
+    code, output = trace(capsys, *record(world_size, rank, tmp_path))
     assert code == 0
-    assert "\n  verdict: no failure: no collective diverged\n" in output
+    assert f"\n  verdict: {expected}\n" in output
 
 
 @pytest.mark.parametrize(
@@ -184,15 +201,36 @@ def test_verdict_on_a_late_rank_names_the_line_that_blocked_it_meanwhile(
     block = {
         "began": began,
         "seconds": seconds,
-        "line": "/srv/train.py:15 in load, called from /srv/train.py:30 in main",
+        "line": "/srv/my, folder/train.py:15 in load, called from /srv/train.py:30 in main",
     }
+    early = {"began": 0.0, "seconds": 0.9, "line": "/srv/train.py:3 in load_model"}
     for rank, entered in enumerate((1.0, 5.0)):
         call = recorded_call(state="finished", error=None, entered=entered, finished=6.0)
-        dump = valid_dump(rank=rank, clock=clock, entered=1, entries=[call], longest_block=block if rank else None)
+        dump = valid_dump(
+            rank=rank, clock=clock, entered=1, entries=[call], longest_blocks=[early, block] if rank else []
+        )
         (tmp_path / str(rank)).write_text(json.dumps(dump))
     code, output = trace(capsys, tmp_path / "0", tmp_path / "1")
     assert code == 0
     assert f"\n  verdict: {expected}; no failure\n" in output
+
+
+def test_verdict_on_a_missing_rank_names_the_line_that_blocked_it_until_its_dump(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Let rank 0 enter the barrier at 1 s and fail at 6 s, while a line blocks rank 1 from 1 s to 6 s."""
+    clock = {"host": "h", "monotonic": 6.5, "wall": 6.5}
+    waits = recorded_call(entered=1.0, finished=6.0)
+    block = {"began": 1.0, "seconds": 5.0, "line": "/srv/train.py:15 in load"}
+    cause = {"kind": "CollectiveTimeoutError", "text": "BARRIER timed out", "ranks": [1]}
+    dumps = [
+        valid_dump(clock=clock, state="revoked", cause=cause, entered=1, entries=[waits]),
+        valid_dump(rank=1, clock=clock, state="revoked", cause=cause, longest_blocks=[block]),
+    ]
+    for rank, dump in enumerate(dumps):
+        (tmp_path / str(rank)).write_text(json.dumps(dump))
+    _, output = trace(capsys, tmp_path / "0", tmp_path / "1")
+    assert "\n  verdict: rank 1 was blocked at train.py:15 in load; rank 0 waited 5 s in BARRIER 1\n" in output
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
@@ -425,8 +463,11 @@ def valid_dump(**changes: Any) -> dict[str, Any]:
         (valid_dump(rank=True), "is damaged: rank: True is not a number"),
         (valid_dump(clock={}), "is damaged: clock: host is missing"),
         (valid_dump(entries=[1]), "is damaged: entries: each entry must be a map"),
-        (valid_dump(longest_block={"began": 1.0, "seconds": 1.0}), "is damaged: longest_block: line is missing"),
-        (valid_dump(longest_block={"began": 1.0, "seconds": "x", "line": ""}), "is damaged: longest_block: seconds: "),
+        (valid_dump(longest_blocks=[{"began": 1.0, "seconds": 1.0}]), "is damaged: longest_blocks: line is missing"),
+        (
+            valid_dump(longest_blocks=[{"began": 1, "seconds": "x", "line": ""}]),
+            "is damaged: longest_blocks: seconds: ",
+        ),
         (valid_dump(entries=[{"kind": "collective"}]), "is damaged: rank is missing"),
         ({key: value for key, value in valid_dump().items() if key != "cause"}, "is damaged: cause is missing"),
     ],

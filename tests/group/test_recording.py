@@ -117,15 +117,17 @@ async def test_written_dump_file_equals_the_returned_dump(tmp_path: Path) -> Non
     assert file_names(tmp_path) == ["a.json"]
 
 
-@pytest.mark.parametrize("block", [None, (2.5, 1.5, "here.py:7 in slow")])
-async def test_dump_has_the_longest_time_for_which_the_loop_was_blocked(
-    block: tuple[float, float, str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_dump_has_the_longest_times_for_which_the_loop_was_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     async with await single_rank_group() as pg:
-        monkeypatch.setattr(comm_of(pg).endpoint.failure_detector, "longest_block", lambda: block)
+        assert pg.recorder.dump()["longest_blocks"] == []
+        blocks = [(2.5, 1.5, "here.py:7 in slow"), (9.0, 4.0, "here.py:8 in slower")]
+        monkeypatch.setattr(comm_of(pg).endpoint.failure_detector, "longest_blocks", lambda: blocks)
         dump = pg.recorder.dump()
-    began = dump["clock"]["monotonic"] - 2.5
-    assert dump["longest_block"] == (block and {"began": began, "seconds": 1.5, "line": "here.py:7 in slow"})
+    now = dump["clock"]["monotonic"]
+    assert dump["longest_blocks"] == [
+        {"began": now - 2.5, "seconds": 1.5, "line": "here.py:7 in slow"},
+        {"began": now - 9.0, "seconds": 4.0, "line": "here.py:8 in slower"},
+    ]
 
 
 # -- traces

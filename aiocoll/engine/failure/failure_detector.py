@@ -172,13 +172,13 @@ class FailureDetector:
         watchdog = self._watchdog
         return None if watchdog is None else watchdog.blocked()
 
-    def longest_block(self) -> tuple[float, float, str] | None:
-        """Return how many seconds ago this rank's longest blocked time began, its duration in seconds, and the line.
+    def longest_blocks(self) -> list[tuple[float, float, str]]:
+        """Return how many seconds ago each of the longest blocked times began, its duration in seconds, and the line.
 
-        None if the loop has not been blocked, or is blocked for the first time. Any thread may call this.
+        Any thread may call this.
         """
         watchdog = self._watchdog
-        return None if watchdog is None else watchdog.longest_block()
+        return [] if watchdog is None else watchdog.longest_blocks()
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
         """Open a link to `rank`, unless `rank` is opening one. Retry while the process of `rank` lives."""

@@ -46,6 +46,8 @@ UNREACHABLE_AFTER = 5.0
 STOPPED_AFTER = 4.5
 #: Seconds after which a warning is logged that the loop has not responded, or that this thread could not run.
 BLOCKED_AFTER = 1.0
+#: Number of the longest blocked times that are kept for dumps.
+BLOCKS = 4
 #: Seconds for which processes are checked after a request of the event loop. While operations wait, the loop sends such
 #: a request once a second.
 ATTENTION = 2.5
@@ -141,7 +143,7 @@ class Watchdog:
         self._asked_at = 0.0
         self._blocked = False
         self._block_place = ""
-        self._longest_block: tuple[float, float, str] | None = None
+        self._longest_blocks: tuple[tuple[float, float, str], ...] = ()
         self._is_block_logged = False
         self._repeats = RepeatLimiter()
         self._round_at = clock()
@@ -207,16 +209,23 @@ class Watchdog:
             frame = skip_package(frame)
         return self._clock() - self._asked_at, place(frame)
 
-    def longest_block(self) -> tuple[float, float, str] | None:
-        """Return the longest time that the loop was blocked, if it has run since then.
+    def longest_blocks(self) -> list[tuple[float, float, str]]:
+        """Return the longest times that the loop was blocked and has run again since, at most `BLOCKS`.
 
         Any thread may call this.
 
         Returns:
-            How many seconds ago it began, its duration in seconds, and the source line; None without such a time.
+            For each time: how many seconds ago it began, its duration in seconds, and the source line.
         """
-        longest = self._longest_block
-        return None if longest is None else (self._clock() - longest[0], *longest[1:])
+        now = self._clock()
+        # The watchdog thread may not have recorded yet that the loop runs again.
+        blocks = self._with_block(now) if self._blocked and self._has_sign else self._longest_blocks
+        return [(now - began, seconds, where) for began, seconds, where in blocks]
+
+    def _with_block(self, now: float) -> tuple[tuple[float, float, str], ...]:
+        """Return the longest blocked times, with the one that has just ended."""
+        ended = (self._asked_at, now - self._asked_at, self._block_place)
+        return tuple(sorted((*self._longest_blocks, ended), key=lambda block: block[1])[-BLOCKS:])
 
     # -- in the watchdog thread
 
@@ -293,11 +302,11 @@ class Watchdog:
     def _check_loop(self, now: float, counted: float) -> None:
         """Request a response from the loop, and log once if there is none."""
         if self._has_sign or not self._loop.is_running():
+            if self._blocked:
+                self._longest_blocks = self._with_block(now)
             blocked, asked_at, self._blocked = self._blocked, self._asked_at, False
             self._has_sign, self._silent_seconds, self._asked_at = False, 0.0, now
             self._call_in_loop(self._on_sign_of_life)
-            if blocked and (self._longest_block is None or now - asked_at > self._longest_block[1]):
-                self._longest_block = asked_at, now - asked_at, self._block_place
             if blocked and self._is_block_logged:
                 self._log(logging.INFO, "rank %d: the event loop runs again, after %.1f s", self._rank, now - asked_at)
             return

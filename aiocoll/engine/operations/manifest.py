@@ -85,8 +85,8 @@ def iter_differing_members(
                 yield each, first, second
     if mine["size"] != yours["size"]:
         ends = (
-            (_find_run(listed, common) or unknown) if side["size"] > common else None
-            for listed, side in ((left, mine), (right, yours))
+            (_find_run(found, common) or unknown) if side["size"] > common else None
+            for found, side in ((left, mine), (right, yours))
         )
         yield common, *ends
     elif mine["listed"] == yours["listed"] and mine["rest"] != yours["rest"]:

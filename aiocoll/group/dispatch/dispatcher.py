@@ -415,8 +415,9 @@ class Dispatcher:
         last = arrays[-1]  # the last array is never None, and all arrays are on one kind of device
         if last.kind != calls.kind:
             raise ValueError(
-                f"group {self.comm.name!r} works on {devices.get(calls.kind).label} devices, as its first device "
-                f"arrays, but the arrays of this call are on {last.label} devices: make a group for each kind of device"
+                f"group {self.comm.name!r} works on {devices.get(calls.kind).label} devices, where its first device "
+                f"arrays were, but the arrays of this call are on {last.label} devices: make a group for each kind "
+                "of device"
             )
         return calls.check(arrays)
 

@@ -108,7 +108,10 @@ def test_group_refuses_arrays_of_a_second_kind_of_device() -> None:
         with pytest.raises(TypeError, match=r"on Pebble device 0, .* on Abacus device 0: all arrays of a call"):
             pg.allgather([pebbles], beads)
         await pg.allreduce(beads)
-        with pytest.raises(ValueError, match=r"works on Abacus devices, .*; these are on Pebble devices: make a group"):
+        with pytest.raises(
+            ValueError,
+            match=r"works on Abacus devices, .*, but the arrays of this call are on Pebble devices: make a group",
+        ):
             pg.allreduce(pebbles)
         with pytest.raises(TypeError, match=r"Abacus array, and dst=\d is this rank"):
             pg.send(beads, pg.rank())
