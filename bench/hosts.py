@@ -39,7 +39,7 @@ KIB, MIB = 1 << 10, 1 << 20
 PAYLOAD = 1448 / 1538
 #: Address of the store of aiocoll or Gloo. The port is free, because each table row has a new network.
 METHOD = "tcp://10.77.0.1:29500"
-#: Effort per case, long enough that TCP adapts its windows early. iperf3 skips its first two seconds for this reason.
+#: Effort per case. It lasts long enough that TCP adapts its windows in a small part of it; iperf3 skips two seconds.
 EFFORT = Effort(3.0, 3, 100)
 #: Seconds for one launch: more than the slowest system takes over the slowest link.
 LIMIT = 240

@@ -326,7 +326,7 @@ async def test_ported_example_of_the_porting_page_runs() -> None:
     await run_ranks(4, body)
 
 
-async def test_porting_page_program_with_a_thread_and_an_exit_stack_runs(
+async def test_program_of_the_porting_page_with_a_thread_and_an_exit_stack_runs(
     monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0"}.items():

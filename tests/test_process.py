@@ -208,7 +208,7 @@ def test_end_of_a_process_is_detected_without_pidfd_send_signal(monkeypatch: pyt
 
 
 def test_another_file_with_the_number_of_a_pidfd_does_not_prove_the_end_of_a_process() -> None:
-    """Replace the pidfd by another file with the same descriptor number, as a program that closes all files does."""
+    """Open another file with the descriptor number of the pidfd, as after a program has closed all files."""
     with child_process() as (_, identity):
         pidfd = open_pidfd(identity)
         assert pidfd is not None

@@ -149,7 +149,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             Rule("linear", max_world=2),
             # "linear" takes one step. Above the limits, the root's sends take longer than a second step.
             Rule("linear", max_fan=0.5, max_volume=4),
-            # "knomial" takes two or three levels, a chain p-1 wake-ups. Above the limit, the root's repeated sends take
+            # "knomial" needs two or three wake-ups, "chain" p-1. Above `max_stages`, the root's repeated sends take
             # longer than the saved wake-ups.
             Rule("knomial", max_stages=0.2),
             Rule("chain"),

@@ -20,7 +20,7 @@ _BEGINNING = b"Traceback (most recent call last):"
 _QUIET = 0.2
 #: Limits in seconds and bytes for holding back a traceback, so that a rank that continues to write is not blocked.
 _LONGEST, _LARGEST = 1.0, 1 << 20
-#: Seconds without data after which a pipe counts as drained, and maximum bytes left in a pipe after its last write.
+#: Seconds without data after which a pipe counts as drained. The most bytes that a pipe can hold after its last write.
 _EMPTY, _HELD = 0.1, (1 << 20) + _CHUNK
 
 

@@ -211,7 +211,7 @@ class _Decoder:
         """Add one decoded piece to its long container. Adding all pieces at the end could block the event loop."""
         whole = self._open[-1] if self._open else None
         if whole is None or whole.built is None:
-            raise SerializationError("not a valid object: a piece outside a long container")
+            raise SerializationError("not a valid object: found a piece of a long container outside of one")
         if type(whole.built) is list:
             whole.built.extend(items)
         elif type(whole.built) is set:

@@ -329,6 +329,6 @@ def _accepted_kinds() -> str:
 
 
 def _device_labels() -> list[str]:
-    """Return the labels of the devices whose memory calls accept by DLPack, for error messages."""
+    """Return the labels of the devices whose arrays a call accepts through DLPack, for error messages."""
     found = [adapters.get(name) for name in adapters.names() if name.startswith("dlpack:")]
     return [adapter.label for adapter in found if adapter.label]

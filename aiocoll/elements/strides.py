@@ -10,7 +10,7 @@ __all__ = ["check_disjoint"]
 
 
 def check_disjoint(strides: Sequence[int], shape: Sequence[int], itemsize: int, name: str, instead: str) -> None:
-    """Check that no two elements of an array share memory, as in an expanded array or in overlapping windows.
+    """Check that no two elements of an array share memory; those of expanded arrays and overlapping windows do.
 
     Args:
         strides: strides of the array, in the unit of `itemsize`.

@@ -65,8 +65,8 @@ class Polling:
         self.outboxes: tuple[PeerOutbox, ...] = ()
         self.readers: dict[Looker, None] = {}
         self.stray_posts = StrayPosts(context.runtime, groups)
-        # The operations that have not read shared memory since the last post, in reverse order; and whether newer posts
-        # have arrived.
+        # The operations that have not read shared memory since the last post, the next one last. `_has_news`: whether
+        # newer posts have arrived.
         self._scan: list[Looker] = []
         self._has_news = False
         self._runtime = context.runtime

@@ -47,7 +47,7 @@ class Split(NamedTuple):
 
 
 class Splits:
-    """The calls of this rank that have split one group: their number, and the last `GROUPS` calls.
+    """Record of this rank's calls that split one group: how many there were, and the last `GROUPS` of them.
 
     Earlier calls are not compared: a peer that is so many groups behind breaks the protocol.
     """

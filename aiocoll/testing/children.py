@@ -32,7 +32,7 @@ GRACE = 2.0
 ANSWER = 2.0
 #: Seconds between two checks whether a process that has closed its channel has ended.
 LOOK = 0.002
-#: Python code that a child runs after setting the parent's `sys.path`, so that both import the same package.
+#: Python code that a child runs after it has taken over `sys.path` from the parent: both import the same package.
 START = "from aiocoll.testing.child import main; main"
 
 

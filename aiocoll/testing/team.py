@@ -1,4 +1,4 @@
-"""`Team`: the processes of all ranks, for `run_processes` and continuous test cases.
+"""`Team`: the processes of all ranks, for `run_processes` and for test cases that keep their processes.
 
 The ranks of a `run_processes` carry out one job and end. Persistent ranks serve many calls. They keep their group from
 call to call, and make a new one after a call that failed or left an operation pending.

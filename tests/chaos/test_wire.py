@@ -33,7 +33,7 @@ CONTROL, DATA, STORE = ConnKind.CONTROL, ConnKind.DATA, ConnKind.STORE
 COUNTS = (1, 300, 10_000, 40_000)
 #: Handshake bytes sent by the dialling end (True), and by the accepting end (False).
 GREETING = {True: HELLO_SIZE + PROOF_SIZE + CONFIRM_SIZE, False: CHALLENGE_SIZE + VERDICT_SIZE}
-#: Handshake bytes before the last message of the dialling end; a link that fails before is dialled again.
+#: Handshake bytes before the last message of the dialling end. A link that fails within them is dialled again.
 UNDECIDED = {True: HELLO_SIZE + PROOF_SIZE, False: CHALLENGE_SIZE + VERDICT_SIZE}
 #: Bytes after the handshake in which faults occur: all control frames and some data frames.
 BEYOND = 200

@@ -24,7 +24,7 @@ if "AIOCOLL_JOIN" not in os.environ:
 
 
 class TwoHosts:
-    """Restarts of a job on two hosts whose other host reports no changes."""
+    """Restarts of a job on two hosts, as seen from one host; the other host reports no changes."""
 
     allowed = 2
 

@@ -91,7 +91,7 @@ def test_rank_can_leave_the_group_as_soon_as_it_has_its_result(world_size: int) 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("ends", [False, True], ids=["leaves a group", "ends"])
-def test_receive_from_a_rank_that_has_left_fails_after_its_data(ends: bool, world_size: int) -> None:
+def test_receive_from_a_rank_that_has_left_fails_after_its_data_has_arrived(ends: bool, world_size: int) -> None:
     """Let the last rank send one message and leave; the first receive gets the message, the second one fails."""
 
     async def rank(pg: ProcessGroup) -> None:

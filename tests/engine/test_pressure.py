@@ -180,7 +180,7 @@ async def test_fast_sender_buffers_no_more_than_the_windows_at_a_slow_receiver(s
 @pytest.mark.parametrize(("count", "warm"), [(25_000, 5_000), pytest.param(1_000_000, 10_000, marks=pytest.mark.soak)])
 async def test_memory_use_does_not_grow_over_many_operations(count: int, warm: int) -> None:
     for blocks, nbytes in await run_processes(2, jobs.operate_long, count, warm, timeout=1200):
-        # Numbers above 256 are separate objects, so each record of an operation may grow by one object.
+        # Python caches integers up to 256 only, so each record of an operation may hold one more object: its number.
         # Beyond that, the bound reveals a leak of one object in a hundred operations.
         assert blocks < HISTORY + count / 100
         assert nbytes < 4 * MIB

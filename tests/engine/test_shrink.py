@@ -130,7 +130,7 @@ async def recover(pg: ProcessGroup) -> tuple[int, ...]:
         ([], [], [], False),
     ],
 )
-def test_quorum_is_a_majority_or_half_with_the_lowest_rank_or_all_living_ranks(
+def test_quorum_is_a_majority_or_one_half_with_the_lowest_rank_or_all_living_ranks(
     ranks: list[int], group: list[int], away: list[int], decide: bool
 ) -> None:
     assert can_decide(ranks, group, away) is decide

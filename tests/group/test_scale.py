@@ -102,7 +102,7 @@ async def test_shutdown_of_many_ranks_takes_few_control_messages(monkeypatch: py
 
     await run_ranks(32, rank)
     assert set(sent_notes) <= {"end", "ended", "known", "status"}  # status: of a rank that a busy machine delays
-    # Each rank sends its end to the hub. The hub replies, and relays several ends in one message.
+    # Each rank notifies the hub when it leaves. The hub replies, and reports several ranks in one message.
     assert len(sent_notes) < 32 * 8
 
 

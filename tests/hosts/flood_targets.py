@@ -68,7 +68,7 @@ async def is_finished(group: aiocoll.ProcessGroup, given: asyncio.Task[str] | No
 
 
 async def work() -> None:
-    """Reduce arrays and check the results until rank 0 gets a line; report the longest call and loop iteration."""
+    """Reduce and check arrays until rank 0 reads a line of input; report the longest call and loop iteration."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, MeasuringLoop)
     rank, longest = int(os.environ["RANK"]), 0.0

@@ -160,7 +160,7 @@ def test_simulated_cable_loses_the_given_share_of_packets(network: Callable[...,
     net.hosts[0].run(sys.executable, "-c", BURST, net.hosts[1].ipv4)
     lost, _ = net.shape(loss=1.0)
     assert 50 < lost < 150  # expect 100 ± 7
-    # Test the other direction: the kernel limits its error replies, and the first host has just sent many datagrams.
+    # Test from the second host: the first one has just sent many datagrams, and the kernel limits the error replies.
     assert not is_reachable(net.hosts[1], net.hosts[0].ipv4, SOON)
     assert sum(net.shape()) > 0
     assert is_reachable(net.hosts[1], net.hosts[0].ipv4)

@@ -40,7 +40,7 @@ async def wait_in_collective(pg: aiocoll.ProcessGroup) -> None:
 
 
 async def leave_works_pending(pg: aiocoll.ProcessGroup) -> list[Any]:
-    """Start works that stay pending, and end as `HOW` names; return the works and the tasks that await some of them."""
+    """Start works that stay pending, then do what `HOW` names; return the works, and tasks that await some of them."""
     works = [
         pg.barrier(key="awaited"),
         pg.barrier(key="not awaited"),

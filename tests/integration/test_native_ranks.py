@@ -51,7 +51,7 @@ def set_job(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def result_digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int, int, int]:
-    """Make all small collectives; return whether the rank is native, a digest of the results, and two call counts."""
+    """Call all small collectives; return whether the rank is native, a digest of the results, and two call counts."""
     digest = native = number = 0
     await pg.allgather(None, np.zeros(1))
     with np.errstate(all="ignore"):

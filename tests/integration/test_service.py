@@ -125,7 +125,7 @@ async def service(ranks: Ranks) -> AsyncIterator[Service]:
 
 async def test_cancelled_requests_to_the_service_disturb_no_collective(service: Service) -> None:
     await service.send_requests(0, 1)
-    # Rank 1 waits for rank 0 in its allreduce, so its clients disconnect during a collective.
+    # Rank 1 waits for rank 0 in an allreduce. The clients of rank 1 therefore disconnect during a collective.
     assert (await service.wait_for_all_counts(1))["gone"] > 0
     await service.wait_for_all_counts(0)
     assert [line.split(" in ")[0] for line in service.stop()] == [f"{CLIENTS * REQUESTS} counted"] * 2

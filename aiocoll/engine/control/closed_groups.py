@@ -62,7 +62,7 @@ class Goodbyes:
             self.notes.add(rank)
 
     def matches(self, rank: int, name: str | None) -> bool:
-        """Return whether a message of `rank` with this group's id and the group name `name` is about this group."""
+        """Return whether a message of `rank` that has this group's id and the name `name` is about this group."""
         return rank in self.ranks and (name is None or self.name is None or name == self.name)
 
 

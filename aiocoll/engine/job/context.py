@@ -52,7 +52,7 @@ class Context:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def run_quietly(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `function` with the context variables `quiet`, even if the caller runs with them already."""
+        """Call `function` in the context `quiet`. The caller may be in that context already."""
         if _is_quiet.get():
             return function(*arguments)
         return self.quiet.run(function, *arguments)

@@ -373,7 +373,7 @@ class ShmRing(Operation):
         return room[start : start + length]
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Store a segment of a message that arrives in frames, until the ring needs its chunk."""
+        """Keep a segment of a message that arrives in frames, until the ring needs the segment's chunk."""
         if peer != self._left or step >= len(self._relay.takes):
             return False
         room = self._room(step)

@@ -134,7 +134,7 @@ class CallOrder:
             self._comparison.compare_reports()
 
     def _follow_pace(self, number: int, pace: str, through: int, confirmed: int) -> None:
-        """Apply rank 0's launch limit, once all operations with lower launch numbers have started."""
+        """Apply rank 0's launch limit once all operations with launch numbers below the limit have started."""
 
         def obey(staged: bool) -> None:
             program = self.program

@@ -1,4 +1,4 @@
-"""Program order of one rank's calls without keys, which are launched first and compared later.
+"""Program order of one rank's calls without keys. The calls are launched first, and compared later.
 
 Each call has a position (1, 2, ...) and a hash of all calls up to it. The rank reports both to rank 0. One report
 covers several positions if the rank calls fast. Rank 0 confirms the highest position at which the hashes of all ranks

@@ -243,7 +243,7 @@ class Planner:
         return not self._fits_in_slots(nbytes) and nbytes >= limit and comm.is_on_all_cards("reads")
 
     def _is_small(self, program: Program, dtype: DType | None) -> bool:
-        """Return whether all messages of a program fit into slots, if only sender and receiver know the sizes."""
+        """Return whether all messages of a program fit into slots. Only sender and receiver know their sizes."""
         itemsize, largest = 1 if dtype is None else dtype.storage.itemsize, self._comm.slots.largest
         blocks = [action.region.count * itemsize for action in program.actions if action.peer >= 0]
         return bool(blocks) and max(blocks) <= largest

@@ -185,7 +185,7 @@ class PeerDoorbell:
             pass  # the eventfd's counter is at its maximum, so the peer wakes up in any case
 
     def shares_core(self) -> bool:
-        """Return whether the peer ran on this rank's core when the peer last waited for long."""
+        """Return whether the peer ran on this rank's core during the peer's last long wait."""
         number = self.own.core()
         return number != 0 and self.status[CORE] == number
 
