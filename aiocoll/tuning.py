@@ -143,7 +143,7 @@ def _parse(data: bytes) -> Tuning:
     except (ValueError, RecursionError):
         raise ValueError("it is not JSON") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f'"format": "{FORMAT}" is missing')
+        raise ValueError(f'it has no "format": "{FORMAT}"')
     if content.get("version") != VERSION:
         raise _OtherVersionError(f"version {content.get('version')!r:.64} is not supported; supported: {VERSION}")
     media = content.get("media")
