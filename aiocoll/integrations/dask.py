@@ -61,7 +61,7 @@ async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, *
         raise TypeError(f"program must be a function, not {type(program).__name__}")
     n = to_int(n, "n")
     if n < 1:
-        raise ValueError(f"n={n} must be positive")
+        raise ValueError(f"n={n}: must be positive")
     address = client.scheduler.address
     # Use a separate Dask client for this job, because closing this client then ends all tasks of the job.
     async with (

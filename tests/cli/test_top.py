@@ -239,7 +239,7 @@ def test_top_requires_a_job_number_if_several_jobs_run(launch: Launch, env: Mapp
         job.read("[0] ready")
     several = top(tmp_path, env, "--once")
     assert several.returncode == 2
-    assert "several jobs run here; pass the number of one of them as JOB:" in several.stderr
+    assert "several jobs run here; pass the number of one job as the argument JOB. The jobs are:" in several.stderr
     first, second = (job.process.pid for job in both)
     assert all(f"\n  {number}  1 ranks  " in several.stderr for number in (first, second))
     one = top(tmp_path, env, "--once", str(first))
