@@ -720,8 +720,7 @@ except AttributeError as error:
     assert str(error) == "module 'aiocoll' has no attribute 'no_such_name'"
     print(*later)
 """
-    later = run(code).split()
-    assert {"BlockingGroup", "ProcessGroup", "RedisStore", "elastic", "hooks", "new_group"} <= {*later}
+    assert {*run(code).split()} == {*aiocoll.__all__} - {*aiocoll.errors.__all__}
 
 
 def test_use_of_new_group_loads_no_heavy_package_and_starts_no_thread() -> None:

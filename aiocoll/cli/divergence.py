@@ -144,17 +144,25 @@ def lateness(group: GroupDumps) -> Lateness | None:
     average = {rank: fmean(call.entered[rank] - call.first for call in shared) for rank in group.ranks}
     rank = max(average, key=lambda each: average[each])
     last = sum(call.entered[rank] == max(call.entered.values()) for call in shared)
-    delays = dict.fromkeys(group.ranks, 0.0)
-    for call in shared:
-        (before, _), (latest, each) = sorted((time, each) for each, time in call.entered.items())[-2:]
-        delays[each] += latest - before
-    others = max(delay for each, delay in delays.items() if each != rank)
-    return Lateness(rank, average[rank], last, len(shared), delays[rank] >= DISTINCT * others)
+    total = dict.fromkeys(group.ranks, 0.0)
+    for delay, each, _ in _delays(shared):
+        total[each] += delay
+    others = max(delay for each, delay in total.items() if each != rank)
+    return Lateness(rank, average[rank], last, len(shared), total[rank] >= DISTINCT * others)
 
 
 def _shared_calls(group: GroupDumps) -> list[MergedCall]:
     """Return the collectives that all ranks with a dump entered; an empty list if only one rank has a dump."""
     return [call for call in group.calls if len(call.entered) == len(group.ranks) > 1]
+
+
+def _delays(shared: list[MergedCall]) -> list[tuple[float, int, MergedCall]]:
+    """Return, for each collective, the time for which the others waited only for the last rank, and that rank."""
+    found = []
+    for call in shared:
+        (before, _), (last, rank) = sorted((time, rank) for rank, time in call.entered.items())[-2:]
+        found.append((last - before, rank, call))
+    return found
 
 
 # -- the verdict
@@ -198,10 +206,7 @@ def _diagnose_delay(group: GroupDumps) -> Finding | None:
 
     A rank that is as late at many collectives is described by its average delay instead.
     """
-    delays: list[tuple[float, int, MergedCall]] = []
-    for call in _shared_calls(group):
-        (before, _), (last, rank) = sorted((time, rank) for rank, time in call.entered.items())[-2:]
-        delays.append((last - before, rank, call))
+    delays = _delays(_shared_calls(group))
     if not delays:
         return None
     longest, rank, call = max(delays, key=lambda each: each[0])
@@ -211,18 +216,12 @@ def _diagnose_delay(group: GroupDumps) -> Finding | None:
     others = [each for each in group.ranks if each != rank]
     delay = format_duration(longest)
     line = _blocking_line(group, rank, call.entered[rank] - longest, call.entered[rank])
-    if line:
-        label = f"blocked at {line}"
-        return Finding(
-            f"rank {rank} was {label}, and entered {_first_call_text(call)} {delay} after {_ranks(others)}; no failure",
-            (rank,),
-            label,
-            call,
-        )
+    label = f"blocked at {line}" if line else f"{delay} late"
+    block = f"was {label}, and " if line else ""
     return Finding(
-        f"rank {rank} entered {_first_call_text(call)} {delay} after {_ranks(others)}; no failure",
+        f"rank {rank} {block}entered {_first_call_text(call)} {delay} after {_ranks(others)}; no failure",
         (rank,),
-        f"{delay} late",
+        label,
         call,
     )
 
