@@ -169,7 +169,7 @@ class RedisClient:
         try:
             if not await wait_until_done(request.answer, timeout):
                 raise StoreUnavailableError(
-                    f"{self.trouble or f'no store at {self._address}: no answer'}; tried for {timeout:.3g} s"
+                    f"{self.trouble or f'no store at {self._address}: no answer'}; tried for {timeout:.1f} s"
                 )
         finally:
             self._unanswered.discard(request)

@@ -234,7 +234,7 @@ async def test_redis_calls_and_waits_survive_a_server_restart(own_server: RedisS
     await wait_until(lambda: other.trouble)
     why = "nothing listens there (connection refused); check that the server runs and the url is correct"
     assert other.trouble == f"no store at {own_server.url}: {why}"
-    other.timeout = 0.1
+    other.timeout = 0.096
     with pytest.raises(StoreUnavailableError, match=r"connection refused.*; tried for 0\.1 s"):
         await other.check(["before"])
     other.timeout = SOON
