@@ -171,7 +171,7 @@ dist:
 # After `dist`: the wheel for aarch64, by Debian's cross compiler, used with Debian's qemu-user. The build is not isolated:
 # there, pip would get NumPy for aarch64.
 dist-aarch64:
-	.venv-dist/bin/python -m pip install --quiet hatchling 'numpy>=2.0'
+	.venv-dist/bin/python -m pip install --quiet hatchling hatch-fancy-pypi-readme 'numpy>=2.0'
 	CC=aarch64-linux-gnu-gcc _PYTHON_HOST_PLATFORM=linux-aarch64 AIOCOLL_NATIVE=1 \
 		.venv-dist/bin/python -m build --no-isolation --wheel --outdir .venv-dist/aarch64
 	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" auditwheel repair --only-plat --wheel-dir dist .venv-dist/aarch64/*.whl

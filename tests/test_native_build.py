@@ -66,7 +66,7 @@ def wheel(source: Path, version: str = "standard", **variables: str) -> Path:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Return a copy of the source tree, without compiled files."""
-    pytest.importorskip("hatchling")
+    pytest.importorskip("hatch_fancy_pypi_readme")
     for name in (".gitignore", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE"):
         (tmp_path / "tree").mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "tree")

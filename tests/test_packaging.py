@@ -70,7 +70,7 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 @pytest.mark.slow
 def test_source_archive_is_complete_and_builds_the_wheel(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling")
+    pytest.importorskip("hatch_fancy_pypi_readme")
     with unpacked_source(tmp_path) as (archive, folder):
         assert archive.name == f"aiocoll-{VERSION}.tar.gz"
         names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -95,7 +95,9 @@ def test_source_archive_is_complete_and_builds_the_wheel(tmp_path: Path) -> None
     )
     assert (metadata_fields["Requires-Python"], metadata_fields["License-File"]) == (">=3.11", "LICENSE")
     assert metadata_fields["Description-Content-Type"] == "text/markdown"
-    assert metadata_fields.get_payload() == (ROOT / "README.md").read_text()
+    description = re.sub(r"\[([\w/.-]+)\]\(\1\)", r"`\1`", (ROOT / "README.md").read_text())
+    assert metadata_fields.get_payload() == description
+    assert "](" not in description
     assert set(metadata_fields.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
     assert "aiocoll = aiocoll.cli.main:main" in entries
     assert "[pytest11]\naiocoll = aiocoll.testing.plugin" in entries

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -54,6 +55,8 @@ async def main():
                     await asyncio.sleep(600)
         except aiocoll.PeerLostError:
             await asyncio.sleep(600)
+    if os.path.exists("stay"):
+        await asyncio.sleep(600)
 
 asyncio.run(main())
 """
@@ -212,6 +215,26 @@ def test_top_shows_a_killed_rank_as_gone_and_keeps_the_outcome_of_the_job(
     assert news["end"]["lines"][0] == "rank 1 was killed by SIGKILL"
     assert [each["name"] for each in news["groups"]] == ["world:0"], "the last state is lost"
     assert watch.sample() == watch.last
+
+
+@pytest.mark.slow
+def test_top_keeps_the_last_state_while_no_rank_has_an_open_group(
+    running_job: tuple[Job, dict[int, int]], watch: Watch, launch: Launch
+) -> None:
+    group_when(watch, lambda group: (group.ops or 0) > 0)
+    assert watch.news()["last"] == []
+    close_groups(launch)
+    end = time.monotonic() + 30
+    while (news := watch.news())["groups"]:
+        assert time.monotonic() < end, news
+        time.sleep(0.2)
+    assert (news["over"], [each["name"] for each in news["last"]]) == (False, ["world:0"])
+
+
+def close_groups(launch: Launch) -> None:
+    """Let the ranks of `SCRIPT` close their groups, and go on."""
+    (launch.path / "stay").touch()
+    (launch.path / "end").touch()
 
 
 def test_top_shows_the_outcome_of_a_job_after_the_removal_of_its_folder(env: Mapping[str, str]) -> None:
@@ -418,20 +441,46 @@ def test_top_web_page_in_a_browser_shows_and_updates_the_ranks(
     running_job: tuple[Job, dict[int, int]], env: Mapping[str, str], launch: Launch, tmp_path: Path
 ) -> None:
     """Check two window widths: the page shows and updates the ranks, loads nothing else, and fits the window."""
+    with serve_page(env) as address, browser(tmp_path / "browser") as opened:
+        for scheme, width in zip(SCHEMES, WIDTHS.values(), strict=True):
+            with opened.page(width, scheme) as page:
+                check_page(page, address, width)
+                if scheme == "dark":
+                    check_late_rank(page, launch)
+                if folder := os.environ.get("PICTURES"):
+                    page.save_picture(Path(folder) / f"top-{width}-{scheme}.png")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(executable() is None, reason=MISSING)
+def test_top_web_page_in_a_browser_keeps_the_last_state_and_shows_the_outcome(
+    running_job: tuple[Job, dict[int, int]], env: Mapping[str, str], launch: Launch, tmp_path: Path
+) -> None:
+    job, pids = running_job
+    with serve_page(env) as address, browser(tmp_path / "browser") as opened, opened.page(1280, "light") as page:
+        page.open(address)
+        page.until("document.querySelector('.facts')?.innerText.includes('ops/s')")
+        close_groups(launch)
+        page.until("document.querySelector('#groups p').innerText.startsWith('No rank')")
+        assert page.texts("#groups > p") == ["No rank has an open group. Last state:"]
+        assert page.texts("#groups.ended h2") == ["world:0"]
+        os.kill(pids[1], signal.SIGKILL)
+        assert job.finish().returncode == 128 + signal.SIGKILL
+        page.until("document.querySelector('#end p')")
+        assert page.texts("#end p") == ["rank 1 was killed by SIGKILL", "The job has ended with exit code 137."]
+        assert page.texts("#groups.ended h2") == ["world:0"]
+        assert page.console_messages() == []
+
+
+@contextmanager
+def serve_page(env: Mapping[str, str]) -> Iterator[str]:
+    """Run `aiocoll top --web`; return the address of its page."""
     command = [sys.executable, "-m", "aiocoll", "top", "--web"]
     path = {"PYTHONPATH": str(Path(__file__).parents[2])}
     served = subprocess.Popen(command, env={**os.environ, **path, **env}, stdout=subprocess.PIPE, text=True)
+    assert served.stdout is not None
     try:
-        assert served.stdout is not None
-        address = served.stdout.readline().strip()
-        with browser(tmp_path / "browser") as opened:
-            for scheme, width in zip(SCHEMES, WIDTHS.values(), strict=True):
-                with opened.page(width, scheme) as page:
-                    check_page(page, address, width)
-                    if scheme == "dark":
-                        check_late_rank(page, launch)
-                    if folder := os.environ.get("PICTURES"):
-                        page.save_picture(Path(folder) / f"top-{width}-{scheme}.png")
+        yield served.stdout.readline().strip()
     finally:
         served.send_signal(signal.SIGINT)
         assert served.wait(20) == 0

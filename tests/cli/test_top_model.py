@@ -278,6 +278,20 @@ def test_live_table_leaves_lines_for_the_verdict() -> None:
     assert "and 52 more ranks, for which others wait less" in lines
 
 
+def test_live_table_keeps_the_last_state_while_no_rank_has_an_open_group() -> None:
+    console = pytest.importorskip("rich.console", reason="needs rich")
+    from aiocoll.cli.top import terminal
+
+    with open("/dev/null", "w") as nowhere:
+        recording = console.Console(record=True, width=80, file=nowhere)
+        recording.print(terminal.render("job 7", [], 80, 50))
+        assert recording.export_text().split("\n\n") == ["job 7", "no rank has an open group\n"]
+        recording.print(terminal.render("job 7", [], 80, 50, last=[wide_group()]))
+        parts = recording.export_text().split("\n\n")
+    assert parts[:2] == ["job 7", "no rank has an open group; last state:"]
+    assert parts[2].startswith("healthy: no rank is late\n")
+
+
 # -- the verdict
 
 

@@ -85,12 +85,14 @@ class Watch:
         """Send a request to all ranks and return the groups as plain data, for JSON."""
         groups = self.sample()
         is_over, end = self.over, self.end
+        shown = self._last if is_over else groups
         return {
             "time": time.time(),
             "over": is_over,
             "end": None if end is None else end._asdict(),
             "load": None if self.load is None else asdict(self.load),
-            "groups": [asdict(group) for group in (self._last if is_over else groups)],
+            "groups": [asdict(group) for group in shown],
+            "last": [] if shown else [asdict(group) for group in self._last],
         }
 
     @property
@@ -163,7 +165,7 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
         return 2
     from aiocoll.cli.top import terminal
 
-    terminal.watch(title, watch.sample, lambda: watch.load, lambda: watch.over, INTERVAL)
+    terminal.watch(title, watch.sample, lambda: watch.last, lambda: watch.load, lambda: watch.over, INTERVAL)
     print(formatting.format_ended_job(title, watch.end, watch.last, shutil.get_terminal_size().columns), end="")
     return 0
 

@@ -23,6 +23,7 @@ from aiocoll.errors import BackendUnavailableError
 try:
     from rich.console import Console, Group, RenderableType
     from rich.live import Live
+    from rich.styled import Styled
     from rich.table import Table as RichTable
     from rich.text import Text
 except ImportError as error:
@@ -42,28 +43,52 @@ _STYLES: Final = {"ok": "green", **dict.fromkeys(LIMITED, "bold yellow"), **dict
 def watch(
     title: str,
     sample: Callable[[], Sequence[GroupView]],
+    last: Callable[[], Sequence[GroupView]],
     load: Callable[[], HostLoad | None],
     over: Callable[[], bool],
     interval: float,
 ) -> None:
-    """Show the groups that `sample()` returns, updated every `interval` seconds, until Ctrl-C or the end of the job."""
+    """Show the groups that `sample()` returns, updated every `interval` seconds, until Ctrl-C or the end of the job.
+
+    While no group is open, show the groups that `last()` returns, greyed.
+    """
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not over():
             began = time.monotonic()
-            live.update(render(title, sample(), *console.size, load=load()), refresh=True)
+            groups = sample()
+            live.update(render(title, groups, *console.size, last=last(), load=load()), refresh=True)
             time.sleep(max(0.0, began + interval - time.monotonic()))
 
 
 def render(
-    title: str, groups: Sequence[GroupView], width: int, height: int, load: HostLoad | None = None
+    title: str,
+    groups: Sequence[GroupView],
+    width: int,
+    height: int,
+    *,
+    last: Sequence[GroupView] = (),
+    load: HostLoad | None = None,
 ) -> RenderableType:
-    """Return the content of the screen, with as many ranks as fit in `height` lines."""
-    most = max(LEAST, height // max(1, len(groups)) - AROUND)
-    about = " · ".join(filter(None, (title, format_host_load(load))))
-    parts: list[RenderableType] = [Text(about, style="dim", overflow="ellipsis", no_wrap=True)]
-    if not groups:
-        parts.append(Text("\nno rank has an open group yet"))
+    """Return the content of the screen, with as many ranks as fit in `height` lines.
+
+    If `groups` is empty, show the groups in `last`, greyed.
+    """
+    about = Text(
+        " · ".join(filter(None, (title, format_host_load(load)))), style="dim", overflow="ellipsis", no_wrap=True
+    )
+    if groups:
+        return Group(about, _render_groups(groups, width, height))
+    if not last:
+        return Group(about, Text("\nno rank has an open group"))
+    return Group(
+        about, Text("\nno rank has an open group; last state:"), Styled(_render_groups(last, width, height), "dim")
+    )
+
+
+def _render_groups(groups: Sequence[GroupView], width: int, height: int) -> RenderableType:
+    most = max(LEAST, height // len(groups) - AROUND)
+    parts: list[RenderableType] = []
     for group in groups:
         style = "bold" if group.state == "open" else "bold red"
         verdict_style = "bold red" if group.culprits or group.state == "revoked" else "bold green"
