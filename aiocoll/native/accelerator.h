@@ -289,6 +289,7 @@ static inline void free_object(void *object) {
 }
 
 /* copying.c */
+void copy_bytes(char *target, const char *source, npy_intp nbytes);
 void copy_past_caches(char *target, const char *source, npy_intp nbytes);
 void copy_to_reader(int *far, char *target, const char *source, npy_intp nbytes);
 

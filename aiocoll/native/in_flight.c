@@ -261,11 +261,11 @@ int complete(Handle *call) {
     char *found[steps->takes_count ? steps->takes_count : 1];
     for (int i = 0; i < steps->takes_count; i++) found[i] = contribution_bytes(calls, steps->takes + i, call->identity);
     for (int i = 0; i < steps->copies_count; i++)
-        memmove(buffer_bytes(call, steps->copies[i].first), buffer_bytes(call, steps->copies[i].second),
-                buffer_nbytes(call->arrays, steps->copies[i].first, calls->size));
+        copy_bytes(buffer_bytes(call, steps->copies[i].first), buffer_bytes(call, steps->copies[i].second),
+                   buffer_nbytes(call->arrays, steps->copies[i].first, calls->size));
     for (int i = 0; i < steps->moves_count; i++) {
         npy_intp nbytes = steps->takes[steps->moves[i].first].nbytes;
-        memcpy(buffer_bytes(call, steps->moves[i].second), found[steps->moves[i].first], nbytes);
+        copy_bytes(buffer_bytes(call, steps->moves[i].second), found[steps->moves[i].first], nbytes);
     }
     if (steps->target >= 0 && fold_safely(call, found) < 0) return crash_call(call);
     for (int i = 0; i < steps->takes_count; i++) {

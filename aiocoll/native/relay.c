@@ -60,7 +60,7 @@ static char *bytes_of(const PeerLanes *peer, const Queue *queue, uint64_t number
 /* Copy received bytes to `target`, past the caches if the call streams. */
 static void copy_to_target(const Handle *call, char *target, const char *source, npy_intp nbytes) {
     if (call->relay->streams) copy_past_caches(target, source, nbytes);
-    else memcpy(target, source, nbytes);
+    else copy_bytes(target, source, nbytes);
 }
 
 /* ---- the queue to the right neighbour */
@@ -181,7 +181,7 @@ static int copy_next(Handle *call) {
     npy_intp nbytes = target.count * call->steps->itemsize;
     int is_apart = target.bytes + nbytes <= source.bytes || source.bytes + nbytes <= target.bytes;
     if (is_apart) copy_to_target(call, target.bytes, source.bytes, nbytes);
-    else memmove(target.bytes, source.bytes, nbytes);
+    else copy_bytes(target.bytes, source.bytes, nbytes);
     call->relay->copied += target.count;
     return 1;
 }

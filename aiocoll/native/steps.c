@@ -392,7 +392,7 @@ int fold(Handle *call, char **found) {
     if (!steps->loop) return fold_in_python(call, inputs, count, out);
     if (is_one_number(steps)) return fold_numbers(call, inputs, count, out);
     if (count == 1) {
-        memmove(out, inputs[0], nbytes);
+        copy_bytes(out, inputs[0], nbytes);
     } else if (count == 2) {
         combine(steps, inputs[0], inputs[1], out);
     } else { /* write the target last, because it may be one of the inputs */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -553,6 +554,35 @@ async def test_native_relays_reduce_registered_arrays() -> None:
                     array[:] = 2.0 ** pg.rank()
                 await asyncio.gather(*(pg.allreduce(x).join() for pg, x in zip(pgs, arrays, strict=True)))
                 assert all((array == 3).all() for array in arrays)
+
+
+@pytest.mark.parametrize("distance", [0, 1, 16, 31, 32])
+@pytest.mark.parametrize("count", [2000, 40_000, 300_001])
+async def test_native_copies_are_exact_for_any_distance_within_a_page(count: int, distance: int) -> None:
+    """Check copies of own blocks (first offset), copies from slots and chunks (second offset), and the bytes around."""
+    async with group_of_ranks([True, True]) as pgs:
+        for offset in (distance, 64 + distance):
+            works, rooms = [], []
+            for pg in pgs:
+                _, source = place(count, 0)
+                source[:] = np.arange(count) % 251 + pg.rank()
+                room, target = place(2 * count, offset)
+                works.append(pg.allgather_into_tensor(target, source))
+                rooms.append((room, target))
+            async with asyncio.timeout(20):
+                for work in works:
+                    await work
+            assert [is_native(work) for work in works] == [True, True]
+            for room, target in rooms:
+                assert (target == np.concatenate([np.arange(count) % 251 + rank for rank in range(2)])).all()
+                assert np.count_nonzero(room == 255) == len(room) - 2 * count
+
+
+def place(count: int, offset: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return an array of bytes 255, and a view of it with `count` bytes, `offset` bytes after the start of a page."""
+    room = np.full(count + 2 * mmap.PAGESIZE, 255, np.uint8)
+    start = (offset - room.ctypes.data) % mmap.PAGESIZE
+    return room, room[start : start + count]
 
 
 @pytest.mark.parametrize("shift", [0, 1, 15])

@@ -268,13 +268,24 @@ def test_chunk_queue_memory_is_reserved_at_its_first_use(
     assert ends.reserved() == idle
     for number in range(1, 2 * CHUNKS):
         assert writer.take(1, 7)
-        assert ends.reserved() == idle + CHUNKS * writer.nbytes
+        assert ends.reserved() == idle + CHUNKS * writer.nbytes + PAGE
         assert writer.put(1, 7, 1, memoryview(bytes([number]) * writer.nbytes))
         assert reader.look(1, 7) == 1
         assert set(reader.read(np.dtype(np.uint8), writer.nbytes).tolist()) == {number}
         reader.free()
         writer.leave(failed=False)
-    assert ends.reserved() == idle + CHUNKS * writer.nbytes
+    assert ends.reserved() == idle + CHUNKS * writer.nbytes + PAGE
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_numpy_arrays_do_not_start_shortly_after_chunks_and_middle_slots_within_a_page(ranks: int) -> None:
+    """Check the distances for which memmove is slow on some cores; see `copy_bytes` in native/copying.c."""
+    array = np.empty(1 << 20).ctypes.data
+    outbox, link = OutboxLayout(ranks), LinkLayout(ranks)
+    starts = [direction.chunks for direction in link.directions]
+    starts += [slots.slot(SMALL_SLOTS)[0] for slots in (outbox.common, outbox.lane)]
+    assert [start for start in starts if 0 < (array - start) % PAGE < 32] == []
+    assert {end % PAGE for end in (link.directions[0].end, link.nbytes, outbox.common.end, outbox.lane.end)} == {0}
 
 
 @pytest.mark.parametrize("nbytes", [FIRST - 1, FIRST, FIRST + 1, 100_000, SEGMENT])

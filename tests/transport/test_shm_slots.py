@@ -203,8 +203,8 @@ def test_parts_of_the_memory_layouts_do_not_overlap(ranks: int) -> None:
         assert lane.lines + SLOTS * LINE <= lane.small
         spans = [lane.slot(slot) for slot in range(SLOTS)]
         assert spans[0][0] == lane.small
-        assert all(start + size == following for (start, size), (following, _) in pairwise(spans))
-        assert sum(spans[-1]) == lane.end
+        assert all(start + size <= following for (start, size), (following, _) in pairwise(spans))
+        assert sum(spans[-1]) <= lane.end
     lanes = [layout.lane_span(number) for number in range(layout.lanes)]
     assert len(lanes) > ranks
     assert lanes[0][0] == layout.common.end
