@@ -147,6 +147,13 @@ def exists(name: str) -> bool:
     return False
 
 
+def unlink_paths(app: Sphinx, doctree: nodes.document) -> None:
+    """Replace links of the README by names of files, which `link_paths` links: files have other paths on the site."""
+    if app.env.docname == "index":
+        for link in list(doctree.findall(pending_xref)):
+            link.replace_self(nodes.literal("", link.astext()))
+
+
 def link_paths(app: Sphinx, doctree: nodes.document, page: str) -> None:
     """Turn page names such as `docs/guide.md` into links; readers of the source find the file by the name."""
     for literal in list(doctree.findall(nodes.literal)):
@@ -162,5 +169,6 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", prepare, priority=100)  # before napoleon
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-signature", sign)
+    app.connect("doctree-read", unlink_paths)
     app.connect("doctree-resolved", link_paths)
     app.connect("missing-reference", resolve)
