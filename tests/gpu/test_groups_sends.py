@@ -56,7 +56,9 @@ def has_value(tensor: Any, value: float) -> bool:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-async def test_long_messages_use_nccl_and_short_messages_are_sent_eagerly(transport: str) -> None:
+async def test_long_messages_use_nccl_and_short_messages_are_sent_eagerly(transport: str, limits: Limits) -> None:
+    limits(device_check_interval=1e6)  # checks for asynchronous errors are NCCL calls, too
+
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await create_communicator(pg, gpu)
@@ -103,7 +105,9 @@ async def test_nccl_messages_of_every_dtype_are_sent_without_a_staging_copy() ->
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-async def test_ring_exchange_in_a_batch_is_one_nccl_call_group(world_size: int) -> None:
+async def test_ring_exchange_in_a_batch_is_one_nccl_call_group(world_size: int, limits: Limits) -> None:
+    limits(device_batch_wait=1e6, device_check_interval=1e6)
+
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await create_communicator(pg, gpu)
@@ -121,7 +125,9 @@ async def test_ring_exchange_in_a_batch_is_one_nccl_call_group(world_size: int) 
         assert counted == {"send": each, "recv": each, "group_start": each, "group_end": each, "destroy": world_size}
 
 
-async def test_messages_of_a_block_are_one_nccl_call_group() -> None:
+async def test_messages_of_a_block_are_one_nccl_call_group(limits: Limits) -> None:
+    limits(device_batch_wait=1e6)
+
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank, size = pg.rank(), pg.size()
         await create_communicator(pg, gpu)
