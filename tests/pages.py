@@ -107,7 +107,7 @@ def shell(script: str, folder: Path, **environ: str) -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIOCOLL_", "PYTHONASYNCIO"))}
     path = {"PYTHONPATH": str(ROOT), "PATH": f"{_tools()}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
-        ["sh", "-c", script], cwd=folder, env=kept | path | environ, capture_output=True, text=True, timeout=300
+        ["sh", "-c", script], cwd=folder, env=kept | path | environ, capture_output=True, text=True, timeout=120
     )
     return done.stdout + done.stderr
 

@@ -93,13 +93,16 @@ def watch(running_job: tuple[Job, dict[int, int]], env: Mapping[str, str]) -> It
 
 def group_when(watch: Watch, condition: Callable[[GroupView], bool]) -> GroupView:
     """Wait until `condition` holds for the first group that `watch` shows; return the group."""
+    return read_until(watch.sample, lambda groups: groups and condition(groups[0]))[0]
+
+
+def read_until(read: Callable[[], Any], accept: Callable[[Any], Any]) -> Any:
+    """Call `read` until `accept` holds for its result; return this result."""
     end = time.monotonic() + 30
-    while True:
-        groups = watch.sample()
-        if groups and condition(groups[0]):
-            return groups[0]
-        assert time.monotonic() < end, groups
+    while not accept(found := read()):
+        assert time.monotonic() < end, found
         time.sleep(0.2)
+    return found
 
 
 def states(group: GroupView) -> dict[int, str]:
@@ -224,10 +227,7 @@ def test_top_keeps_the_last_state_while_no_rank_has_an_open_group(
     group_when(watch, lambda group: (group.ops or 0) > 0)
     assert watch.news()["last"] == []
     close_groups(launch)
-    end = time.monotonic() + 30
-    while (news := watch.news())["groups"]:
-        assert time.monotonic() < end, news
-        time.sleep(0.2)
+    news = read_until(watch.news, lambda news: not news["groups"])
     assert (news["over"], [each["name"] for each in news["last"]]) == (False, ["world:0"])
 
 

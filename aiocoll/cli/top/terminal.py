@@ -56,8 +56,7 @@ def watch(
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not over():
             began = time.monotonic()
-            groups = sample()
-            live.update(render(title, groups, *console.size, last=last(), load=load()), refresh=True)
+            live.update(render(title, sample(), *console.size, last=last(), load=load()), refresh=True)
             time.sleep(max(0.0, began + interval - time.monotonic()))
 
 
