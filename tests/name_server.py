@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import pytest
+import uvloop
 
 
 class NameServer:
@@ -21,8 +22,13 @@ class NameServer:
         self._unknown = unknown
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Replace `socket.getaddrinfo`, so that this object answers all name lookups of this process."""
+        """Let this object answer all name lookups of this process, those of uvloop too."""
+
+        async def look_up(*args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
+            return self._getaddrinfo(*args, **kwargs)
+
         patch.setattr(socket, "getaddrinfo", self._getaddrinfo)
+        patch.setattr(uvloop.Loop, "getaddrinfo", staticmethod(look_up))
 
     def _getaddrinfo(self, host: Any, port: Any, *_: Any, **__: Any) -> list[tuple[Any, ...]]:
         if self._unknown:
