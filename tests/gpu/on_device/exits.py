@@ -8,6 +8,7 @@ unclosed    the process does not shut its group down
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import sys
 import time
 from contextlib import ExitStack
@@ -25,8 +26,6 @@ from .worlds import SIMULATED, World, world
 
 #: The timeout of a call that hangs, in seconds: on a real device, and on a simulated one.
 LIMIT = (5.0, 0.3)
-#: Context managers that must not close before the process ends, because they would wait for the aborting thread.
-_left: list[object] = []
 #: Seconds that an abort takes: longer than everything else until the process exits.
 SLOW = 1.0
 
@@ -84,7 +83,8 @@ def main(how: str, kind: str) -> None:
         made = stack.enter_context(world(kind, stuck=how == "lonely"))
         asyncio.run({"aborting": aborting, "lonely": lonely, "unclosed": unclosed}[how](made))
         if how == "aborting":
-            _left.append(stack.pop_all())
+            # Closing would wait for the aborting thread. An extra reference keeps the interpreter from closing at exit.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(stack.pop_all()))
 
 
 if __name__ == "__main__":
