@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,9 @@ async def test_message_longer_than_announced_fails_the_group(transport: str, nam
             channel = comm_of(pg).channels[1]
             channel.link = StretchingLink(channel.link)  # type: ignore[assignment]
             await ready.wait()
-            call(pg, array)
+            # The call ends, or fails with the group: rank 1 may have sent its part before or not.
+            with suppress(GroupError):
+                await call(pg, array)
         else:
             work = call(pg, array)
             ready.set()
