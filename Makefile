@@ -6,8 +6,9 @@ VENV ?= .venv
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products native dist dist-aarch64 \
-	native-sanitize native-refs release-check planted soak torch-suite bench docs gpu clean
+.PHONY: help demo test test-in-process test-rest test-all test-all-in-process test-all-beside test-all-alone check \
+	coverage-gpu matrix products native dist dist-aarch64 native-sanitize native-refs release-check planted soak \
+	torch-suite bench docs gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -72,10 +73,17 @@ test-rest: $(VENV)/installed
 	$(PYTEST) -m 'beside and slow and not matrix and not soak' $(BESIDE) $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) -m 'processes and not beside and slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
-# Both at once, so that tests are read, and workers started, three times instead of six.
-test-all: $(VENV)/installed
+# Both at once, so that tests are read, and workers started, three times instead of six. With --keep-going, make runs all
+# three although one fails.
+test-all: test-all-in-process test-all-beside test-all-alone
+
+test-all-in-process: $(VENV)/installed
 	$(PYTEST) -m 'not processes and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
+
+test-all-beside: $(VENV)/installed
 	$(PYTEST) -m 'beside and not matrix and not soak' $(BESIDE) $(ARGS) || [ $$? = 5 ]
+
+test-all-alone: $(VENV)/installed
 	$(PYTEST) -m 'processes and not beside and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
 check: $(VENV)/installed
