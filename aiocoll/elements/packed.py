@@ -12,7 +12,8 @@ least 2**-96, so arrays with them are not packed.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -97,7 +98,7 @@ _FLOAT16_LARGEST = 0x7BFF
 _FLOAT16_OVERFLOW = 0x0F7FF000
 
 _shl, _shr, _and, _or, _add = np.left_shift, np.right_shift, np.bitwise_and, np.bitwise_or, np.add
-_largest = np.maximum.reduce
+_largest: Callable[..., Any] = np.maximum.reduce  # mypy finds no overload for one argument in the stubs of NumPy 2.5
 # The product of these numbers is zero only if a library has set flush-to-zero in this thread. Then packing is inexact.
 _TINY, _UNIT = 5e-324, 1.0
 
