@@ -19,6 +19,8 @@ class Project:
         self._pytester = pytester
         monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         monkeypatch.setenv("PYTHONPATH", ROOT)
+        # Debug mode reports slow steps, which occur on a busy machine.
+        monkeypatch.delenv("PYTHONASYNCIODEBUG", raising=False)
 
     def run(
         self, source: str, *options: str, mode: str = "strict", asyncio: bool = True, anyio: bool = False
